@@ -1,0 +1,1 @@
+"""The configuration files, installed as the package tf2dist.conf."""

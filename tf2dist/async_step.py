@@ -1,0 +1,144 @@
+"""The graphs of asynchronous training: what a worker does for each call of the coordinator.
+
+In each step a worker pulls all variables of a ps in one vector, computes, and pushes one vector
+to each ps. A loop across devices costs a message an iteration, so the steps are unrolled; a
+transfer costs a call, so the variables are packed (see `parameter_server`).
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf2dist import data
+from tf2dist.config import RunConfig
+from tf2dist.parameter_server import NO_INLINE, TOTALS, ParameterServer
+from tf2dist.serving import remote_array
+from tf2dist.step import Batch, ModelStep, step_seed
+
+Values = dict[int, tf.Tensor]  # by id of the variable
+
+
+class AsyncStep:
+    """The parameter servers of a model, and the functions that workers run against them.
+
+    Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
+    replica context, which there is none of on a ps.
+
+    Args:
+        model: its variables lie on parameter servers.
+        sharding: of the training set.
+        steps_per_execution: steps of one call.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: keras.Model, sharding: data.Sharding, steps_per_execution: int
+    ) -> None:
+        self._config, self._sharding, self._num_steps = config, sharding, steps_per_execution
+        self._step = ModelStep(model)
+        self._image_shape = tuple(model.input_shape[1:])
+        everything = [*self._step.trainable, *self._step.state]
+        self.servers = [
+            ParameterServer(
+                device,
+                [v for v in self._step.trainable if v.value.device == device],
+                [v for v in self._step.state if v.value.device == device],
+                config.optimizer,
+                sharding.num_shards,
+            )
+            for device in sorted({v.value.device for v in everything})
+        ]
+
+    def dataset(self) -> tf.data.Dataset:
+        """Made on each worker, over the arrays that the worker's own process has loaded."""
+        images = remote_array("train", "images", self._image_shape)
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        return data.blocks(images, remote_array("train", "labels", ()), self._sharding, worker, self._num_steps)
+
+    def train_function(self) -> Any:
+        """``function(iterator, limit)``: steps of which those above `limit` updates are refused."""
+        xla = self._config.devices.xla
+        compute = tf.function(
+            self._compute,
+            autograph=False,
+            jit_compile=True if xla else None,
+            experimental_attributes=None if xla else NO_INLINE,
+        )
+
+        def steps(iterator: Any, limit: tf.Tensor) -> None:
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            parts = [tf.unstack(part, self._num_steps) for part in next(iterator)]
+            losses = []
+            for batch in zip(*parts, strict=True):
+                pushes, loss = compute([server.pull() for server in self.servers], *batch, worker)
+                for server, push in zip(self.servers, pushes, strict=True):
+                    server.push(push, worker, limit)
+                losses.append(loss)
+            self._log(worker, tf.reduce_mean(losses))
+
+        batch_size, num_steps = self._sharding.batch_size, self._num_steps
+        element = (
+            tf.TensorSpec([num_steps, batch_size, *self._image_shape], tf.uint8),
+            tf.TensorSpec([num_steps, batch_size], tf.int32),
+            tf.TensorSpec([num_steps, batch_size], tf.float32),
+        )
+        signature = (tf.data.IteratorSpec(element), tf.TensorSpec([], tf.int64))
+        return tf.function(steps, autograph=False).get_concrete_function(*signature)
+
+    def evaluate_function(self, split: str) -> Any:
+        """``function(first, last)``: the sums over that range of examples, float64 [3]."""
+
+        def evaluate(first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+            values, _ = self._unpack([server.pull() for server in self.servers])
+            images = remote_array(split, "images", self._image_shape)[first:last]
+            labels = remote_array(split, "labels", ())[first:last]
+            return self._step.evaluate(*self._inputs(values), images, labels)
+
+        scalar = tf.TensorSpec([], tf.int32)
+        return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar)
+
+    def _compute(
+        self, pulled: list[tf.Tensor], images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, worker: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
+        values, counts = self._unpack(pulled)
+        trainable, state = self._inputs(values)
+        seed = step_seed(self._config.seed, worker, tf.bitcast(counts[0], tf.int64))
+        output = self._step(trainable, state, Batch(images, labels, weights), seed)
+        gradients = output.gradients
+        if self.servers[0].global_clipnorm:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
+        changes = {id(v): gradient for v, gradient in zip(self._step.trainable, gradients, strict=True)}
+        for variable, new, old in zip(self._step.state, output.state, state, strict=True):
+            changes[id(variable)] = new - old
+        pushes = [
+            server.packing.pack([changes[id(v)] for v in server.variables], count, output.sums)
+            for server, count in zip(self.servers, counts, strict=True)
+        ]
+        return pushes, output.sums[0]
+
+    def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[tf.Tensor]]:
+        """The values of all variables, and the count of each ps as two float32."""
+        values: Values = {}
+        counts = []
+        for server, vector in zip(self.servers, pulled, strict=True):
+            tensors, count = server.packing.unpack(vector)
+            values.update({id(v): tensor for v, tensor in zip(server.variables, tensors, strict=True)})
+            counts.append(count)
+        return values, counts
+
+    def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        return [values[id(v)] for v in self._step.trainable], [values[id(v)] for v in self._step.state]
+
+    def _log(self, worker: tf.Tensor, loss: tf.Tensor) -> None:
+        """Prints into the worker's own log whenever it passes a multiple of log_every_steps."""
+        totals = self.servers[0].worker_totals(worker)
+        local_step, global_step = (tf.cast(totals[i], tf.int64) for i in (TOTALS.index("steps"), len(TOTALS)))
+        every = self._config.train.log_every_steps
+        epoch = tf.maximum(local_step - 1, 0) // self._sharding.steps_per_epoch
+        numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
+        parts = [f"{name}={{}}" for name in (*numbers, "loss")]
+        values = [*map(tf.as_string, numbers.values()), tf.as_string(loss, precision=4)]
+        line = tf.strings.format(", ".join(parts), values)
+        passed = local_step // every != tf.maximum(local_step - self._num_steps, 0) // every
+        tf.cond(passed, lambda: tf.print(line), tf.no_op)

@@ -1,0 +1,195 @@
+"""The cluster as a small validated value: who exists, where, and which of them this process is."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.errors import ClusterError
+
+JOBS = {"async": ("chief", "ps", "worker", "evaluator"), "sync": ("chief", "worker", "evaluator")}
+EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One process of the cluster."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job}-{self.index}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Addresses ("host:port") by job and index; every process of a run holds an equal value.
+
+    In mode async the task `chief` is the coordinator and computes nothing; in mode sync a chief
+    is a worker that comes before the others.
+    """
+
+    mode: str
+    jobs: dict[str, tuple[str, ...]]
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks compute gradients."""
+        return len(self.training_tasks)
+
+    @property
+    def num_ps(self) -> int:
+        return len(self.jobs.get("ps", ()))
+
+    @property
+    def training_tasks(self) -> list[Task]:
+        """The tasks that compute gradients, in the order of their shards."""
+        jobs = ("worker",) if self.mode == "async" else ("chief", "worker")
+        return [task for task in self.tasks if task.job in jobs]
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [Task(job, index) for job in sorted(self.jobs) for index in range(len(self.jobs[job]))]
+
+    @property
+    def leader(self) -> Task:
+        """The task that reports for all: the coordinator, or the first of the workers."""
+        return Task("chief", 0) if self.jobs.get("chief") else Task("worker", 0)
+
+    def address(self, task: Task) -> str:
+        return self.jobs[task.job][task.index]
+
+    def tf_jobs(self) -> dict[str, list[str]]:
+        """What TensorFlow is told; it must not wait for an evaluator."""
+        return {job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"}
+
+
+def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
+    """A cluster of this machine alone, on the given free ports.
+
+    Raises:
+        ClusterError: more tasks than ports.
+    """
+    counts = {"worker": config.num_workers}
+    if mode == "async":
+        counts |= {"chief": 1, "ps": config.num_ps}
+    if sum(counts.values()) > len(ports):
+        raise ClusterError(
+            f"cluster.num_workers ({config.num_workers}): with its parameter servers more than {len(ports)} tasks; "
+            "a local cluster is for fewer, use several hosts"
+        )
+    free = iter(ports)
+    return Cluster(mode, {job: tuple(f"localhost:{next(free)}" for _ in range(n)) for job, n in sorted(counts.items())})
+
+
+def from_config(config: RunConfig, tf_config: str | None) -> tuple[Cluster, Task]:
+    """The cluster and this process's task from TF_CONFIG or from explicit lists.
+
+    Raises:
+        ClusterError: one line for each mistake.
+    """
+    if config.cluster.kind == "tf_config":
+        if not tf_config:
+            raise ClusterError(
+                f"cluster (tf_config): the environment variable TF_CONFIG is not set; set it, for example to {EXAMPLE}"
+            )
+        return _from_tf_config(tf_config, config.mode)
+    lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
+    jobs = {job: addresses for job, addresses in lists.items() if addresses}
+    return _validated("cluster", jobs, _hosts_task(config.task), config.mode)
+
+
+def _hosts_task(task: TaskConfig) -> dict[str, Any]:
+    given = {"type": task.type, "index": task.index}
+    missing = [f"task.{key}" for key, value in given.items() if value is None]
+    if missing:
+        raise ClusterError(
+            f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
+            "give task.type=worker task.index=0"
+        )
+    return given
+
+
+def _from_tf_config(text: str, mode: str) -> tuple[Cluster, Task]:
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 12) : error.pos + 12]
+        raise ClusterError(
+            f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; it looks like {EXAMPLE}"
+        ) from None
+    for key in ("cluster", "task"):
+        if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
+            raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
+    return _validated("TF_CONFIG", parsed["cluster"], parsed["task"], mode)
+
+
+def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> tuple[Cluster, Task]:
+    """Checks everything that one task can see alone and reports all mistakes at once."""
+    problems = [*_job_problems(jobs, mode), *_address_problems(jobs)]
+    if not problems:
+        problems += _count_problems(jobs, mode)
+    problems += _task_problems(task, jobs)
+    if problems:
+        raise ClusterError("\n".join(f"{source}: {problem}" for problem in problems))
+    cluster = Cluster(mode, {job: tuple(addresses) for job, addresses in jobs.items() if addresses})
+    return cluster, Task(task["type"], int(task["index"]))
+
+
+def _job_problems(jobs: dict[str, Any], mode: str) -> list[str]:
+    problems = []
+    for job, addresses in jobs.items():
+        if job == "ps" and mode == "sync":
+            problems.append("job ps: mode=sync has no parameter servers; remove it, or choose mode=async")
+        elif job not in JOBS[mode]:
+            problems.append(f"job {job}: there is no such job in mode={mode}; the jobs are {', '.join(JOBS[mode])}")
+        if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+            problems.append(f'job {job} ({addresses}): must be a list of "host:port" strings')
+    return problems
+
+
+def _address_problems(jobs: dict[str, Any]) -> list[str]:
+    problems = []
+    seen: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for index, address in enumerate(addresses if isinstance(addresses, list) else []):
+            name = f"{job} {index} ({address})"
+            match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d+)", str(address))
+            if not match:
+                problems.append(f"{name}: must be host:port, such as host1:2222")
+            elif not 1 <= int(match[2]) <= 65535:
+                problems.append(f"{name}: the port must be from 1 to 65535")
+            elif address in seen:
+                problems.append(f"{name}: the same address as {seen[address]}; every task needs its own")
+            seen.setdefault(str(address), f"{job} {index}")
+    return problems
+
+
+def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
+    counts = {job: len(jobs.get(job, [])) for job in JOBS["async"]}
+    problems = []
+    if counts["chief"] > 1:
+        problems.append(f"job chief: has {counts['chief']} tasks; there is at most one")
+    if mode == "async":
+        if counts["chief"] < 1:
+            problems.append("job chief: is missing; mode=async needs one task as the coordinator")
+        for job in ("ps", "worker"):
+            if counts[job] < 1:
+                problems.append(f"job {job}: is missing; mode=async needs at least one {job}")
+    elif counts["chief"] + counts["worker"] < 1:
+        problems.append("job worker: is missing; mode=sync needs at least one worker")
+    return problems
+
+
+def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
+    job, index = task.get("type"), task.get("index")
+    if not isinstance(job, str) or job not in jobs:
+        return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)  # TensorFlow takes "0" too
+    count = len(jobs[job]) if isinstance(jobs[job], list) else 0
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+        return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {count - 1}"]
+    return []

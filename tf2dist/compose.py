@@ -1,0 +1,109 @@
+"""The command line and ``conf/``, composed by Hydra into one checked `RunConfig`."""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tf2dist.config import RunConfig, check, one_line, to_typed
+from tf2dist.errors import ConfigError
+
+CONF_MODULE = "tf2dist.conf"
+PLUGIN_GROUPS = ("model", "data", "optimizer")
+
+
+def load(overrides: list[str], tf_config: str | None) -> RunConfig:
+    """Composes, types and checks the configuration of one command line.
+
+    Args:
+        overrides: what follows the command, such as ``["mode=sync", "train.steps=100"]``.
+        tf_config: the value of the environment variable TF_CONFIG, which chooses the default cluster.
+
+    Raises:
+        ConfigError: with one line that says what is wrong and what would be right.
+    """
+    if not any(override.startswith("cluster=") for override in overrides):
+        overrides = [*overrides, "cluster=tf_config" if tf_config else "cluster=local3"]
+    config = to_typed(_compose(overrides))
+    if tf_config and config.cluster.kind == "local":
+        raise ConfigError(
+            "cluster (local): the environment variable TF_CONFIG is set, so this process is one task of another "
+            "cluster; leave out cluster=..., or unset TF_CONFIG to train on this machine alone"
+        )
+    check(config)
+    config.plugins = [str(Path(path).resolve()) for path in config.plugins]
+    return config
+
+
+def options() -> dict[str, list[str]]:
+    """The names that may follow ``group=`` on the command line, by group."""
+    groups = [entry for entry in resources.files(CONF_MODULE).iterdir() if entry.is_dir()]
+    return {
+        group.name: sorted(Path(file.name).stem for file in group.iterdir() if file.name.endswith(".yaml"))
+        for group in groups
+        if group.name != "__pycache__"
+    }
+
+
+def _compose(overrides: list[str]) -> Any:
+    """Composes to an untyped configuration, or explains in one line what cannot be composed."""
+    parsed = [part for override in overrides for part in _checked_choice(override, overrides)]
+    try:
+        return _hydra(parsed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, parsed)) from None
+
+
+def _hydra(overrides: list[str]) -> Any:
+    GlobalHydra.instance().clear()  # of a caller that uses Hydra itself, a test for example
+    with initialize_config_module(CONF_MODULE, version_base="1.3"):
+        return compose("config", overrides)
+
+
+def _checked_choice(override: str, overrides: list[str]) -> list[str]:
+    """Checks ``group=name``; a name that only a plugin can know becomes the group's plugin file."""
+    key, separator, value = override.partition("=")
+    names = options().get(key)
+    if not separator or names is None or value in (*names, "null"):
+        return [override]
+    if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
+        return [f"{key}=plugin", f"{key}.name={value}"]
+    public = [name for name in names if name not in ("plugin", "default")]
+    raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}{_nearest(value, public)}")
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """One line for what Hydra could not compose, with the nearest known key."""
+    known = list(options())
+    known += _keys(_hydra([override for override in overrides if override.partition("=")[0] in known]))
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return f"{text}: cannot be read; options look like train.steps=1000"
+        if override.key_or_group not in known and not override.is_add():
+            return f"{override.key_or_group}: there is no such option{_nearest(override.key_or_group, known)}"
+    return one_line(error)
+
+
+def _keys(cfg: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all options below a node."""
+    names = []
+    for key in cfg:
+        names.append(f"{prefix}{key}")
+        node = cfg._get_node(key)
+        if OmegaConf.is_dict(node):
+            names += _keys(node, f"{prefix}{key}.")
+    return names

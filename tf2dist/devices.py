@@ -1,0 +1,70 @@
+"""Which processors a task may use: GPUs go round robin to the workers of a host, and to nobody else."""
+
+import subprocess
+from typing import Any
+
+import tensorflow as tf
+
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import DevicesConfig
+from tf2dist.errors import ConfigError
+
+Gpu = Any  # tf.config.PhysicalDevice; a test's fake is as good
+
+
+def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bool) -> list[Gpu]:
+    """The GPUs of this task.
+
+    Args:
+        gpus: all GPUs of the host.
+        share_host: whether all workers of the cluster are on this host (a local cluster); then
+            each gets one, round robin. A worker that has the host for itself gets all.
+    """
+    if task not in cluster.training_tasks or not gpus:
+        return []
+    if not share_host:
+        return gpus
+    return [gpus[cluster.training_tasks.index(task) % len(gpus)]]
+
+
+def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host: bool) -> tf.compat.v1.ConfigProto:
+    """Applies the choice to this process. To be called before TensorFlow touches a device.
+
+    Returns:
+        The same choice for `tf.distribute.Server`, which does not look at `tf.config`.
+
+    Raises:
+        ConfigError: a fixed share of a GPU whose size cannot be read.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    mine = choose_gpus(gpus, cluster, task, share_host=share_host)
+    tf.config.set_visible_devices(mine, "GPU")
+    for gpu in mine:
+        if config.gpu_memory_fraction is None:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        else:
+            limit = int(config.gpu_memory_fraction * gpu_memory_mb(gpus.index(gpu)))
+            tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
+    options = tf.compat.v1.GPUOptions(
+        visible_device_list=",".join(str(gpus.index(gpu)) for gpu in mine),
+        allow_growth=config.gpu_memory_fraction is None,
+        per_process_gpu_memory_fraction=config.gpu_memory_fraction or 0.0,
+    )
+    return tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+
+
+def gpu_memory_mb(index: int, query: str | None = None) -> int:
+    """The size of a GPU's memory in MB, as nvidia-smi tells it.
+
+    Raises:
+        ConfigError: nvidia-smi does not say.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        text = query or subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return int(text.split()[index])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        raise ConfigError(
+            f"devices.gpu_memory_fraction: nvidia-smi does not tell the memory of GPU {index}; leave the option out "
+            "to let the memory grow as needed"
+        ) from None

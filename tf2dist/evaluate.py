@@ -1,0 +1,34 @@
+"""Exact evaluation: sums over disjoint ranges, added up and checked against the number of examples."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tf2dist.errors import TrainingError
+
+CHUNK = 1000  # examples for each forward pass
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    accuracy: float
+    loss: float
+    num_examples: int
+
+    @classmethod
+    def of_sums(cls, sums: np.ndarray, num_examples: int) -> "Evaluation":
+        """Turns the sums (loss, correct, examples) over a split into means.
+
+        Raises:
+            TrainingError: not every example was counted exactly once.
+        """
+        loss, correct, counted = (float(value) for value in sums)
+        if counted != num_examples:
+            raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
+        return cls(correct / counted, loss / counted, num_examples)
+
+
+def chunks(num_examples: int, shard: int = 0, num_shards: int = 1) -> list[tuple[int, int]]:
+    """The ranges (first, last) that one of `num_shards` workers evaluates; together they cover all."""
+    ranges = [(first, min(first + CHUNK, num_examples)) for first in range(0, num_examples, CHUNK)]
+    return ranges[shard::num_shards]

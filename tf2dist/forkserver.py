@@ -1,0 +1,134 @@
+"""The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
+
+Runs as ``python -m tf2dist.forkserver FD ISOLATE PRELOAD`` below a `launcher.Launcher`. It may
+import TensorFlow but must run no op and start no thread before it forks. Launcher and server
+exchange one JSON object a packet over the Unix socket FD; the tasks inherit the socket and send
+their own packets (progress, results) the same way. Whoever holds the other end may die in any
+way: the end of the socket makes the server kill every task and leave, and the death of the
+server kills the tasks.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tf2dist import netns
+
+PR_SET_PDEATHSIG = 1
+MAX_PACKET_BYTES = 1 << 17
+Send = Callable[[dict[str, Any]], None]
+
+
+def sender(sock: socket.socket, name: str) -> Send:
+    """Returns a function that sends one packet marked with the task's `name`."""
+
+    def send(packet: dict[str, Any]) -> None:
+        sock.send(json.dumps({"task": name, **packet}).encode())
+
+    return send
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when `parent_pid` ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os._exit(1)
+
+
+def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int) -> int:
+    """The forked child: log file, environment, then ``target(payload, send) -> exit code``."""
+    os.setpgid(0, 0)
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(request["env"])
+    sys.path[:] = request.get("sys_path") or sys.path
+    module, function = request["target"].split(":")
+    target = getattr(importlib.import_module(module), function)
+    return int(target(request["payload"], sender(sock, request["task"])))
+
+
+def fork_task(request: dict[str, Any], sock: socket.socket) -> int:
+    """Forks one task and returns its process id."""
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = run_child(request, sock, parent_pid)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the destructors of a TensorFlow server may wait for peers that are gone
+
+
+def reap(tasks: dict[int, str], send: Send) -> None:
+    """Reports every task that has ended; a negative code is the signal that killed it."""
+    while tasks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if pid in tasks:
+            send({"event": "exited", "task": tasks.pop(pid), "code": code, "time": time.time()})
+
+
+def serve(sock: socket.socket, wakeup: int) -> None:
+    """Forks tasks until the launcher's end of the socket closes, then kills what still runs."""
+    send = sender(sock, "forkserver")
+    tasks: dict[int, str] = {}
+    try:
+        while True:
+            ready, _, _ = select.select([sock, wakeup], [], [])
+            if wakeup in ready:
+                os.read(wakeup, 4096)
+                reap(tasks, send)
+            if sock in ready:
+                packet = sock.recv(MAX_PACKET_BYTES)
+                if not packet:
+                    return
+                request = json.loads(packet)
+                pid = fork_task(request, sock)
+                tasks[pid] = request["task"]
+                send({"event": "started", "task": request["task"], "pid": pid})
+    except OSError:  # the launcher is gone
+        return
+    finally:
+        for pid in tasks:
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    isolated = sys.argv[2] == "1" and netns.enter_private_network()
+    ports = netns.unused_ports(64) if not isolated else list(range(2222, 2222 + 64))
+    for module in filter(None, sys.argv[3].split(",")):
+        importlib.import_module(module)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write_end)
+    ready = {"event": "ready", "pid": os.getpid(), "isolated": isolated, "ports": ports}
+    sender(sock, "forkserver")(ready)
+    serve(sock, read_end)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Starts, watches and stops the tasks of one host. Never imports TensorFlow.
+
+    with Launcher(log_dir) as launcher:
+        launcher.start("worker-0", "package.module:function", {"any": "json"})
+        for event in launcher.events(timeout_secs=1.0):
+            ...
+
+Leaving the block stops everything: TERM to all, one deadline for all, KILL to the rest.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tf2dist.errors import TaskLostError
+from tf2dist.forkserver import MAX_PACKET_BYTES
+
+Event = dict[str, Any]
+
+START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
+KILL_TIMEOUT_SECS = 10.0
+
+
+class Launcher:
+    """The tasks of one host, each in its own process, forked from one that has TensorFlow loaded.
+
+    Args:
+        log_dir: an existing folder; task `worker-0` logs to ``worker-0.log`` there.
+        isolate: whether to put the tasks into a private loopback network (see `netns`).
+        preload: modules that the fork server imports once for all tasks.
+        env: environment variables set before anything is imported.
+        grace_secs: how long a task may take to end after SIGTERM.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        isolate: bool = False,
+        preload: tuple[str, ...] = ("tf2dist.task",),
+        env: Mapping[str, str] | None = None,
+        grace_secs: float = 5.0,
+    ) -> None:
+        self.log_dir = log_dir
+        self.isolate = isolate
+        self.preload = preload
+        self.env = dict(env or {})
+        self.grace_secs = grace_secs
+        self.isolated = False
+        self.ports: list[int] = []
+        self.pids: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tf2dist.forkserver", str(theirs.fileno())]
+        with theirs, open(self.log_dir / "forkserver.log", "ab") as log:
+            self._server = subprocess.Popen(
+                [*command, str(int(self.isolate)), ",".join(self.preload)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
+            )
+        return self
+
+    def wait_ready(self, timeout_secs: float = START_TIMEOUT_SECS) -> None:
+        """Waits until tasks can be forked; afterwards `isolated` and `ports` are known.
+
+        Raises:
+            TaskLostError: the server ended or was not ready in time.
+        """
+        for event in self.events(timeout_secs):
+            if event["event"] == "ready":
+                self.isolated, self.ports = event["isolated"], event["ports"]
+                return
+        log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
+        raise TaskLostError(f"the fork server did not start within {timeout_secs:.0f} s: {log[-2000:]}")
+
+    def start(
+        self,
+        name: str,
+        target: str,
+        payload: Any,
+        *,
+        env: Mapping[str, str] | None = None,
+        sys_path: list[str] | None = None,
+    ) -> None:
+        """Forks a task that calls ``target`` ("module:function") with ``(payload, send)``."""
+        request = {
+            "task": name,
+            "target": target,
+            "payload": payload,
+            "env": dict(env or {}),
+            "log": str(self.log_dir / f"{name}.log"),
+            "sys_path": sys_path,
+        }
+        self.pids[name] = 0  # known from the event "started" on
+        self._sock.send(json.dumps(request).encode())
+
+    def events(self, timeout_secs: float) -> Iterator[Event]:
+        """Yields what tasks and server report, each a dict with "event" and "task", for `timeout_secs`.
+
+        Ends early when the server is gone.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            if not select.select([self._sock], [], [], remaining)[0]:
+                return
+            packet = self._sock.recv(MAX_PACKET_BYTES)
+            if not packet:
+                raise TaskLostError("the fork server ended unexpectedly; see logs/forkserver.log")
+            event: Event = json.loads(packet)
+            if event["event"] == "started":
+                self.pids[event["task"]] = event["pid"]
+            elif event["event"] == "exited":
+                self.pids.pop(event["task"], None)
+            yield event
+
+    def signal(self, name: str, signum: int) -> None:
+        """Sends a signal to the task's process group, if it still runs."""
+        pid = self.pids.get(name, 0)
+        if pid:
+            try:
+                os.killpg(pid, signum)
+            except ProcessLookupError:
+                pass
+
+    def stop(self) -> None:
+        """TERM to every task, at most `grace_secs` for all to end, KILL to the rest."""
+        for signum, wait_secs in ((signal.SIGTERM, self.grace_secs), (signal.SIGKILL, KILL_TIMEOUT_SECS)):
+            for name in list(self.pids):
+                self.signal(name, signum)
+            deadline = time.monotonic() + wait_secs
+            while self.pids and time.monotonic() < deadline:
+                for _ in self.events(min(0.1, max(0.0, deadline - time.monotonic()))):
+                    pass
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._server.poll() is None:
+                self.stop()
+        except (TaskLostError, OSError):
+            pass  # the server died: the kernel has killed its tasks
+        finally:
+            self._sock.close()  # tells the server to kill what is left and to leave
+            try:
+                self._server.wait(KILL_TIMEOUT_SECS)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()

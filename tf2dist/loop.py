@@ -1,0 +1,56 @@
+"""What the two training loops have in common: the signature, and what they tell about themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+
+from tf2dist.data import Sharding
+from tf2dist.evaluate import Evaluation
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        global_step: updates applied to the model.
+        local_steps: steps of each worker that are part of them.
+        examples: seen by all workers.
+        loss: mean over the steps since the last report; NaN if there were none.
+        accuracy: on the training examples of these steps.
+    """
+
+    global_step: int
+    local_steps: tuple[int, ...]
+    examples: int
+    loss: float
+    accuracy: float
+
+
+Report = Callable[[Progress], None]
+
+
+class Loop(Protocol):
+    """One task's view of the training; made with ``(config, cluster, task, splits, report)``."""
+
+    model: keras.Model
+    sharding: Sharding
+    progress: Progress
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Global steps in which the whole cluster passes over the training set once."""
+
+    def train(self, until_step: int) -> None:
+        """Trains until exactly `until_step` updates have been applied."""
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Evaluates "test" or "validation", every example exactly once."""
+
+    def facts(self) -> dict[str, Any]:
+        """What only this mode can tell, for summary.json."""
+
+    def finish(self, accuracy: float) -> None:
+        """Ends the training on every task; each logs the final accuracy."""

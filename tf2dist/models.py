@@ -1,0 +1,88 @@
+"""The models and optimizers by name. A model takes images in [0, 1] and gives logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tf2dist.errors import ConfigError
+from tf2dist.registry import MODELS, OPTIMIZERS, look_up, register_model
+
+OPTIMIZERS.update(
+    sgd=keras.optimizers.SGD,
+    momentum=keras.optimizers.SGD,
+    adam=keras.optimizers.Adam,
+    adamw=keras.optimizers.AdamW,
+    adagrad=keras.optimizers.Adagrad,
+    rmsprop=keras.optimizers.RMSprop,
+)
+
+
+@register_model("softmax")
+def softmax(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), layers.Dense(num_classes, name="logits")])
+
+
+@register_model("dnn")
+def dnn(input_shape: tuple[int, ...], num_classes: int, hidden_units: list[int]) -> keras.Model:
+    layers = keras.layers
+    hidden = [layers.Dense(units, "relu", name=f"hidden{i}") for i, units in enumerate(hidden_units, start=1)]
+    logits = layers.Dense(num_classes, name="logits")
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), *hidden, logits])
+
+
+@register_model("cnn")
+def cnn(
+    input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, batch_norm: bool = False
+) -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential([keras.Input(input_shape)])
+    for number, (filters, strides) in enumerate(((32, 1), (64, 2)), start=1):
+        # The bias is redundant before a batch normalisation, which has one of its own.
+        model.add(layers.Conv2D(filters, 3, strides, "same", use_bias=not batch_norm, name=f"conv{number}"))
+        if batch_norm:
+            model.add(layers.BatchNormalization(name=f"norm{number}"))
+        model.add(layers.ReLU())
+    model.add(layers.MaxPooling2D(2))
+    model.add(layers.Flatten())
+    model.add(layers.Dense(64, "relu", name="hidden1"))
+    if dropout:
+        model.add(layers.Dropout(dropout))
+    model.add(layers.Dense(num_classes, name="logits"))
+    return model
+
+
+def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_classes: int, seed: int) -> keras.Model:
+    """Builds the model that `arguments` names; the same seed gives the same weights everywhere.
+
+    Raises:
+        ConfigError: unknown name or argument.
+    """
+    keras.utils.set_random_seed(seed)
+    function = look_up(MODELS, "model", arguments["name"])
+    model: keras.Model = _call("model", function, arguments, input_shape=input_shape, num_classes=num_classes)
+    if not model.built:
+        model.build((None, *input_shape))
+    return model
+
+
+def build_optimizer(arguments: dict[str, Any]) -> keras.Optimizer:
+    """Builds the optimizer that `arguments` names.
+
+    Raises:
+        ConfigError: unknown name or argument, or a value that Keras refuses.
+    """
+    function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
+    optimizer: keras.Optimizer = _call("optimizer", function, arguments)
+    return optimizer
+
+
+def _call(option: str, function: Callable[..., Any], arguments: dict[str, Any], **fixed: Any) -> Any:
+    given = {key: value for key, value in arguments.items() if key != "name"}
+    try:
+        return function(**fixed, **given)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
+            raise
+        raise ConfigError(f"{option} ({arguments['name']}): {error}") from error

@@ -1,0 +1,99 @@
+"""Where the data is, decided once and before any task starts. Never imports TensorFlow."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tf2dist.config import DataConfig, RunConfig
+from tf2dist.errors import ConfigError, DataError
+
+NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
+DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
+
+
+def mnist_dir(config: DataConfig) -> Path:
+    """The folder in which tensorflow-datasets keeps its data sets."""
+    return Path(config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+
+
+def has_mnist(folder: Path) -> bool:
+    return any(folder.glob("mnist/3.*/dataset_info.json"))
+
+
+def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
+    """The data that will really be used, by every task: as asked, or `digits` with a warning.
+
+    MNIST that is missing is downloaded here, by one process, within `download_timeout_secs`.
+
+    Raises:
+        ConfigError: `data.dir` is given and does not exist.
+        DataError: the data cannot be had and `data.offline` is fail.
+    """
+    if config.dir is not None and not Path(config.dir).expanduser().is_dir():
+        raise ConfigError(
+            f"data.dir ({config.dir}): there is no such directory; create it, or leave the option out to use "
+            "TFDS_DATA_DIR or ~/tensorflow_datasets"
+        )
+    if config.name != "mnist":
+        return config
+    folder = mnist_dir(config).resolve()
+    if not has_mnist(folder):
+        reason = _download(folder, config.download_timeout_secs)
+        if reason and config.offline == "fail":
+            raise DataError(f"data (mnist): not in {folder}, and the download failed: {reason}; or use data=digits")
+        if reason:
+            warn(f"MNIST is not in {folder} and could not be downloaded ({reason}); training on data=digits instead")
+            return DataConfig(name="digits", offline="fail", num_validation=180)
+    return replace(config, dir=str(folder))
+
+
+def check_batch_size(config: RunConfig, num_workers: int) -> None:
+    """Every worker's share of the training set must fill at least one batch.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    total = NUM_TRAIN.get(config.data.name)
+    if total is not None:
+        check_shard(config.train.batch_size_per_worker, total - config.data.num_validation, num_workers)
+
+
+def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
+    share = max(0, num_examples) // num_workers
+    if batch_size > share:
+        raise ConfigError(
+            f"train.batch_size_per_worker ({batch_size}): each of {num_workers} workers has only {share} of the "
+            f"{max(0, num_examples)} training examples; give at most {share}"
+        )
+
+
+def _download(folder: Path, timeout_secs: float) -> str:
+    """Downloads MNIST with a progress bar. Returns the reason if that failed."""
+    code = (
+        "import sys, tensorflow_datasets as tfds\n"
+        "config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)\n"
+        "tfds.builder('mnist', data_dir=sys.argv[1]).download_and_prepare(download_config=config)\n"
+    )
+    print(f"Downloading MNIST to {folder} (at most {timeout_secs:.0f} s) ...", file=sys.stderr, flush=True)
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    bar = None if sys.stderr.isatty() else subprocess.DEVNULL  # tqdm draws on stdout and stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=bar,
+        stderr=subprocess.PIPE if bar is not None else None,
+        text=True,
+    ) as process:
+        try:
+            errors = process.communicate(timeout=timeout_secs)[1] or ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"not done after {timeout_secs:.0f} s"
+    if process.returncode == 0 and has_mnist(folder):
+        return ""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1].strip()[:120] if lines else f"exit code {process.returncode}"
