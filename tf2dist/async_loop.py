@@ -113,6 +113,10 @@ class AsyncLoop:
         self._coordinator.join()
         return Evaluation.of_sums(np.sum(self._coordinator.fetch(sums), axis=0), self._sizes[split])
 
+    def updates_applied(self) -> int:
+        """What every worker's steps add up to; the global step is the ps's own count."""
+        return int(self._graphs.servers[0].totals.numpy()[:, TOTALS.index("steps")].sum())
+
     def facts(self) -> dict[str, Any]:
         """How many updates others applied between a worker's pull and its push, at every update."""
         histogram = self._graphs.servers[0].staleness.numpy()

@@ -137,8 +137,8 @@ class AsyncStep:
         every = self._config.train.log_every_steps
         epoch = tf.maximum(local_step - 1, 0) // self._sharding.steps_per_epoch
         numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
-        parts = [f"{name}={{}}" for name in (*numbers, "loss")]
-        values = [*map(tf.as_string, numbers.values()), tf.as_string(loss, precision=4)]
-        line = tf.strings.format(", ".join(parts), values)
+        texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
+        parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
+        line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
         passed = local_step // every != tf.maximum(local_step - self._num_steps, 0) // every
         tf.cond(passed, lambda: tf.print(line), tf.no_op)

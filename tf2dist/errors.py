@@ -6,6 +6,7 @@
     |  |- ClusterError                     TF_CONFIG, a host list, a role
     |  `- DataError                        data that is not there or cannot be used
     |- TrainingError                 1     the training code failed
+    |- TaskFailure            its task's   one or more tasks of this host failed
     |- NotFiniteError                3     the loss is not a finite number
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
     `- Interrupted            143 or 130   SIGTERM or Ctrl-C
@@ -21,10 +22,9 @@ from pathlib import Path
 
 
 class TfDistError(Exception):
-    """The base: `str(error)` is what the user reads, without a traceback if `plain`."""
+    """The base: `str(error)` is what the user reads."""
 
     exit_code = 1
-    plain = True
 
 
 class RequestError(TfDistError):
@@ -65,30 +65,44 @@ class Interrupted(TfDistError):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """How one task failed. The earliest record of a run is its cause; the others are its echo."""
+    """How one task failed, as the task itself tells it in a file beside its log."""
 
     task: str
     time: float
     exit_code: int
     message: str
-    traceback: str = ""
+    details: str = ""
 
     @classmethod
     def of(cls, task: str, error: BaseException) -> "FailureRecord":
-        known = isinstance(error, TfDistError)
-        trace = "" if known else "".join(traceback.format_exception(error)).rstrip()
-        message = str(error) if known else f"{type(error).__name__}: {first_line(str(error))}"
-        return cls(task, time.time(), error.exit_code if isinstance(error, TfDistError) else 1, message, trace)
+        if isinstance(error, TfDistError):
+            return cls(task, time.time(), error.exit_code, str(error))
+        lines = str(error).strip().splitlines() or [""]
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(task, time.time(), 1, f"{type(error).__name__}: {lines[0]}", trace)
 
     def write(self, log_dir: Path) -> None:
-        (log_dir / f"{self.task}.error.json").write_text(json.dumps(asdict(self)))
+        (log_dir / f"{self.task}.error.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read_all(cls, log_dir: Path) -> "list[FailureRecord]":
-        """All records of a run, the earliest first."""
-        records = [cls(**json.loads(path.read_text())) for path in log_dir.glob("*.error.json")]
-        return sorted(records, key=lambda record: record.time)
+    def read(cls, log_dir: Path, task: str) -> "FailureRecord | None":
+        path = log_dir / f"{task}.error.json"
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""
+class TaskFailure(TfDistError):
+    """Tasks of this host failed: the first is the cause, the others are its echo.
+
+    Args:
+        records: one for each task that failed, the earliest first.
+    """
+
+    def __init__(self, records: list[FailureRecord]) -> None:
+        first, *others = records
+        lines = [f"{first.task}: {first.message}"]
+        if first.details:
+            lines.insert(0, first.details)
+        lines += [f"  then {other.task}: {other.message}" for other in others]
+        super().__init__("\n".join(lines))
+        self.records = records
+        self.exit_code = first.exit_code

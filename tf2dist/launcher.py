@@ -8,6 +8,7 @@
 Leaving the block stops everything: TERM to all, one deadline for all, KILL to the rest.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,12 @@ KILL_TIMEOUT_SECS = 10.0
 
 class Launcher:
     """The tasks of one host, each in its own process, forked from one that has TensorFlow loaded.
+
+    Attributes:
+        ready: whether tasks can be forked; known from the events, as all that follows.
+        isolated: whether the tasks have a private network.
+        ports: free ports for the tasks.
+        tasks: the process ids of the tasks that run, by name; 0 until a task is known to have started.
 
     Args:
         log_dir: an existing folder; task `worker-0` logs to ``worker-0.log`` there.
@@ -54,9 +61,10 @@ class Launcher:
         self.preload = preload
         self.env = dict(env or {})
         self.grace_secs = grace_secs
+        self.ready = False
         self.isolated = False
         self.ports: list[int] = []
-        self.pids: dict[str, int] = {}
+        self.tasks: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,19 +80,6 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
             )
         return self
-
-    def wait_ready(self, timeout_secs: float = START_TIMEOUT_SECS) -> None:
-        """Waits until tasks can be forked; afterwards `isolated` and `ports` are known.
-
-        Raises:
-            TaskLostError: the server ended or was not ready in time.
-        """
-        for event in self.events(timeout_secs):
-            if event["event"] == "ready":
-                self.isolated, self.ports = event["isolated"], event["ports"]
-                return
-        log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
-        raise TaskLostError(f"the fork server did not start within {timeout_secs:.0f} s: {log[-2000:]}")
 
     def start(
         self,
@@ -104,13 +99,14 @@ class Launcher:
             "log": str(self.log_dir / f"{name}.log"),
             "sys_path": sys_path,
         }
-        self.pids[name] = 0  # known from the event "started" on
+        self.tasks[name] = 0
         self._sock.send(json.dumps(request).encode())
 
     def events(self, timeout_secs: float) -> Iterator[Event]:
         """Yields what tasks and server report, each a dict with "event" and "task", for `timeout_secs`.
 
-        Ends early when the server is gone.
+        Raises:
+            TaskLostError: the fork server is gone, and the tasks with it.
         """
         deadline = time.monotonic() + timeout_secs
         while True:
@@ -119,32 +115,38 @@ class Launcher:
                 return
             packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
-                raise TaskLostError("the fork server ended unexpectedly; see logs/forkserver.log")
+                log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
+                raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
             event: Event = json.loads(packet)
-            if event["event"] == "started":
-                self.pids[event["task"]] = event["pid"]
-            elif event["event"] == "exited":
-                self.pids.pop(event["task"], None)
+            match event["event"]:
+                case "ready":
+                    self.ready, self.isolated, self.ports = True, event["isolated"], event["ports"]
+                case "started" if event["task"] in self.tasks:
+                    self.tasks[event["task"]] = event["pid"]
+                case "exited":
+                    self.tasks.pop(event["task"], None)
             yield event
 
     def signal(self, name: str, signum: int) -> None:
         """Sends a signal to the task's process group, if it still runs."""
-        pid = self.pids.get(name, 0)
+        pid = self.tasks.get(name, 0)
         if pid:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signum)
-            except ProcessLookupError:
-                pass
 
     def stop(self) -> None:
         """TERM to every task, at most `grace_secs` for all to end, KILL to the rest."""
-        for signum, wait_secs in ((signal.SIGTERM, self.grace_secs), (signal.SIGKILL, KILL_TIMEOUT_SECS)):
-            for name in list(self.pids):
-                self.signal(name, signum)
-            deadline = time.monotonic() + wait_secs
-            while self.pids and time.monotonic() < deadline:
-                for _ in self.events(min(0.1, max(0.0, deadline - time.monotonic()))):
-                    pass
+        self._end_all(signal.SIGTERM, lambda: self.grace_secs)
+        self._end_all(signal.SIGKILL, lambda: KILL_TIMEOUT_SECS)
+
+    def _end_all(self, signum: int, wait_secs: Callable[[], float]) -> None:
+        start = time.monotonic()
+        for name in list(self.tasks):
+            self.signal(name, signum)
+        while self.tasks and time.monotonic() < start + wait_secs():
+            for event in self.events(0.1):
+                if event["event"] == "started":  # it was on its way when the signal went out
+                    self.signal(event["task"], signum)
 
     def __exit__(self, *_: object) -> None:
         try:

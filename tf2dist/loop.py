@@ -49,6 +49,9 @@ class Loop(Protocol):
     def evaluate(self, split: str) -> Evaluation:
         """Evaluates "test" or "validation", every example exactly once."""
 
+    def updates_applied(self) -> int:
+        """Counted where they are applied, independently of `progress`."""
+
     def facts(self) -> dict[str, Any]:
         """What only this mode can tell, for summary.json."""
 

@@ -146,6 +146,10 @@ class SyncLoop:
         replicas_per_worker = self._strategy.num_replicas_in_sync // self._cluster.num_workers
         return reduce(tf.constant(values / replicas_per_worker)).numpy()
 
+    def updates_applied(self) -> int:
+        """What the optimizer has counted; the global step is a counter of our own."""
+        return int(self._optimizer.iterations.numpy())
+
     def facts(self) -> dict[str, Any]:
         return {}
 
@@ -160,7 +164,7 @@ def connect(config: RunConfig, cluster: Cluster, task: Task) -> tf.distribute.Mu
     By default the first worker waits an hour for the others; the time limit of registration holds
     for it only if registration is a barrier, a field that the public method does not set.
     """
-    from tensorflow.core.protobuf import coordination_config_pb2
+    from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
     from tensorflow.python.eager import context
 
     jobs = cluster.tf_jobs()

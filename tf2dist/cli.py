@@ -1,0 +1,125 @@
+"""Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
+
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from tf2dist import __version__, cluster, compose, sources
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import RunConfig
+from tf2dist.console import Console, result_lines
+from tf2dist.errors import ClusterError, ConfigError, TfDistError
+from tf2dist.supervisor import supervise
+
+HELP = """\
+Train a Keras 3 model on many workers.
+
+  tf2dist mode=async cluster=local3            a whole cluster on this machine: 1 ps, 3 workers, 1 coordinator
+  tf2dist mode=sync  cluster=local3            a whole cluster on this machine: 3 workers
+  TF_CONFIG='{...}' tf2dist mode=async         this process is one task of a cluster of many hosts
+
+Choices, as name=choice:
+{choices}
+
+Options, as name=value, with their defaults:
+{options}
+
+  --help       this text
+  --cfg        the configuration that the other arguments make, and nothing else
+  --version    the version
+"""
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Runs one command line and exits: see `errors` for the codes."""
+    started_at = time.time()
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        run(arguments, started_at)
+    except TfDistError as error:
+        print(f"tf2dist: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:  # before there was anything to stop
+        sys.exit(130)
+    sys.exit(0)
+
+
+def run(arguments: list[str], started_at: float) -> None:
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    overrides = [argument for argument in arguments if argument not in flags]
+    if unknown := sorted(flags - {"--help", "-h", "--cfg", "--version"}):
+        raise ConfigError(f"{unknown[0]}: there is no such flag; options look like train.steps=1000, see --help")
+    if "--version" in flags:
+        print(f"tf2dist {__version__}")
+        return
+    if flags & {"--help", "-h"}:
+        print(help_text(), end="")
+        return
+    tf_config = os.environ.get("TF_CONFIG") or None
+    config = compose.load(overrides, tf_config)
+    if "--cfg" in flags:
+        print(config.to_yaml(), end="")
+        return
+    this = None if config.cluster.kind == "local" else cluster.from_config(config, tf_config)
+    train(config, this, started_at)
+
+
+def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float) -> None:
+    """Checks what can be checked before anything is made, then makes the run directory and runs."""
+    if this and this[1].job == "evaluator":
+        raise ClusterError("task evaluator: follows the checkpoints of a run, and this version does not write any yet")
+    console = Console()
+    config.data = sources.resolve(config.data, console.warn)
+    sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
+    leads = this is None or this[1] == this[0].leader
+    run_dir = make_run_dir(config, leads)
+    if leads:
+        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    summary = supervise(config, run_dir, this, console, started_at)
+    if summary:
+        print(result_lines(summary, str(run_dir)), flush=True)
+
+
+def make_run_dir(config: RunConfig, leads: bool) -> Path:
+    """The folder of this run, readable by its owner alone, with `logs` in it.
+
+    Raises:
+        ConfigError: it holds a run already, or cannot be made.
+    """
+    name = f"outputs/{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
+    run_dir = Path(config.run_dir or name).expanduser().absolute()
+    for number in range(2, 100):
+        if config.run_dir or not run_dir.exists():
+            break
+        run_dir = run_dir.with_name(f"{Path(name).name}-{number}")
+    if leads and any((run_dir / file).exists() for file in ("config.yaml", "metrics.jsonl", "summary.json")):
+        raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove this one")
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+        probe = run_dir / "logs" / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({error.strerror}); name another directory"
+        ) from None
+    return run_dir
+
+
+def help_text() -> str:
+    choices = compose.options()
+    lines = [f"  {group:10} {', '.join(name for name in names if name not in ('plugin', 'default'))}"
+             for group, names in sorted(choices.items()) if names != ["default"]]
+    options = "\n".join(f"  {line}" for line in compose.load([], None).to_yaml().splitlines())
+    return HELP.replace("{choices}", "\n".join(lines)).replace("{options}", options)
+
+
+if __name__ == "__main__":
+    main()

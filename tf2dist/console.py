@@ -1,0 +1,93 @@
+"""What the user sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+import time
+from typing import Any, Self, TextIO
+
+PLAIN_EVERY_SECS = 5.0
+
+
+class Console:
+    """Progress and warnings go to stderr, the result alone to stdout."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live: Any = None
+        self._task: Any = None
+        self._first: tuple[float, int] | None = None
+        self._plain_at = time.monotonic()
+        self._last_line = ""
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+            columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+            self._live = Progress(*columns, console=RichConsole(file=self._stream), transient=True)
+            self._task = self._live.add_task("", total=None)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+        elif self._last_line:
+            self._print(self._last_line)
+
+    def status(self, text: str) -> None:
+        """What is going on before there is progress to show."""
+        if self._live:
+            self._live.update(self._task, description=text)
+        else:
+            self._print(text)
+
+    def warn(self, text: str) -> None:
+        self._print(f"tf2dist: warning: {text}")
+
+    def progress(self, event: dict[str, Any]) -> None:
+        """Shows a progress event: step, target_step, loss."""
+        now, step, target = time.monotonic(), event["step"], event["target_step"]
+        self._first = self._first or (now, step)
+        rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
+        line = progress_line(step, target, event["loss"], rate)
+        if self._live:
+            self._live.update(self._task, total=target, completed=step, description=line)
+        elif now - self._plain_at >= PLAIN_EVERY_SECS:
+            self._plain_at, self._last_line = now, ""
+            self._print(line)
+        else:
+            self._last_line = line
+
+    def _print(self, text: str) -> None:
+        if self._live:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float) -> str:
+    """For example ``step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left``."""
+    line = f"step {step:,}/{target_step:,}  loss {loss:.4f}"
+    if steps_per_sec > 0:
+        minutes, seconds = divmod(round((target_step - step) / steps_per_sec), 60)
+        line += f"  {steps_per_sec:,.0f} steps/s  {minutes}:{seconds:02} left"
+    return line
+
+
+def result_lines(summary: dict[str, Any], run_dir: str) -> str:
+    """The end of a run in three lines."""
+    cluster, data = summary["cluster"], summary["data"]
+    servers = f" and {cluster['ps']} ps" if cluster["ps"] else ""
+    staleness = summary.get("staleness")
+    stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
+    return (
+        f"{summary['mode']} {summary['model']} on {data}: {cluster['worker']} workers{servers}, "
+        f"{summary['global_step']:,} steps at {summary['steps_per_sec']:,.0f}/s "
+        f"({summary['examples_per_sec']:,.0f} examples/s){stale}\n"
+        f"test accuracy {summary['test_accuracy']:.4f}, loss {summary['test_loss']:.4f} "
+        f"over {summary['test_examples']:,} examples\n"
+        f"{run_dir}"
+    )

@@ -1,0 +1,35 @@
+"""``python -m tf2dist.download DIR``: has tensorflow-datasets prepare MNIST; a process of its own.
+
+The last line on stderr is the reason if it fails.
+"""
+
+import os
+import socket
+import sys
+import urllib.parse
+import urllib.request
+
+from tf2dist.forkserver import die_with_parent
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    os.environ.setdefault("NO_GCE_CHECK", "true")
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.utils import gcs_utils
+    from tensorflow_datasets.image_classification import mnist
+
+    # Without a network both would retry for minutes: the look for a prepared copy, and every file.
+    gcs_utils._is_gcs_disabled = True
+    host = urllib.parse.urlparse(mnist._MNIST_URL).hostname
+    if host and not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            sys.exit(f"no network: the name {host} is unknown")
+    config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)
+    tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
+
+
+if __name__ == "__main__":
+    main()
