@@ -85,12 +85,16 @@ class ParameterServer:
         self.counts = self._on_device(self._counts)
 
     def _on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
-        def body(*args: tf.Tensor) -> Any:
-            with tf.device(self.device):
-                return function(*args)
+        """Traces a function whose call is one node, placed on the ps with all that it does."""
+        traced = tf.function(function, autograph=False, experimental_attributes=NO_INLINE)
+        with tf.device(self.device):
+            concrete = traced.get_concrete_function(*signature)
 
-        traced = tf.function(body, autograph=False, experimental_attributes=NO_INLINE)
-        return traced.get_concrete_function(*signature)
+        def call(*args: tf.Tensor) -> Any:
+            with tf.device(self.device):  # of the node: on the worker it would call back for each operation
+                return concrete(*args)
+
+        return call
 
     def _pull(self) -> tf.Tensor:
         """All variables in one float32 vector, and behind them the updates applied so far."""

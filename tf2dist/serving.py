@@ -17,7 +17,6 @@ from tf2dist.cluster import Cluster, Task
 from tf2dist.data import Arrays, Splits
 
 RAM = "ram://tf2dist"
-DONE = f"{RAM}/done"
 POLL_SECS = 0.1
 
 
@@ -46,11 +45,18 @@ def serve(cluster: Cluster, task: Task, server_config: Any, tell: Callable[[str]
         config=server_config,
     )
     tell(f"{task} serves at {cluster.address(task)}")
-    while not tf.io.gfile.exists(DONE):
+    while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
-    with tf.io.gfile.GFile(DONE) as file:
-        farewell: dict[str, Any] = json.loads(file.read())
     return farewell
+
+
+def _farewell() -> dict[str, Any]:
+    """What the coordinator has written, or nothing yet."""
+    try:
+        with tf.io.gfile.GFile(f"{RAM}/done") as file:
+            return dict(json.loads(file.read()))
+    except (tf.errors.NotFoundError, json.JSONDecodeError):  # not there, or not whole
+        return {}
 
 
 def say_done(tasks: list[Task], farewell: dict[str, Any]) -> None:
@@ -58,6 +64,4 @@ def say_done(tasks: list[Task], farewell: dict[str, Any]) -> None:
     text = json.dumps(farewell)
     for task in tasks:
         with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
-            # Written under another name first: a reader must not meet half a farewell.
-            tf.io.write_file(f"{DONE}.part", text)
-            tf.raw_ops.WriteFile(filename=DONE, contents=text)
+            tf.io.write_file(f"{RAM}/done", text)
