@@ -22,6 +22,7 @@ from tf2dist.loop import Progress, Report
 from tf2dist.models import build_model
 from tf2dist.parameter_server import MAX_STALENESS, TOTALS
 from tf2dist.serving import say_done
+from tf2dist.strategy import parameter_server_strategy
 
 STEPS_PER_EXECUTION = 50
 POLL_SECS = 0.05
@@ -36,11 +37,7 @@ class AsyncLoop:
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = data.Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
         self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
-        self._strategy = tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec(cluster.tf_jobs()), task_type=task.job, task_id=task.index, rpc_layer="grpc"
-            )
-        )
+        self._strategy = parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
@@ -86,7 +83,7 @@ class AsyncLoop:
         """Reads the counters of the ps into `progress`; returns the updates admitted by the first."""
         counts = [server.counts().numpy() for server in self._graphs.servers]
         totals = counts[0][2:].reshape(-1, len(TOTALS))
-        steps, loss, correct, examples = new = totals.sum(axis=0)
+        steps, loss, _, examples = new = totals.sum(axis=0)
         if not np.isfinite(loss):
             raise NotFiniteError(f"the loss is {loss} before global step {int(steps)}; try a lower learning rate")
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported

@@ -99,7 +99,7 @@ def make_run_dir(config: RunConfig, leads: bool) -> Path:
             break
         run_dir = run_dir.with_name(f"{Path(name).name}-{number}")
     if leads and any((run_dir / file).exists() for file in ("config.yaml", "metrics.jsonl", "summary.json")):
-        raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove this one")
+        raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove it")
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -115,8 +115,11 @@ def make_run_dir(config: RunConfig, leads: bool) -> Path:
 
 def help_text() -> str:
     choices = compose.options()
-    lines = [f"  {group:10} {', '.join(name for name in names if name not in ('plugin', 'default'))}"
-             for group, names in sorted(choices.items()) if names != ["default"]]
+    lines = [
+        f"  {group:10} {', '.join(name for name in names if name not in ('plugin', 'default'))}"
+        for group, names in sorted(choices.items())
+        if names != ["default"]
+    ]
     options = "\n".join(f"  {line}" for line in compose.load([], None).to_yaml().splitlines())
     return HELP.replace("{choices}", "\n".join(lines)).replace("{options}", options)
 

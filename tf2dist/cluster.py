@@ -118,7 +118,8 @@ def _from_tf_config(text: str, mode: str) -> tuple[Cluster, Task]:
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 12) : error.pos + 12]
         raise ClusterError(
-            f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; it looks like {EXAMPLE}"
+            f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; "
+            f"it looks like {EXAMPLE}"
         ) from None
     for key in ("cluster", "task"):
         if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):

@@ -86,13 +86,18 @@ def _nearest(word: str, known: list[str]) -> str:
 
 def _explain(error: Exception, overrides: list[str]) -> str:
     """One line for what Hydra could not compose, with the nearest known key."""
-    known = list(options())
-    known += _keys(_hydra([override for override in overrides if override.partition("=")[0] in known]))
+    parsed = []
     for text in overrides:
         try:
-            override = OverridesParser.create().parse_override(text)
+            parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
             return f"{text}: cannot be read; options look like train.steps=1000"
+    groups = list(options())
+    try:
+        known = groups + _keys(_hydra([text for text in overrides if text.partition("=")[0] in groups]))
+    except (HydraException, OmegaConfBaseException):
+        return one_line(error)
+    for override in parsed:
         if override.key_or_group not in known and not override.is_add():
             return f"{override.key_or_group}: there is no such option{_nearest(override.key_or_group, known)}"
     return one_line(error)

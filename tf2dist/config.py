@@ -101,8 +101,8 @@ def one_line(error: Exception) -> str:
     """OmegaConf's and Hydra's messages, shortened to "name (value): rule"."""
     text = str(error)
     key = re.search(r"full_key: (\S+)", text)
-    wrong = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
-    kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+    wrong = re.search(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", text)
+    kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     if key and wrong:
         return f"{key[1]} ({wrong[1]}): must be {kinds.get(wrong[2], wrong[2])}"
     first = text.strip().splitlines()[0]
@@ -147,7 +147,12 @@ def check(config: RunConfig) -> None:
             fraction is None or 0 < fraction <= 1,
             "must be more than 0 and at most 1, such as 0.2",
         ),
-        ("devices.precision", devices.precision, devices.precision in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+        (
+            "devices.precision",
+            devices.precision,
+            devices.precision in ("float32", "bfloat16"),
+            "must be float32 or bfloat16",
+        ),
         ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
         _positive("startup_timeout_secs", config.startup_timeout_secs),
         _positive("grace_secs", config.grace_secs),

@@ -73,15 +73,20 @@ def load_mnist(config: DataConfig) -> Splits:
 def load_digits(config: DataConfig) -> Splits:
     """The UCI digits that scikit-learn ships: 8x8, each pixel drawn as 3x3 with a margin of 2."""
     # Read from the package's own file: importing sklearn.datasets takes longer than training on it.
-    with resources.files("sklearn.datasets.data").joinpath("digits.csv.gz").open("rb") as file:
-        table = np.loadtxt(gzip.open(file), delimiter=",", dtype=np.int32)
+    with (
+        resources.files("sklearn.datasets.data").joinpath("digits.csv.gz").open("rb") as packed,
+        gzip.open(packed) as file,
+    ):
+        table = np.loadtxt(file, delimiter=",", dtype=np.int32)
     table = np.random.default_rng(0).permutation(table)  # the file is in the order of the writers
     pixels = (table[:, :-1].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
     images = np.pad(pixels.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))[..., None]
     labels = table[:, -1].astype(np.uint8)
     test, validation = 360, 360 + config.num_validation
-    bounds = ((validation, None), (test, validation), (0, test))
-    return Splits(*(Arrays(images[first:last], labels[first:last]) for first, last in bounds))
+    parts = [
+        Arrays(*pair) for pair in zip(*(np.split(part, [test, validation]) for part in (images, labels)), strict=True)
+    ]
+    return Splits(train=parts[2], validation=parts[1], test=parts[0])
 
 
 def _cached(path: Path) -> Arrays:

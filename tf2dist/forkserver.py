@@ -96,11 +96,11 @@ def serve(sock: socket.socket, wakeup: int) -> None:
     tasks: dict[int, str] = {}
     try:
         while True:
-            ready, _, _ = select.select([sock, wakeup], [], [])
+            ready, _, _ = select.select([sock.fileno(), wakeup], [], [])
             if wakeup in ready:
                 os.read(wakeup, 4096)
                 reap(tasks, send)
-            if sock in ready:
+            if sock.fileno() in ready:
                 packet = sock.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return

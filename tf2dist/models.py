@@ -33,9 +33,7 @@ def dnn(input_shape: tuple[int, ...], num_classes: int, hidden_units: list[int])
 
 
 @register_model("cnn")
-def cnn(
-    input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, batch_norm: bool = False
-) -> keras.Model:
+def cnn(input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, batch_norm: bool = False) -> keras.Model:
     layers = keras.layers
     model = keras.Sequential([keras.Input(input_shape)])
     for number, (filters, strides) in enumerate(((32, 1), (64, 2)), start=1):

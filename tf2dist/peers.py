@@ -34,7 +34,7 @@ def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tel
         TaskLostError: naming all who did not within `timeout_secs`, and why.
     """
     start, told = time.monotonic(), time.monotonic()
-    missing = {task: "" for task in tasks}
+    missing = dict.fromkeys(tasks, "")
     while True:
         missing = {task: problem for task in missing if (problem := _problem(cluster.address(task)))}
         if not missing:

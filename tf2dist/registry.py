@@ -8,7 +8,7 @@
         return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(),
                                  keras.layers.Dense(width, "relu"), keras.layers.Dense(num_classes)])
 
-    python -m tf2dist plugins=[mine.py] model=mine +model.width=128
+trains with ``python -m tf2dist plugins=[mine.py] model=mine +model.width=128``.
 """
 
 import difflib

@@ -5,7 +5,6 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf

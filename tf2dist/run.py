@@ -1,6 +1,7 @@
 """One task's life, from the cluster that it belongs to, to the result."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -16,7 +17,7 @@ from tf2dist.report import Reporter
 from tf2dist.sources import DEFAULT_EPOCHS, check_shard
 from tf2dist.sync_loop import SyncLoop
 
-LOOPS = {"async": AsyncLoop, "sync": SyncLoop}
+LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
 LEAVE_TIMEOUT_SECS = 10.0
 
 
@@ -53,7 +54,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         peers.wait_for_peers(cluster, servers, config.startup_timeout_secs, tell)
     reporter = Reporter(run_dir, task, send, started_at) if task == cluster.leader else None
-    loop: Loop = LOOPS[config.mode](
+    loop = LOOPS[config.mode](
         config, cluster, task, splits, reporter.on_progress if reporter else lambda progress: None
     )
     target_step = choose_target(config, loop)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tf2dist.cluster import Cluster, Task
 from tf2dist.data import Arrays, Splits
+from tf2dist.strategy import start_server
 
 RAM = "ram://tf2dist"
 POLL_SECS = 0.1
@@ -37,13 +38,7 @@ def remote_array(split: str, field: str, shape: tuple[int, ...]) -> tf.Tensor:
 
 def serve(cluster: Cluster, task: Task, server_config: Any, tell: Callable[[str], None]) -> dict[str, Any]:
     """Serves until the coordinator has written its farewell, which is returned."""
-    tf.distribute.Server(
-        tf.train.ClusterSpec(cluster.tf_jobs()),
-        job_name=task.job,
-        task_index=task.index,
-        protocol="grpc",
-        config=server_config,
-    )
+    start_server(cluster, task, server_config)
     tell(f"{task} serves at {cluster.address(task)}")
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)

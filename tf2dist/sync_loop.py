@@ -18,9 +18,9 @@ from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report
 from tf2dist.models import build_model, build_optimizer
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
+from tf2dist.strategy import multi_worker_mirrored_strategy
 
 STEPS_PER_EXECUTION = 50
-REGISTER_TIMEOUT_MARGIN_SECS = 5.0
 
 
 class SyncLoop:
@@ -29,7 +29,7 @@ class SyncLoop:
     def __init__(self, config: RunConfig, cluster: Cluster, task: Task, splits: data.Splits, report: Report) -> None:
         self._config, self._report = config, report
         self._task, self._cluster = task, cluster
-        self._strategy = connect(config, cluster, task)
+        self._strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs)
         num_replicas = self._strategy.num_replicas_in_sync
         local_replicas = num_replicas // cluster.num_workers
         batch_size, rest = divmod(config.train.batch_size_per_worker, local_replicas)
@@ -138,7 +138,7 @@ class SyncLoop:
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
         return Evaluation.of_sums(self._sum_over_workers(sums), len(arrays))
 
-    def _sum_over_workers(self, values: np.ndarray) -> np.ndarray:
+    def _sum_over_workers(self, values: np.ndarray) -> Any:
         @tf.function(autograph=False)
         def reduce(tensor: tf.Tensor) -> tf.Tensor:
             return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self._strategy.run(tf.identity, (tensor,)), None)
@@ -156,30 +156,3 @@ class SyncLoop:
     def finish(self, accuracy: float) -> None:
         worker = self._cluster.training_tasks.index(self._task)
         print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)
-
-
-def connect(config: RunConfig, cluster: Cluster, task: Task) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Joins the cluster; a worker that does not come within `startup_timeout_secs` is an error that names it.
-
-    By default the first worker waits an hour for the others; the time limit of registration holds
-    for it only if registration is a barrier, a field that the public method does not set.
-    """
-    from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-    from tensorflow.python.eager import context
-
-    jobs = cluster.tf_jobs()
-    leader = cluster.leader
-    context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader=f"/job:{leader.job}/replica:0/task:{leader.index}",
-        cluster_register_timeout_in_ms=int(config.startup_timeout_secs * 1000),
-        coordinated_jobs=[
-            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses)) for job, addresses in jobs.items()
-        ],
-    )
-    context.context()._coordination_service_config.cluster_register_with_barrier = True
-    return tf.distribute.MultiWorkerMirroredStrategy(
-        tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(jobs), task_type=task.job, task_id=task.index, rpc_layer="grpc"
-        )
-    )

@@ -1,0 +1,36 @@
+# make train [ARGS="mode=sync model=cnn"]   make test   make lint   make lock   make clean
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# What pip is told to install, with hashes; the index is the user's own.
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint lock clean
+
+train: $(STAMP)
+	$(BIN)/python -m tf2dist $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# pip compiles to byte code, which makes importing TensorFlow twice as fast.
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(None if ok else "tf2dist needs Python 3.11 to 3.13; this is %d.%d: make PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Needs uv; writes no index address.
+lock:
+	uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --extra dev pyproject.toml --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

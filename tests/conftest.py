@@ -1,0 +1,116 @@
+"""What all tests share: the data that is really there, the command, and a look for what was left behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest_plugins = ["tf2dist.testing"]
+
+REPOSITORY = Path(__file__).parents[1]
+PREPARED = REPOSITORY.parent / "shared" / "tensorflow_datasets"
+COMMAND = [sys.executable, "-m", "tf2dist"]
+
+# For TensorFlow in the tests' own process, and against every network.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+os.environ["NO_GCE_CHECK"] = "true"
+if "TFDS_DATA_DIR" not in os.environ and PREPARED.is_dir():
+    os.environ["TFDS_DATA_DIR"] = str(PREPARED)
+os.environ.pop("TF_CONFIG", None)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> str:
+    """mnist if it is on this machine, otherwise digits; never a download."""
+    folder = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
+    return "mnist" if any(folder.glob("mnist/3.*/dataset_info.json")) else "digits"
+
+
+@dataclass
+class Finished:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    def logs(self) -> str:
+        """What the tasks wrote, for the message of a failed assertion."""
+        files = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}\n{self.logs()}"
+
+
+@dataclass
+class Command:
+    """Starts ``python -m tf2dist`` in a folder of the test's own."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str, run_dir: str = "run", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, f"run_dir={self.folder / run_dir}", *arguments],
+            cwd=self.folder,
+            env={**os.environ, **self.env, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str], run_dir: str = "run", timeout_secs: float = 120.0) -> Finished:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_secs)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+            pytest.fail(f"not done in {timeout_secs} s\n{Finished(-9, stdout, stderr, self.folder / run_dir)}")
+        return Finished(process.returncode, stdout, stderr, self.folder / run_dir)
+
+    def __call__(self, *arguments: str, timeout_secs: float = 120.0, env: dict[str, str] | None = None) -> Finished:
+        return self.finish(self.start(*arguments, env=env), timeout_secs=timeout_secs)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+def our_processes() -> list[psutil.Process]:
+    """Fork servers and the tasks forked from them, of any run on this machine started from these tests."""
+    mark = os.environ["TF2DIST_TEST_MARK"]
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("TF2DIST_TEST_MARK") == mark:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+os.environ.setdefault("TF2DIST_TEST_MARK", f"{os.getpid()}")
+
+
+@pytest.fixture
+def no_leftovers() -> Iterator[Callable[[], None]]:
+    """Fails the test if it leaves a process of ours behind for more than 5 seconds."""
+    before = {process.pid for process in our_processes()}
+
+    def check() -> None:
+        left = [process for process in our_processes() if process.pid not in before]
+        _, alive = psutil.wait_procs(left, timeout=5.0)
+        assert not alive, f"left behind: {alive}"
+
+    yield check
+    check()

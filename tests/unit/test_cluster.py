@@ -1,0 +1,117 @@
+"""Clusters as values: TF_CONFIG, host lists, and everything that can be wrong with them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tf2dist import cluster
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.errors import ClusterError
+
+ASYNC = {"chief": ["h0:1"], "ps": ["h1:1"], "worker": ["h2:1", "h3:1"]}
+SYNC = {"worker": ["h2:1", "h3:1"]}
+
+
+def parse(text: str | None, mode: str) -> tuple[Cluster, Task]:
+    return cluster.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config")), text)
+
+
+def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
+    return json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
+
+
+def test_tf_config_becomes_a_value() -> None:
+    made, task = parse(tf_config(ASYNC, "worker", 1), "async")
+    assert task == Task("worker", 1)
+    assert made.address(task) == "h3:1"
+    assert (made.num_workers, made.num_ps, made.leader) == (2, 1, Task("chief", 0))
+    assert made.training_tasks == [Task("worker", 0), Task("worker", 1)]
+
+
+def test_a_synchronous_chief_is_the_first_worker() -> None:
+    made, _ = parse(tf_config({"worker": ["h2:1"], "chief": ["h0:1"]}), "sync")
+    assert made.training_tasks == [Task("chief", 0), Task("worker", 0)]
+    assert made.num_workers == 2
+    assert made.leader == Task("chief", 0)
+
+
+def test_an_index_may_be_a_string_as_tensorflow_allows() -> None:
+    assert parse(tf_config(SYNC, index="1"), "sync")[1] == Task("worker", 1)
+
+
+def test_tensorflow_is_not_told_of_an_evaluator() -> None:
+    made, task = parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync")
+    assert task.job == "evaluator"
+    assert made.tf_jobs() == SYNC
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (None, "async", ["TF_CONFIG is not set"]),
+        ("{", "async", ["not valid JSON at character 2"]),
+        ("[]", "async", ['"cluster" is missing']),
+        ('{"cluster": {}}', "sync", ['"task" is missing']),
+        (tf_config([1]), "sync", ['"cluster" is missing or not an object']),
+        (tf_config(SYNC, index=2), "sync", ["task index (2)", "from 0 to 1"]),
+        (tf_config(SYNC, index=-1), "sync", ["task index (-1)"]),
+        (tf_config(SYNC, index=True), "sync", ["task index (True)"]),
+        (tf_config(SYNC, index="one"), "sync", ["task index (one)"]),
+        (tf_config(SYNC, index=None), "sync", ["task index (None)"]),
+        (tf_config(SYNC, "master"), "sync", ["task type (master)", "worker"]),
+        (tf_config(SYNC, None), "sync", ["task type (None)"]),
+        (tf_config({**SYNC, "ps": ["h4:1"]}), "sync", ["job ps", "no parameter servers"]),
+        (tf_config({**SYNC, "wroker": ["h4:1"]}), "sync", ["job wroker", "there is no such job"]),
+        (tf_config({"worker": "h2:1"}), "sync", ["job worker (h2:1)", "list"]),
+        (tf_config({"worker": [1]}), "sync", ["job worker ([1])"]),
+        (tf_config({"worker": ["h2"]}), "sync", ["worker 0 (h2)", "must be host:port"]),
+        (tf_config({"worker": ["h2:x"]}), "sync", ["worker 0 (h2:x)"]),
+        (tf_config({"worker": ["http://h2:1"]}), "sync", ["worker 0 (http://h2:1)"]),
+        (tf_config({"worker": ["h2:0"]}), "sync", ["port must be from 1 to 65535"]),
+        (tf_config({"worker": ["h2:70000"]}), "sync", ["port must be from 1 to 65535"]),
+        (tf_config({"worker": ["h2:1", "h2:1"]}), "sync", ["worker 1 (h2:1)", "same address as worker 0"]),
+        (tf_config({"worker": []}), "sync", ["job worker: is missing"]),
+        (tf_config({"chief": ["a:1", "b:1"], "worker": ["c:1"]}), "sync", ["job chief: has 2 tasks"]),
+        (tf_config(SYNC), "async", ["job chief: is missing", "job ps: is missing"]),
+        (tf_config({"chief": ["h0:1"], "ps": ["h1:1"]}, "ps"), "async", ["job worker: is missing"]),
+    ],
+)
+def test_every_mistake_has_a_line(text: str | None, mode: str, words: list[str]) -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse(text, mode)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    text = tf_config({"chief": ["h0:1"], "ps": ["h1"], "worker": ["h2:99999", "h0:1"]}, "worker", 5)
+    with pytest.raises(ClusterError) as caught:
+        parse(text, "async")
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_host_lists_say_the_same_as_tf_config() -> None:
+    lists = ClusterConfig(kind="hosts", **ASYNC)  # type: ignore[arg-type]
+    config = RunConfig(cluster=lists, task=TaskConfig(type="ps", index=0))
+    assert cluster.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
+
+
+def test_host_lists_need_a_task() -> None:
+    config = RunConfig(mode="sync", cluster=ClusterConfig(kind="hosts", worker=["a:1"]))
+    with pytest.raises(ClusterError, match=r"task\.type and task\.index"):
+        cluster.from_config(config, None)
+
+
+def test_a_local_cluster_has_an_address_for_everyone() -> None:
+    made = cluster.local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
+    assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
+    assert len({made.address(task) for task in made.tasks}) == 6
+    assert set(cluster.local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
+
+
+def test_a_local_cluster_has_an_end() -> None:
+    with pytest.raises(ClusterError, match="use several hosts"):
+        cluster.local("sync", ClusterConfig(num_workers=100), list(range(64)))

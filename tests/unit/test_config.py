@@ -1,0 +1,132 @@
+"""The configuration: defaults, choices, and one line for everything that is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tf2dist import compose, config
+from tf2dist.config import RunConfig
+from tf2dist.errors import ConfigError
+
+TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def test_defaults() -> None:
+    made = compose.load([], None)
+    assert (made.mode, made.cluster.kind, made.cluster.num_workers, made.data.name) == ("async", "local", 3, "mnist")
+    assert made.train.batch_size_per_worker == 100
+
+
+def test_tf_config_chooses_the_cluster() -> None:
+    assert compose.load([], TF_CONFIG).cluster.kind == "tf_config"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_local_clusters(number: int) -> None:
+    assert compose.load([f"cluster=local{number}"], None).cluster.num_workers == number
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
+def test_optimizers(name: str) -> None:
+    assert compose.load([f"optimizer={name}", "optimizer.learning_rate=0.5"], None).optimizer["learning_rate"] == 0.5
+
+
+def test_experiments() -> None:
+    book = compose.load(["experiment=book_sync"], None)
+    assert (book.mode, book.model["name"], book.train.steps) == ("sync", "softmax", 27500)
+
+
+def test_yaml_and_back() -> None:
+    made = compose.load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
+    assert config.from_yaml(made.to_yaml()) == made
+
+
+def test_names_from_plugins_pass(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("")
+    made = compose.load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
+    assert made.model == {"name": "mine", "width": 3}
+
+
+BAD = [
+    (["train.stepss=5"], "train.stepss: there is no such option; did you mean train.steps?"),
+    (["stepss=5"], "stepss: there is no such option"),
+    (["expermient=book_async"], "did you mean experiment?"),
+    (["optimizer.momentum=0.9"], "optimizer.momentum: there is no such option"),
+    (["train.steps=abc"], "train.steps (abc): must be a whole number"),
+    (["train.steps=1.5"], "train.steps (1.5): must be a whole number"),
+    (["train.epochs=many"], "train.epochs (many): must be a number"),
+    (["devices.xla=maybe"], "devices.xla (maybe): must be true or false"),
+    (["train.steps=0"], "train.steps (0): must be at least 1"),
+    (["train.steps=-5"], "train.steps (-5): must be at least 1"),
+    (["train.epochs=0"], "train.epochs (0.0): must be more than 0"),
+    (["train.epochs=inf"], "train.epochs (inf)"),
+    (["train.epochs=nan"], "train.epochs (nan)"),
+    (["train.epochs=1", "train.steps=5"], "give one of the two"),
+    (["train.batch_size_per_worker=0"], "train.batch_size_per_worker (0)"),
+    (["train.log_every_steps=0"], "train.log_every_steps (0)"),
+    (["train.eval_every_steps=0"], "train.eval_every_steps (0)"),
+    (["train.steps_per_execution=0"], "train.steps_per_execution (0)"),
+    (["cluster.num_workers=0"], "cluster.num_workers (0)"),
+    (["cluster.num_ps=0"], "cluster.num_ps (0): mode=async keeps the variables on parameter servers"),
+    (["cluster=locl3"], "did you mean local3?"),
+    (["mode=asynch"], "mode (asynch): must be one of async, sync; did you mean async?"),
+    (["model=cnnn"], "model (cnnn): must be one of cnn, dnn, softmax; did you mean cnn?"),
+    (["model=_target_"], "model (_target_)"),
+    (["optimizer=adamm"], "did you mean adam?"),
+    (["data=minst"], "did you mean mnist?"),
+    (["data.offline=maybe"], "data.offline (maybe)"),
+    (["data.num_validation=-1"], "data.num_validation (-1)"),
+    (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
+    (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
+    (["devices.precision=int8"], "devices.precision (int8)"),
+    (["optimizer.learning_rate=fast"], "optimizer.learning_rate (fast)"),
+    (["optimizer.learning_rate=0"], "optimizer.learning_rate (0): must be more than 0"),
+    (["optimizer.learning_rate=null"], "optimizer.learning_rate (None)"),
+    (["model.hidden_units=[10,0]"], "model.hidden_units ([10, 0])"),
+    (["seed=-1"], "seed (-1)"),
+    (["startup_timeout_secs=0"], "startup_timeout_secs (0.0)"),
+    (["grace_secs=-1"], "grace_secs (-1.0)"),
+    (["plugins=[/nowhere.py]"], "plugins (/nowhere.py): there is no such Python file"),
+    (["steps"], "steps: cannot be read"),
+    (["train.steps=[1"], "train.steps=[1: cannot be read"),
+    (["+_target_=os.system"], "_target_"),
+    (["+model._target_=os.system"], "model._target_"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_every_mistake_has_a_line(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(overrides, None)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.check(RunConfig(seed=-1, grace_secs=0))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_local_cluster_inside_another_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TF_CONFIG is set"):
+        compose.load(["cluster=local3"], TF_CONFIG)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=40))
+def test_any_override_is_either_taken_or_refused(text: str) -> None:
+    try:
+        compose.load([text], None)
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_the_parent_never_imports_tensorflow() -> None:
+    code = "import sys, tf2dist.cli; sys.exit(sum(m in sys.modules for m in ('tensorflow', 'keras', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

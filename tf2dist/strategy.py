@@ -1,0 +1,47 @@
+"""The two strategies of TensorFlow, and its server, for a cluster of ours."""
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.eager import context
+
+from tf2dist.cluster import Cluster, Task
+
+
+def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
+    spec = tf.train.ClusterSpec(cluster.tf_jobs())
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=task.job, task_id=task.index, rpc_layer="grpc"
+    )
+
+
+def start_server(cluster: Cluster, task: Task, config: Any) -> None:
+    """Starts the server of a ps or an asynchronous worker; it lasts as long as the process."""
+    spec = tf.train.ClusterSpec(cluster.tf_jobs())
+    tf.distribute.Server(spec, job_name=task.job, task_index=task.index, protocol="grpc", config=config)
+
+
+def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.ParameterServerStrategy:
+    """Connects the coordinator to all ps and workers, which must be listening."""
+    return tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
+
+
+def multi_worker_mirrored_strategy(
+    cluster: Cluster, task: Task, timeout_secs: float
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Joins the other workers; one that does not come within `timeout_secs` is an error that names it.
+
+    By default the first worker waits an hour for the others. The time limit of registration holds
+    for it only if registration is a barrier, a field that the public method does not set.
+    """
+    leader = cluster.leader
+    jobs = [coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(a)) for job, a in cluster.tf_jobs().items()]
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{leader.job}/replica:0/task:{leader.index}",
+        cluster_register_timeout_in_ms=int(timeout_secs * 1000),
+        coordinated_jobs=jobs,
+    )
+    context.context()._coordination_service_config.cluster_register_with_barrier = True
+    return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))

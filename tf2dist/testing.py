@@ -1,0 +1,189 @@
+"""Clusters for tests: a pytest plugin, loaded with ``pytest_plugins = ["tf2dist.testing"]``.
+
+    def test_updates_are_counted(ps_cluster):                 # servers in the test's own process
+        with ps_cluster.strategy.scope():
+            count = tf.Variable(0)
+        for _ in range(100):
+            ps_cluster.coordinator.schedule(tf.function(lambda: count.assign_add(1, read_value=False)))
+        ps_cluster.coordinator.join()
+        assert count.numpy() == 100
+
+    def total(worker, value):                                 # runs in a process of its own
+        strategy = worker.strategy
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", value)).numpy()
+
+    def test_all_reduce(sync_workers):
+        assert sync_workers(total, num_workers=3, args=(2.0,)) == [6.0, 6.0, 6.0]
+
+Importing this module does not import TensorFlow; the first test that uses a fixture does.
+"""
+
+import functools
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from tf2dist.cluster import Cluster, Task, local
+from tf2dist.config import ClusterConfig, RunConfig
+from tf2dist.launcher import Launcher
+from tf2dist.netns import unused_ports
+
+COORDINATOR = Task("chief", 0)
+
+
+@dataclass(frozen=True)
+class PsCluster:
+    """Parameter servers and workers in this process; they last as long as the process.
+
+    TensorFlow connects a process to one cluster at a time: making a strategy for one cluster ends
+    the use of another.
+    """
+
+    cluster: Cluster
+
+    @functools.cached_property
+    def strategy(self) -> Any:
+        """A `tf.distribute.ParameterServerStrategy` of the cluster, with this process as coordinator."""
+        from tf2dist.strategy import parameter_server_strategy
+
+        return parameter_server_strategy(self.cluster, COORDINATOR)
+
+    @functools.cached_property
+    def coordinator(self) -> Any:
+        """The `ClusterCoordinator` of `strategy`."""
+        import tensorflow as tf
+
+        return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+
+
+def start_ps_cluster(num_workers: int = 2, num_ps: int = 1) -> PsCluster:
+    """Starts the servers of a cluster in this process, on free ports."""
+    from tf2dist.strategy import start_server
+
+    ports = unused_ports(num_workers + num_ps + 1)
+    cluster = local("async", ClusterConfig(num_workers=num_workers, num_ps=num_ps), ports)
+    for task in cluster.tasks:
+        if task != COORDINATOR:
+            start_server(cluster, task, None)
+    return PsCluster(cluster)
+
+
+@pytest.fixture(scope="session")
+def ps_cluster() -> PsCluster:
+    """An asynchronous cluster of two workers and one ps inside the test's process."""
+    return start_ps_cluster()
+
+
+@dataclass(frozen=True)
+class SyncWorker:
+    """What a function on a synchronous worker gets to know."""
+
+    cluster: Cluster
+    task: Task
+
+    @property
+    def index(self) -> int:
+        return self.task.index
+
+    @functools.cached_property
+    def strategy(self) -> Any:
+        """The `MultiWorkerMirroredStrategy`; every worker must ask for it."""
+        from tf2dist.strategy import multi_worker_mirrored_strategy
+
+        return multi_worker_mirrored_strategy(self.cluster, self.task, RunConfig().startup_timeout_secs)
+
+
+class WorkerError(AssertionError):
+    """A function failed on a worker, or did not come back; the message has the worker's traceback or log."""
+
+
+class SyncWorkers:
+    """Runs functions on synchronous workers: processes forked from one that has TensorFlow loaded."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self._launcher, self._folder, self._runs = launcher, folder, 0
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        num_workers: int = 2,
+        args: tuple[Any, ...] = (),
+        timeout_secs: float = 120.0,
+    ) -> list[Any]:
+        """Calls ``function(worker, *args)`` on every worker and returns what each returned, in order.
+
+        Raises:
+            WorkerError: the first worker that failed, or those that were not done in time.
+        """
+        self._runs += 1
+        deadline = time.monotonic() + timeout_secs
+        while not self._launcher.ready:
+            self._follow(deadline, "the fork server")
+        first = self._runs * num_workers % (len(self._launcher.ports) - num_workers)
+        ports = self._launcher.ports[first:]
+        cluster = Cluster("sync", {"worker": tuple(f"localhost:{port}" for port in ports[:num_workers])})
+        call = self._folder / f"call-{self._runs}.pickle"
+        call.write_bytes(cloudpickle.dumps((function, cluster, args)))
+        names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
+        for index, name in enumerate(names):
+            self._launcher.start(name, "tf2dist.testing:call_on_worker", {"call": str(call), "index": index})
+        try:
+            while set(names) & set(self._launcher.tasks):
+                self._follow(deadline, ", ".join(set(names) & set(self._launcher.tasks)))
+                if any(self._error(name) for name in names):
+                    break
+        finally:
+            self._launcher.stop()
+        for name in names:
+            if error := self._error(name):
+                raise WorkerError(f"{name}:\n{error}")
+        return [pickle.loads((self._folder / f"{name}.result").read_bytes()) for name in names]
+
+    def _error(self, name: str) -> str:
+        path = self._folder / f"{name}.error"
+        return path.read_text() if path.exists() else ""
+
+    def _follow(self, deadline: float, awaited: str) -> None:
+        for event in self._launcher.events(0.1):
+            if event["event"] == "exited" and event["code"] != 0 and not self._error(event["task"]):
+                log = (self._folder / f"{event['task']}.log").read_text(errors="replace")
+                text = f"ended with code {event['code']}; its log ends with\n{log[-3000:]}"
+                (self._folder / f"{event['task']}.error").write_text(text)
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in self._folder.glob("*.log"))
+            raise WorkerError(f"no answer in time from {awaited}\n{logs}")
+
+
+def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> int:
+    """Entry of a worker's process."""
+    call = Path(payload["call"])
+    name = f"run-{call.stem.removeprefix('call-')}-worker-{payload['index']}"
+    function, cluster, args = cloudpickle.loads(call.read_bytes())
+    try:
+        result = function(SyncWorker(cluster, Task("worker", payload["index"])), *args)
+        part = call.with_name(f"{name}.part")
+        part.write_bytes(cloudpickle.dumps(result))
+        part.rename(call.with_name(f"{name}.result"))
+    except BaseException:
+        part = call.with_name(f"{name}.part")
+        part.write_text(traceback.format_exc())
+        part.rename(call.with_name(f"{name}.error"))
+        return 1
+    return 0
+
+
+@pytest.fixture(scope="session")
+def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
+    """Runs functions on synchronous workers, ``sync_workers(function, num_workers=2, args=())``."""
+    from tf2dist.supervisor import ENVIRONMENT
+
+    folder = tmp_path_factory.mktemp("sync_workers")
+    with Launcher(folder, isolate=True, env=ENVIRONMENT, grace_secs=1.0) as launcher:
+        yield SyncWorkers(launcher, folder)
