@@ -94,8 +94,8 @@ class AsyncLoop:
                 global_step=int(min(count[1] for count in counts)),
                 local_steps=tuple(int(row[0]) for row in totals),
                 examples=int(examples),
-                loss=delta_loss / delta_steps,
-                accuracy=delta_correct / delta_examples,
+                loss=float(delta_loss / delta_steps),
+                accuracy=float(delta_correct / delta_examples),
             )
             self._report(self.progress)
         self._reported, self._read_at = new, now

@@ -8,6 +8,7 @@ way: the end of the socket makes the server kill every task and leave, and the d
 server kills the tasks.
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -65,6 +66,8 @@ def fork_task(request: dict[str, Any], sock: socket.socket) -> int:
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:
+        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
         return pid
     code = 1
     try:
@@ -86,8 +89,14 @@ def reap(tasks: dict[int, str], send: Send) -> None:
         if pid == 0:
             return
         code = os.waitstatus_to_exitcode(status)
+        kill_group(pid)  # what the task has started and left behind
         if pid in tasks:
             send({"event": "exited", "task": tasks.pop(pid), "code": code, "time": time.time()})
+
+
+def kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def serve(sock: socket.socket, wakeup: int) -> None:
@@ -112,7 +121,7 @@ def serve(sock: socket.socket, wakeup: int) -> None:
         return
     finally:
         for pid in tasks:
-            os.kill(pid, signal.SIGKILL)
+            kill_group(pid)
 
 
 def main() -> None:

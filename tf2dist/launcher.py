@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from tf2dist.errors import TaskLostError
 from tf2dist.forkserver import MAX_PACKET_BYTES
@@ -28,6 +28,7 @@ Event = dict[str, Any]
 
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
 KILL_TIMEOUT_SECS = 10.0
+SERVER_CHECK_SECS = 0.5  # its tasks hold the socket too: its end may come without an end of file
 
 
 class Launcher:
@@ -111,12 +112,15 @@ class Launcher:
         deadline = time.monotonic() + timeout_secs
         while True:
             remaining = max(0.0, deadline - time.monotonic())
-            if not select.select([self._sock], [], [], remaining)[0]:
-                return
+            if not select.select([self._sock], [], [], min(remaining, SERVER_CHECK_SECS))[0]:
+                if self._server.poll() is not None:
+                    self._give_up()
+                if time.monotonic() >= deadline:
+                    return
+                continue
             packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
-                log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
-                raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
+                self._give_up()
             event: Event = json.loads(packet)
             match event["event"]:
                 case "ready":
@@ -126,6 +130,13 @@ class Launcher:
                 case "exited":
                     self.tasks.pop(event["task"], None)
             yield event
+
+    def _give_up(self) -> NoReturn:
+        """The fork server has died. The kernel kills the tasks with it, but not what they have started."""
+        for name in list(self.tasks):
+            self.signal(name, signal.SIGKILL)
+        log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
+        raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
 
     def signal(self, name: str, signum: int) -> None:
         """Sends a signal to the task's process group, if it still runs."""

@@ -1,6 +1,6 @@
 """The two strategies of TensorFlow, and its server, for a cluster of ours."""
 
-from typing import Any
+import os
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -16,8 +16,13 @@ def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.Cl
     )
 
 
-def start_server(cluster: Cluster, task: Task, config: Any) -> None:
-    """Starts the server of a ps or an asynchronous worker; it lasts as long as the process."""
+def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto) -> None:
+    """Starts the server of a ps or an asynchronous worker; it lasts as long as the process.
+
+    Every task that calls holds a thread of the server while it waits. With the default of one
+    thread a core, a ps with more workers than cores can stop for ever without a word.
+    """
+    config.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks) + 1)
     spec = tf.train.ClusterSpec(cluster.tf_jobs())
     tf.distribute.Server(spec, job_name=task.job, task_index=task.index, protocol="grpc", config=config)
 

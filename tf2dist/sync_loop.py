@@ -83,8 +83,8 @@ class SyncLoop:
                 global_step=step,
                 local_steps=(step,) * self._cluster.num_workers,
                 examples=self.progress.examples + int(examples),
-                loss=loss / count,
-                accuracy=correct / examples,
+                loss=float(loss / count),
+                accuracy=float(correct / examples),
             )
             self._log(count)
             self._report(self.progress)

@@ -10,7 +10,7 @@
 
     def total(worker, value):                                 # runs in a process of its own
         strategy = worker.strategy
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", value)).numpy()
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(value))).numpy()
 
     def test_all_reduce(sync_workers):
         assert sync_workers(total, num_workers=3, args=(2.0,)) == [6.0, 6.0, 6.0]
@@ -20,6 +20,7 @@ Importing this module does not import TensorFlow; the first test that uses a fix
 
 import functools
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -65,13 +66,15 @@ class PsCluster:
 
 def start_ps_cluster(num_workers: int = 2, num_ps: int = 1) -> PsCluster:
     """Starts the servers of a cluster in this process, on free ports."""
+    import tensorflow as tf
+
     from tf2dist.strategy import start_server
 
     ports = unused_ports(num_workers + num_ps + 1)
     cluster = local("async", ClusterConfig(num_workers=num_workers, num_ps=num_ps), ports)
     for task in cluster.tasks:
         if task != COORDINATOR:
-            start_server(cluster, task, None)
+            start_server(cluster, task, tf.compat.v1.ConfigProto())
     return PsCluster(cluster)
 
 
@@ -133,7 +136,8 @@ class SyncWorkers:
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
         for index, name in enumerate(names):
-            self._launcher.start(name, "tf2dist.testing:call_on_worker", {"call": str(call), "index": index})
+            payload = {"call": str(call), "index": index}
+            self._launcher.start(name, "tf2dist.testing:call_on_worker", payload, sys_path=sys.path)
         try:
             while set(names) & set(self._launcher.tasks):
                 self._follow(deadline, ", ".join(set(names) & set(self._launcher.tasks)))

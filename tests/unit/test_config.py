@@ -1,5 +1,6 @@
 """The configuration: defaults, choices, and one line for everything that is wrong."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -99,7 +100,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "words"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(bad[0]) for bad in BAD])
 def test_every_mistake_has_a_line(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose.load(overrides, None)
@@ -121,10 +122,8 @@ def test_a_local_cluster_inside_another_cluster_is_refused() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=40))
 def test_any_override_is_either_taken_or_refused(text: str) -> None:
-    try:
+    with contextlib.suppress(ConfigError):
         compose.load([text], None)
-    except ConfigError as error:
-        assert str(error)
 
 
 def test_the_parent_never_imports_tensorflow() -> None:

@@ -1,0 +1,155 @@
+"""Launcher and fork server with real processes: every end is seen, nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tf2dist.errors import TaskLostError
+from tf2dist.launcher import Launcher
+
+TIMEOUT_SECS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def make(tmp_path: Path, **options: Any) -> Launcher:
+    return Launcher(tmp_path, preload=(), **options)
+
+
+def wait_for(launcher: Launcher, kind: str, task: str = "") -> dict[str, Any]:
+    for event in launcher.events(TIMEOUT_SECS):
+        if event["event"] == kind and task in ("", event["task"]):
+            return event
+    raise AssertionError(f"no event {kind} in {TIMEOUT_SECS} s")
+
+
+def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:
+    target = f"tests.process.targets:{function}"
+    launcher.start(name, target, {"name": name, **payload}, env={"COLOUR": "red"}, sys_path=sys.path)
+
+
+def test_tasks_run_report_and_log(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        for name in ("worker-0", "worker-1"):
+            start(launcher, name, "succeed")
+        ends = [wait_for(launcher, "exited") for _ in range(2)]
+        assert {end["task"] for end in ends} == {"worker-0", "worker-1"}
+        assert all(end["code"] == 0 for end in ends)
+        assert launcher.tasks == {}
+    assert (tmp_path / "worker-1.log").read_text() == "hello from worker-1 red\n"
+
+
+def test_exit_codes_and_tracebacks_are_told(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "fail")
+        start(launcher, "worker-1", "leave")
+        codes = {end["task"]: end["code"] for end in (wait_for(launcher, "exited") for _ in range(2))}
+    assert codes == {"worker-0": 1, "worker-1": 7}
+    assert "this target is broken" in (tmp_path / "worker-0.log").read_text()
+
+
+def test_a_killed_task_is_told_and_can_be_started_again(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        for _ in range(2):
+            start(launcher, "worker-0", "wait")
+            wait_for(launcher, "waiting")
+            launcher.signal("worker-0", signal.SIGKILL)
+            assert wait_for(launcher, "exited")["code"] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_leaving_stops_tasks_and_their_children(tmp_path: Path, stubborn: bool) -> None:
+    with make(tmp_path, grace_secs=0.5) as launcher:
+        start(launcher, "worker-0", "wait", stubborn=stubborn)
+        event = wait_for(launcher, "waiting")
+    assert not psutil.pid_exists(event["pid"])
+
+
+def test_an_exception_in_the_block_stops_everything(tmp_path: Path) -> None:
+    def run() -> None:
+        with make(tmp_path) as launcher:
+            start(launcher, "worker-0", "wait")
+            wait_for(launcher, "waiting")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+
+
+def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "wait")
+        event = wait_for(launcher, "waiting")
+        launcher._server.kill()
+        with pytest.raises(TaskLostError, match="fork server ended"):
+            wait_for(launcher, "never")
+        psutil.wait_procs([psutil.Process(pid) for pid in (event["pid"],) if psutil.pid_exists(pid)], timeout=5)
+
+
+def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TaskLostError, match="no_such_mod"):
+        wait_for(launcher, "ready")
+
+
+def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+    code = f"""
+import pathlib
+from tests.process import test_launcher as t
+with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
+    t.start(launcher, "worker-0", "wait", stubborn=True)
+    event = t.wait_for(launcher, "waiting")
+    print(event["pid"], flush=True)
+    t.wait_for(launcher, "never")
+"""
+    path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as launcher:
+        assert launcher.stdout
+        task = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+    psutil.wait_procs([task], timeout=5)
+    assert not task.is_running()
+
+
+def reachable(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_addresses() -> list[str]:
+    return [a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_ports_of_an_isolated_cluster_cannot_be_reached(tmp_path: Path, isolate: bool) -> None:
+    with make(tmp_path, isolate=isolate) as launcher:
+        wait_for(launcher, "ready")
+        if isolate and not launcher.isolated:
+            pytest.skip("this system allows no private network")
+        start(launcher, "worker-0", "listen", port=launcher.ports[0])
+        event = wait_for(launcher, "waiting")
+        assert (event["interfaces"] == ["lo"]) or not isolate
+        # Without isolation the same port is open on every address: the test can tell the difference.
+        found = [reachable(address, launcher.ports[0]) for address in own_addresses()]
+        assert not any(found) if isolate else found[0]
+
+
+def test_ports_are_all_different(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        wait_for(launcher, "ready")
+        assert len(set(launcher.ports)) == len(launcher.ports) >= 32

@@ -1,0 +1,38 @@
+"""An asynchronous cluster in the tests' own process, and small real data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.replica.small_runs import run_config
+from tf2dist.config import RunConfig
+from tf2dist.netns import unused_ports
+from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> PsCluster:
+    """Four workers and two ps, with the digits published for their graphs."""
+    from tf2dist import data, serving
+
+    made = start_ps_cluster(num_workers=4, num_ps=2)
+    serving.publish(data.load(run_config().data))
+    return made
+
+
+@pytest.fixture
+def async_loop(cluster: PsCluster) -> Callable[..., Any]:
+    """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
+    from tf2dist import data
+    from tf2dist.async_loop import AsyncLoop
+    from tf2dist.cluster import Cluster
+
+    def make(config: RunConfig, num_workers: int = 4, num_ps: int = 2) -> AsyncLoop:
+        sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
+        jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
+        jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
+        part = Cluster("async", jobs)
+        return AsyncLoop(config, part, COORDINATOR, data.load(config.data), lambda progress: None)
+
+    return make

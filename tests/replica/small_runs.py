@@ -1,0 +1,17 @@
+"""Configurations that train in seconds, on the bundled digits."""
+
+from typing import Any
+
+from tf2dist.config import DataConfig, RunConfig, TrainConfig
+
+
+def run_config(
+    model: str = "softmax", optimizer: str = "sgd", batch_size: int = 50, steps_per_execution: int = 10, **more: Any
+) -> RunConfig:
+    """A configuration for small tests; `more` are arguments of the model."""
+    return RunConfig(
+        data=DataConfig(name="digits", num_validation=180),
+        model={"name": model, **more},
+        optimizer={"name": optimizer, "learning_rate": 0.01},
+        train=TrainConfig(batch_size_per_worker=batch_size, steps_per_execution=steps_per_execution),
+    )

@@ -1,0 +1,179 @@
+"""Asynchronous training in one process: every update counted once, whoever pushes, whatever is lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.small_runs import run_config
+from tf2dist import data, registry
+from tf2dist.config import RunConfig
+
+MakeLoop = Callable[..., Any]
+
+
+@registry.register_optimizer("add_one")
+class AddOne(keras.optimizers.SGD):
+    """Adds 1 to every weight, whatever the gradient: the weights count the applied updates."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_add(variable, tf.ones_like(gradient))
+
+
+@registry.register_optimizer("record_number")
+class RecordNumber(keras.optimizers.SGD):
+    """Adds the number of the update to the weights, as Adam's bias correction would read it."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_add(variable, tf.ones_like(gradient) * tf.cast(self.iterations + 1, tf.float32))
+
+
+def weights(loop: Any) -> list[np.ndarray]:
+    return [variable.numpy() for variable in loop.model.trainable_variables]
+
+
+def assert_exact(loop: Any, steps: int) -> None:
+    assert loop.progress.global_step == steps
+    assert loop.updates_applied() == steps
+    assert sum(loop.progress.local_steps) == steps
+    for server in loop._graphs.servers:
+        assert server.applied.numpy() == steps
+        assert server.staleness.numpy().sum() == steps, "staleness is measured at every update"
+
+
+@pytest.mark.parametrize("num_workers", [3, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimizer: str) -> None:
+    loop = async_loop(run_config(optimizer=optimizer), num_workers=num_workers)
+    for steps in (123, 124, 500):  # no multiple of the steps of a call, and less than one call
+        loop.train(steps)
+        assert_exact(loop, steps)
+    assert all(loop.progress.local_steps), "every worker took part"
+
+
+def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(optimizer="add_one"))
+    before = weights(loop)
+    loop.train(333)
+    for old, new in zip(before, weights(loop), strict=True):
+        np.testing.assert_allclose(new - old, 333, atol=1e-3)
+
+
+def test_every_update_has_a_number_of_its_own(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(optimizer="record_number"))
+    before = weights(loop)
+    loop.train(200)
+    for old, new in zip(before, weights(loop), strict=True):
+        np.testing.assert_allclose(new - old, 200 * 201 / 2, atol=1e-1)
+
+
+def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(optimizer="add_one"))
+    before = weights(loop)
+    limit = tf.constant(100, tf.int64)
+    for _ in range(30):  # what repeated calls of dead workers would do: 300 steps
+        loop._coordinator.schedule(loop._train_function, args=(loop._iterator, limit))
+    loop.train(100)
+    assert_exact(loop, 100)
+    np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
+
+
+def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    loop.train(50)
+    for server in loop._graphs.servers:
+        server.admitted.assign_add(37)  # admitted, but their worker died
+    loop.train(150)
+    assert_exact(loop, 150)
+
+
+def test_one_worker_is_never_stale(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(), num_workers=1, num_ps=1)
+    loop.train(100)
+    assert loop.facts()["staleness"] == {"mean": 0.0, "p50": 0, "p99": 0, "max": 0}
+
+
+def test_several_workers_are_stale_sometimes(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    loop.train(400)
+    assert 0 < loop.facts()["staleness"]["mean"] < 50
+
+
+def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
+    """One worker and several ps do what Keras does with the same batches, bias correction included."""
+    config = run_config("dnn", "adam", hidden_units=[20])
+    loop = async_loop(config, num_workers=1)
+    reference = keras.models.clone_model(loop.model)
+    reference.set_weights([variable.numpy() for variable in loop.model.variables])
+    reference.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    splits = data.load(config.data)
+    sharding = data.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
+    arrays = (tf.constant(splits.train.images), tf.constant(splits.train.labels))
+    for images, labels, example_weights in data.batches(*arrays, sharding, 0).take(40):  # with an uneven 26th
+        real = example_weights > 0
+        reference.train_on_batch(tf.cast(images, tf.float32)[real] / 255.0, labels[real])
+    loop.train(40)
+    for expected, found in zip(reference.get_weights(), weights(loop), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config("dnn", hidden_units=[20]))
+    loop.train(100)
+    for split in ("test", "validation"):
+        arrays = getattr(data.load(run_config().data), split)
+        logits = loop.model(arrays.images.astype(np.float32) / 255.0).numpy()
+        evaluation = loop.evaluate(split)
+        assert evaluation.num_examples == len(arrays)
+        assert evaluation.accuracy == pytest.approx((logits.argmax(-1) == arrays.labels).mean())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
+def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:
+    loop = async_loop(run_config(optimizer=optimizer), num_workers=2)
+    loop.train(20)
+    first = loop.progress.loss
+    loop.train(300)
+    assert loop.evaluate("validation").loss < first
+
+
+def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:
+    config = run_config("cnn", "adam", dropout=0.3, batch_norm=True)
+    config.optimizer["learning_rate"] = 0.001
+    loop = async_loop(config, num_workers=2)
+    before = [v.numpy() for v in loop.model.non_trainable_variables if "moving" in v.path]
+    loop.train(150)
+    after = [v.numpy() for v in loop.model.non_trainable_variables if "moving" in v.path]
+    assert all(np.abs(new - old).max() > 0 for old, new in zip(before, after, strict=True))
+    assert loop.progress.loss < 1.0
+    assert_exact(loop, 150)
+
+
+def test_clipping_by_the_global_norm_sees_all_gradients(async_loop: MakeLoop) -> None:
+    config: RunConfig = run_config(optimizer="sgd")
+    config.optimizer |= {"learning_rate": 1.0, "global_clipnorm": 0.001}
+    loop = async_loop(config, num_workers=1)  # kernel and bias lie on different ps
+    before = weights(loop)
+    loop.train(1)
+    change = np.sqrt(sum(((new - old) ** 2).sum() for old, new in zip(before, weights(loop), strict=True)))
+    assert change == pytest.approx(0.001, rel=1e-3)
+
+
+def test_an_error_on_a_worker_reaches_the_caller(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    broken = tf.function(lambda: tf.debugging.check_numerics(tf.math.log(-tf.random.uniform([])), "broken model"))
+    loop._coordinator.schedule(broken)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="broken model"):
+        loop.train(10_000_000)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(async_loop: MakeLoop) -> None:
+    from tf2dist.errors import NotFiniteError
+
+    config = run_config("dnn", hidden_units=[20])
+    config.optimizer["learning_rate"] = 1e30
+    with pytest.raises(NotFiniteError, match="the loss is"):
+        async_loop(config).train(10_000_000)

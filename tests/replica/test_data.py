@@ -1,0 +1,92 @@
+"""The pipeline: shards that are disjoint and cover the data, whatever the numbers."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tf2dist import data
+from tf2dist.config import DataConfig
+from tf2dist.data import Sharding
+
+
+def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rows, weights = sharding.epoch_rows(tf.constant(number), tf.constant(shard))
+    return rows.numpy(), weights.numpy()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 6), st.booleans())
+def test_every_example_once_an_epoch(num_examples: int, batch_size: int, num_shards: int, whole: bool) -> None:
+    sharding = Sharding(num_examples, batch_size, num_shards, seed=3, whole_batch_loss=whole)
+    shards = [epoch(sharding, shard) for shard in range(num_shards)]
+    seen = np.concatenate([rows[weights > 0] for rows, weights in shards])
+    assert sorted(seen) == list(range(num_examples))
+    batches = sum(int((weights.sum(axis=1) > 0).sum()) for _, weights in shards)
+    assert batches == sharding.updates_per_epoch
+    sums = np.array([weights.sum(axis=1) for _, weights in shards])  # [shards, steps]
+    means = sums.sum(axis=0) if whole else sums[sums > 0]
+    np.testing.assert_allclose(means, 1.0, rtol=1e-5)
+    assert all(len(rows) == sharding.steps_per_epoch for rows, _ in shards)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first = epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]
+    assert (first != epoch(Sharding(100, 10, 1, 0, True), 0, 1)[0]).any()
+    assert (first != epoch(Sharding(100, 10, 1, 1, True), 0, 0)[0]).any()
+    assert (first == epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]).all()
+
+
+def test_workers_see_what_one_with_their_batches_together_sees() -> None:
+    one = epoch(Sharding(100, 30, 1, 0, True), 0)[0]
+    three = [epoch(Sharding(100, 10, 3, 0, True), shard)[0] for shard in range(3)]
+    for step in range(3):
+        assert set(one[step]) == set(np.concatenate([rows[step] for rows in three]))
+
+
+def test_batches_hold_the_images_of_their_labels() -> None:
+    labels = np.arange(100, dtype=np.uint8)
+    images, labels = tf.constant(labels[:, None, None, None]), tf.constant(labels)
+    sharding = Sharding(100, 8, 2, 0, False)
+    for pictures, numbers, _ in data.blocks(images, labels, sharding, 1, 5).take(3):
+        assert pictures.shape == (5, 8, 1, 1, 1)
+        np.testing.assert_array_equal(pictures.numpy()[..., 0, 0, 0], numbers.numpy())
+
+
+def test_batches_without_examples_are_left_out() -> None:
+    labels = tf.constant(np.arange(21, dtype=np.uint8))  # 2 steps of 2 x 5, then one example for the first worker alone
+    sharding = Sharding(21, 5, 2, 0, False)
+    weights = next(iter(data.blocks(labels[:, None], labels, sharding, 1, 6)))[2]
+    assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
+
+
+def test_digits() -> None:
+    splits = data.load(DataConfig(name="digits", num_validation=180))
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [1257, 180, 360]
+    assert splits.image_shape == (28, 28, 1)
+    assert splits.train.images.dtype == np.uint8
+    assert splits.train.images.max() == 255
+    assert set(splits.test.labels) == set(range(10))
+
+
+def test_mnist(real_data: str) -> None:
+    if real_data != "mnist":
+        pytest.skip("MNIST is not on this machine")
+    splits = data.load(DataConfig(name="mnist", num_validation=5000))
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [55_000, 5_000, 10_000]
+    pixels = np.concatenate([splits.validation.images, splits.train.images])
+    assert pixels.mean() == pytest.approx(33.3184, abs=1e-3)  # of the 60,000 training images
+    assert np.bincount(splits.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: str) -> None:  # type: ignore[no-untyped-def]
+    if real_data != "mnist":
+        pytest.skip("MNIST is not on this machine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = DataConfig(name="mnist", num_validation=5000)
+    decoded, cached = data.load(config), data.load(config)
+    assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2
+    np.testing.assert_array_equal(decoded.test.images, cached.test.images)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)

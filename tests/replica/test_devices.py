@@ -1,0 +1,38 @@
+"""Who gets which GPU, with a list of GPUs made up for the test."""
+
+import pytest
+
+from tf2dist import devices
+from tf2dist.cluster import Task, local
+from tf2dist.config import ClusterConfig
+from tf2dist.errors import ConfigError
+
+GPUS = ["gpu0", "gpu1"]
+ASYNC = local("async", ClusterConfig(num_workers=3), list(range(1, 9)))
+SYNC = local("sync", ClusterConfig(num_workers=3), list(range(1, 9)))
+
+
+def test_local_workers_get_gpus_round_robin() -> None:
+    for cluster in (ASYNC, SYNC):
+        chosen = [devices.choose_gpus(GPUS, cluster, Task("worker", i), share_host=True) for i in range(3)]
+        assert chosen == [["gpu0"], ["gpu1"], ["gpu0"]]
+
+
+def test_the_others_never_see_a_gpu() -> None:
+    for task in (Task("ps", 0), Task("chief", 0)):
+        assert devices.choose_gpus(GPUS, ASYNC, task, share_host=True) == []
+        assert devices.choose_gpus(GPUS, ASYNC, task, share_host=False) == []
+
+
+def test_a_worker_alone_on_its_host_gets_all() -> None:
+    assert devices.choose_gpus(GPUS, SYNC, Task("worker", 1), share_host=False) == GPUS
+
+
+def test_without_gpus_there_is_nothing_to_choose() -> None:
+    assert devices.choose_gpus([], SYNC, Task("worker", 1), share_host=True) == []
+
+
+def test_gpu_memory() -> None:
+    assert devices.gpu_memory_mb(1, "16384\n24576\n") == 24576
+    with pytest.raises(ConfigError, match="memory of GPU 2"):
+        devices.gpu_memory_mb(2, "16384\n24576\n")

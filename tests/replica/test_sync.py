@@ -1,0 +1,129 @@
+"""Synchronous training on real workers: N of them do what one does with an N-fold batch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import run_config
+from tf2dist.config import RunConfig
+from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+
+
+def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
+    """Trains from the configuration and tells what the worker then holds."""
+    from tf2dist import data
+    from tf2dist.sync_loop import SyncLoop
+
+    losses = []
+    loop = SyncLoop(
+        config, worker.cluster, worker.task, data.load(config.data), lambda progress: losses.append(progress.loss)
+    )
+    loop.train(steps)
+    evaluation = loop.evaluate("test")
+    return {
+        "weights": [variable.numpy() for variable in loop.model.trainable_variables],
+        "state": [v.numpy() for v in loop.model.non_trainable_variables if "moving" in v.path],
+        "progress": loop.progress,
+        "updates": loop.updates_applied(),
+        "losses": losses,
+        "evaluation": evaluation,
+        "predictions": loop.model(data.load(config.data).test.images.astype("float32") / 255.0).numpy().argmax(-1),
+    }
+
+
+def assert_equal_weights(found: list[np.ndarray], expected: list[np.ndarray], atol: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("softmax", "sgd"), ("dnn", "adam")])
+def test_three_workers_equal_one_with_three_times_the_batch(
+    sync_workers: SyncWorkers, model: str, optimizer: str
+) -> None:
+    """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
+    more = {"hidden_units": [30, 20]} if model == "dnn" else {}
+    few = run_config(model, optimizer, batch_size=50, steps_per_execution=7, **more)
+    one = run_config(model, optimizer, batch_size=150, **more)
+    three = sync_workers(train, num_workers=3, args=(few, 20))
+    single = sync_workers(train, num_workers=1, args=(one, 20))[0]
+    assert_equal_weights(three[0]["weights"], single["weights"], atol=1e-5)
+    for other in three[1:]:
+        assert_equal_weights(other["weights"], three[0]["weights"], atol=0)
+    for result in (*three, single):
+        assert result["progress"].global_step == result["updates"] == 20
+        assert result["progress"].examples == single["progress"].examples == 2 * 1257 + 2 * 150
+
+
+def test_evaluation_counts_every_example_once(sync_workers: SyncWorkers) -> None:
+    from tf2dist import data
+
+    results = sync_workers(train, num_workers=2, args=(run_config(), 10))
+    labels = data.load(run_config().data).test.labels
+    for result in results:
+        assert result["evaluation"].num_examples == len(labels)
+        assert result["evaluation"].accuracy == pytest.approx((result["predictions"] == labels).mean())
+    assert results[0]["evaluation"] == results[1]["evaluation"]
+
+
+def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
+    config = run_config("cnn", "adam", dropout=0.3, batch_norm=True)
+    config.optimizer["learning_rate"] = 0.001
+    results = sync_workers(train, num_workers=2, args=(config, 40))
+    assert results[0]["losses"][-1] < 1.0 < results[0]["losses"][0]
+    for key in ("weights", "state"):
+        assert_equal_weights(results[0][key], results[1][key], atol=0)
+    assert all(np.abs(value).max() > 0 for value in results[0]["state"])
+
+
+def train_with_each_optimizer(worker: SyncWorker, configs: list[RunConfig]) -> list[dict[str, Any]]:
+    return [train(worker, config, 30) for config in configs]
+
+
+def test_every_optimizer_learns(sync_workers: SyncWorkers) -> None:
+    names = ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"]
+    configs = [run_config(optimizer=name, batch_size=100, steps_per_execution=5) for name in names]
+    for name, result in zip(names, sync_workers(train_with_each_optimizer, 1, (configs,))[0], strict=True):
+        assert result["losses"][-1] < result["losses"][0], name
+
+
+def test_the_function_of_the_documentation(sync_workers: SyncWorkers) -> None:
+    def total(worker: SyncWorker, value: float) -> float:
+        import tensorflow as tf
+
+        strategy = worker.strategy
+        return float(strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(value))))
+
+    assert sync_workers(total, num_workers=3, args=(2.0,)) == [6.0, 6.0, 6.0]
+
+
+def test_an_error_on_one_worker_is_shown(sync_workers: SyncWorkers) -> None:
+    def fail(worker: SyncWorker) -> None:
+        if worker.index == 1:
+            raise RuntimeError("the second worker is broken")
+        _ = worker.strategy  # waits for the second
+
+    with pytest.raises(WorkerError, match="the second worker is broken"):
+        sync_workers(fail, num_workers=2)
+
+
+def test_a_worker_that_dies_is_named(sync_workers: SyncWorkers) -> None:
+    def die(worker: SyncWorker) -> None:
+        import os
+
+        if worker.index == 0:
+            print("last words", flush=True)
+            os.kill(os.getpid(), 9)
+
+    with pytest.raises(WorkerError, match=r"worker-0(.|\n)*code -9(.|\n)*last words"):
+        sync_workers(die, num_workers=1)
+
+
+def test_a_worker_that_never_comes_back_is_named(sync_workers: SyncWorkers) -> None:
+    def wait(worker: SyncWorker) -> None:
+        import threading
+
+        threading.Event().wait(60)
+
+    with pytest.raises(WorkerError, match=r"no answer in time from run-.*-worker-0"):
+        sync_workers(wait, num_workers=1, timeout_secs=3)
