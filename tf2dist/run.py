@@ -15,6 +15,7 @@ from tf2dist.forkserver import Send
 from tf2dist.loop import Loop
 from tf2dist.report import Reporter
 from tf2dist.sources import DEFAULT_EPOCHS, check_shard
+from tf2dist.stopping import end_on_sigterm
 from tf2dist.sync_loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
@@ -57,6 +58,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     loop = LOOPS[config.mode](
         config, cluster, task, splits, reporter.on_progress if reporter else lambda progress: None
     )
+    end_on_sigterm()
     target_step = choose_target(config, loop)
     if reporter:
         reporter.target_step = target_step

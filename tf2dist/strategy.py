@@ -1,12 +1,14 @@
 """The two strategies of TensorFlow, and its server, for a cluster of ours."""
 
 import os
+import re
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from tf2dist.cluster import Cluster, Task
+from tf2dist.errors import TaskLostError
 
 
 def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -35,10 +37,13 @@ def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.Par
 def multi_worker_mirrored_strategy(
     cluster: Cluster, task: Task, timeout_secs: float
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Joins the other workers; one that does not come within `timeout_secs` is an error that names it.
+    """Joins the other workers.
 
     By default the first worker waits an hour for the others. The time limit of registration holds
     for it only if registration is a barrier, a field that the public method does not set.
+
+    Raises:
+        TaskLostError: naming the workers that did not come within `timeout_secs`.
     """
     leader = cluster.leader
     jobs = [coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(a)) for job, a in cluster.tf_jobs().items()]
@@ -49,4 +54,17 @@ def multi_worker_mirrored_strategy(
         coordinated_jobs=jobs,
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
-    return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
+    except tf.errors.OpError as error:
+        late = sorted(
+            set(re.findall(r"/job:(\w+)/replica:0/task:(\d+)", str(error).partition("timed out task names")[2]))
+        )
+        names = [f"{job}-{index} at {cluster.jobs[job][int(index)]}" for job, index in late]
+        who = ", ".join(names) or str(error).strip().splitlines()[0]
+        raise TaskLostError(f"after {timeout_secs:.0f} s still waiting for {who}; see startup_timeout_secs") from error
+
+
+def barrier(name: str, timeout_secs: float) -> None:
+    """Waits until every synchronous worker has come to the barrier of this name."""
+    context.context().wait_at_barrier(name, int(timeout_secs * 1000))

@@ -18,9 +18,10 @@ from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report
 from tf2dist.models import build_model, build_optimizer
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
-from tf2dist.strategy import multi_worker_mirrored_strategy
+from tf2dist.strategy import barrier, multi_worker_mirrored_strategy
 
 STEPS_PER_EXECUTION = 50
+FINISH_TIMEOUT_SECS = 60.0
 
 
 class SyncLoop:
@@ -154,5 +155,7 @@ class SyncLoop:
         return {}
 
     def finish(self, accuracy: float) -> None:
+        # A worker that ends cuts off what its neighbours still read of the last all-reduce.
+        barrier("finished", FINISH_TIMEOUT_SECS)
         worker = self._cluster.training_tasks.index(self._task)
         print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)

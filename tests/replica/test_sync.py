@@ -42,7 +42,7 @@ def test_three_workers_equal_one_with_three_times_the_batch(
     sync_workers: SyncWorkers, model: str, optimizer: str
 ) -> None:
     """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
-    more = {"hidden_units": [30, 20]} if model == "dnn" else {}
+    more: dict[str, Any] = {"hidden_units": [30, 20]} if model == "dnn" else {}
     few = run_config(model, optimizer, batch_size=50, steps_per_execution=7, **more)
     one = run_config(model, optimizer, batch_size=150, **more)
     three = sync_workers(train, num_workers=3, args=(few, 20))

@@ -1,0 +1,95 @@
+"""What a user can get wrong on the command line: exit code 2, a line or two, and nothing left behind."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+
+WORKER = {"type": "worker", "index": 0}
+ONE_WORKER = json.dumps({"cluster": {"worker": ["a:1"]}, "task": WORKER})
+EVALUATOR = ["mode=sync", "cluster=hosts", "cluster.worker=[a:1]", "cluster.evaluator=[b:1]", "task.type=evaluator"]
+
+BAD: list[tuple[list[str], dict[str, str], str]] = [
+    (["trian.steps=5"], {}, "did you mean train.steps?"),
+    (["model=resnet"], {}, "model (resnet): must be one of"),
+    (["train.steps=0"], {}, "train.steps (0): must be at least 1"),
+    (["train.steps=-3"], {}, "train.steps (-3): must be at least 1"),
+    (["train.steps=ten"], {}, "train.steps (ten): must be a whole number"),
+    (["--steps=5"], {}, "--steps=5: there is no such flag"),
+    (["cluster.num_ps=0"], {}, "cluster.num_ps (0)"),
+    (["data=digits", "train.batch_size_per_worker=500"], {}, "each of 3 workers has only 419"),
+    (["data.dir=/no/such/folder"], {}, "data.dir (/no/such/folder): there is no such directory"),
+    (["cluster=local", "cluster.num_workers=1000", "data=digits"], {}, "each of 1000 workers has only 1"),
+    (
+        ["cluster=local3"],
+        {"TF_CONFIG": ONE_WORKER},
+        "TF_CONFIG is set",
+    ),
+    (["cluster=tf_config"], {}, "TF_CONFIG is not set"),
+    ([], {"TF_CONFIG": "{"}, "TF_CONFIG: not valid JSON"),
+    (["mode=sync"], {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a"]}, "task": WORKER})}, "must be host:port"),
+    (["cluster=hosts"], {}, "task.type and task.index"),
+    (
+        [*EVALUATOR],
+        {},
+        "task.index (null)",
+    ),
+    (
+        [*EVALUATOR, "task.index=0"],
+        {},
+        "task evaluator",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "env", "words"), BAD, ids=[" ".join(bad[0]) or "TF_CONFIG" for bad in BAD])
+def test_a_wrong_request_is_refused(command: Command, arguments: list[str], env: dict[str, str], words: str) -> None:
+    finished = command(*arguments, env=env, timeout_secs=30)
+    assert finished.code == 2, finished
+    assert words in finished.stderr
+    assert len(finished.stderr.splitlines()) <= 3
+    assert "Traceback" not in finished.stderr
+    assert finished.stdout == ""
+    assert list(command.folder.iterdir()) == [], "nothing is half-made"
+
+
+def test_a_run_directory_that_holds_a_run(command: Command) -> None:
+    (command.folder / "run").mkdir()
+    (command.folder / "run" / "summary.json").write_text("{}")
+    finished = command("data=digits")
+    assert finished.code == 2, finished
+    assert "holds a run already" in finished.stderr
+    assert [path.name for path in finished.run_dir.iterdir()] == ["summary.json"]
+
+
+def test_a_run_directory_that_cannot_be_made(command: Command) -> None:
+    (command.folder / "file").touch()
+    finished = command.finish(command.start("data=digits", run_dir="file/run"))
+    assert finished.code == 2, finished
+    assert "cannot be written" in finished.stderr
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_run_directory_without_permission(command: Command, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    finished = command.finish(command.start("data=digits", run_dir="locked/run"))
+    assert finished.code == 2, finished
+    assert "cannot be written" in finished.stderr
+
+
+@pytest.mark.parametrize(("flag", "words"), [("--help", "mode=async cluster=local3"), ("--version", "tf2dist 0.")])
+def test_flags(command: Command, flag: str, words: str) -> None:
+    finished = command(flag)
+    assert finished.code == 0, finished
+    assert words in finished.stdout
+
+
+def test_the_configuration_is_shown(command: Command) -> None:
+    finished = command("--cfg", "model=cnn", "train.steps=7")
+    assert finished.code == 0, finished
+    assert "steps: 7" in finished.stdout
+    assert list(command.folder.iterdir()) == []

@@ -1,0 +1,104 @@
+"""A cluster of separately started processes, each told by TF_CONFIG or by host lists which task it is."""
+
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command, Finished
+from tf2dist.netns import unused_ports
+
+STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def addresses(counts: dict[str, int]) -> dict[str, list[str]]:
+    """Addresses on this host, the ports in no order."""
+    ports = unused_ports(sum(counts.values()))
+    random.Random(0).shuffle(ports)
+    return {job: [f"localhost:{ports.pop()}" for _ in range(count)] for job, count in counts.items()}
+
+
+def finish_all(command: Command, processes: dict[str, subprocess.Popen[str]]) -> dict[str, Finished]:
+    ends = {name: command.finish(process, run_dir=name) for name, process in processes.items()}
+    for name, end in ends.items():
+        assert end.code == 0, f"{name}: {end}"
+    return ends
+
+
+def start_one_by_one(command: Command, jobs: dict[str, list[str]], mode: str) -> dict[str, subprocess.Popen[str]]:
+    """Starts every task, seconds apart: each waits until the one before says that it has begun."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    for job, hosts in jobs.items():
+        for index in range(len(hosts)):
+            name = f"{job}-{index}"
+            env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})}
+            arguments = [f"mode={mode}", "data=digits", f"train.steps={STEPS}", "train.log_every_steps=20"]
+            processes[name] = command.start(*arguments, run_dir=name, env=env)
+            stderr: Any = processes[name].stderr
+            assert stderr.readline() == "starting TensorFlow\n"
+            assert stderr.readline() == f"starting {name}\n"
+    return processes
+
+
+def test_async_the_coordinator_first(command: Command) -> None:
+    jobs = addresses({"chief": 1, "ps": 1, "worker": 2})
+    ends = finish_all(command, start_one_by_one(command, jobs, "async"))
+    summary = json.loads((command.folder / "chief-0" / "summary.json").read_text())
+    assert summary["cluster"] == {"worker": 2, "ps": 1}
+    assert summary["global_step"] == summary["updates_applied"] == STEPS
+    assert f"test accuracy {summary['test_accuracy']:.4f}" in ends["chief-0"].stdout
+    for index in range(2):
+        log = (command.folder / f"worker-{index}" / "logs" / f"worker-{index}.log").read_text()
+        assert f"worker={index}, epoch=" in log
+        assert f"worker={index}, final accuracy={summary['test_accuracy']:.4f}" in log
+        assert not (command.folder / f"worker-{index}" / "summary.json").exists()
+
+
+def test_async_the_coordinator_last(command: Command) -> None:
+    jobs = addresses({"worker": 1, "ps": 2, "chief": 1})
+    finish_all(command, start_one_by_one(command, jobs, "async"))
+    assert json.loads((command.folder / "chief-0" / "summary.json").read_text())["global_step"] == STEPS
+
+
+@pytest.mark.parametrize("counts", [{"worker": 3}, {"worker": 1, "chief": 1}], ids=str)
+def test_sync(command: Command, counts: dict[str, int]) -> None:
+    jobs = addresses(counts)
+    finish_all(command, start_one_by_one(command, jobs, "sync"))
+    leader = "chief-0" if "chief" in counts else "worker-0"
+    summaries = [path.parent.name for path in command.folder.glob("*/summary.json")]
+    assert summaries == [leader]
+    summary = json.loads((command.folder / leader / "summary.json").read_text())
+    assert summary["cluster"]["worker"] == sum(counts.values())
+    assert summary["global_step"] == summary["updates_applied"] == STEPS
+
+
+def test_host_lists(command: Command) -> None:
+    jobs = addresses({"worker": 2})
+    workers = f"cluster.worker=[{','.join(jobs['worker'])}]"
+    arguments = ["mode=sync", "cluster=hosts", workers, "task.type=worker", "data=digits", f"train.steps={STEPS}"]
+    finish_all(
+        command,
+        {f"w{i}": command.start(*arguments, f"task.index={i}", run_dir=f"w{i}") for i in range(2)},
+    )
+    assert json.loads((command.folder / "w0" / "summary.json").read_text())["global_step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts", "missing"),
+    [("async", {"chief": 1, "ps": 1, "worker": 1}, "ps-0"), ("sync", {"worker": 2}, "worker-1")],
+)
+def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: dict[str, int], missing: str) -> None:
+    jobs = addresses(counts)
+    task = {"type": next(iter(counts)), "index": 0}
+    env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": task})}
+    finished = command(f"mode={mode}", "data=digits", "startup_timeout_secs=4", env=env, timeout_secs=60)
+    assert finished.code == 138, finished
+    assert missing in finished.stderr

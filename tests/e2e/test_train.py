@@ -1,0 +1,269 @@
+"""The command as a user types it: real processes, real strategies, real data."""
+
+import json
+import math
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Command, Finished, our_processes
+
+SUMMARY_KEYS = {
+    *("mode", "model", "data", "seed", "cluster", "target_step", "global_step", "updates_applied", "examples_seen"),
+    *("test_accuracy", "test_loss", "test_examples", "validation_accuracy", "steps_per_sec", "examples_per_sec"),
+    *("startup_secs", "wall_secs", "workers", "restarts", "versions"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def summary_of(finished: Finished) -> dict[str, Any]:
+    """The summary of a run that must have gone well, with everything in it that can be checked in any run."""
+    assert finished.code == 0, finished
+    summary: dict[str, Any] = json.loads((finished.run_dir / "summary.json").read_text())
+    assert set(summary) >= SUMMARY_KEYS
+    assert summary["global_step"] == summary["updates_applied"] == summary["target_step"]
+    local_steps = [worker["local_steps"] for worker in summary["workers"]]
+    assert len(local_steps) == summary["cluster"]["worker"]
+    if summary["mode"] == "async":
+        assert sum(local_steps) == summary["global_step"]
+        assert set(summary["staleness"]) == {"mean", "p50", "p99", "max"}
+    else:
+        assert set(local_steps) == {summary["global_step"]}
+    assert summary["test_examples"] == {"mnist": 10_000, "digits": 360}[summary["data"]]
+    return summary
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
+    """The two commands of the README, on real data, with everything that they leave behind."""
+    finished = command(f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400")
+    summary = summary_of(finished)
+    assert summary["mode"] == mode
+    assert summary["cluster"] == {"worker": 3, "ps": 1 if mode == "async" else 0}
+    assert summary["test_accuracy"] >= {"mnist": 0.96, "digits": 0.95}[real_data], finished
+    assert f"test accuracy {summary['test_accuracy']:.4f}" in finished.stdout
+    assert len(finished.stdout.splitlines()) == 3
+
+    run_dir = finished.run_dir
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    jobs = ["chief-0", "ps-0"] if mode == "async" else []
+    for task in [*jobs, "worker-0", "worker-1", "worker-2"]:
+        assert (run_dir / "logs" / f"{task}.log").exists()
+    for index in range(3):
+        lines = (run_dir / "logs" / f"worker-{index}.log").read_text()
+        assert f"worker={index}, epoch=0, global_step=" in lines
+        assert f"worker={index}, final accuracy={summary['test_accuracy']:.4f}" in lines
+    assert list((run_dir / "tensorboard").iterdir())
+    assert f"mode: {mode}" in (run_dir / "config.yaml").read_text()
+
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all({"step", "time", "task"} < set(record) for record in records)
+    evaluated = [record["step"] for record in records if "validation_accuracy" in record]
+    target = summary["target_step"]
+    assert evaluated == [*range(400, target, 400), target]
+    assert records[-1]["test_accuracy"] == summary["test_accuracy"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_digits_are_learned(command: Command, mode: str) -> None:
+    summary = summary_of(command(f"mode={mode}", "data=digits", "model=dnn", timeout_secs=60))
+    assert summary["test_accuracy"] >= 0.95
+
+
+def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
+    workers = (os.cpu_count() or 1) + 3
+    arguments = ["cluster=local", f"cluster.num_workers={workers}", "cluster.num_ps=2", "data=digits"]
+    summary = summary_of(command(*arguments, "optimizer=momentum", "train.steps=777"))
+    assert summary["cluster"] == {"worker": workers, "ps": 2}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_fewer_steps_than_workers(command: Command, mode: str) -> None:
+    assert summary_of(command(f"mode={mode}", "data=digits", "train.steps=1"))["target_step"] == 1
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_xla_and_mixed_precision(command: Command, mode: str) -> None:
+    summary = summary_of(
+        command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", "devices.precision=bfloat16")
+    )
+    assert summary["test_accuracy"] > 0.6
+
+
+PLUGIN = """
+import keras
+import numpy as np
+import tf2dist
+from tf2dist.data import Arrays, Splits
+
+@tf2dist.register_model("wide")
+def wide(input_shape, num_classes, width=8):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(),
+                             keras.layers.Dense(width, "relu"), keras.layers.Dense(num_classes)])
+
+@tf2dist.register_data("stripes")
+def stripes(config):
+    labels = np.arange(600) % 3
+    images = np.zeros((600, 6, 6, 1), np.uint8)
+    images[np.arange(600), :, labels * 2] = 255
+    parts = [Arrays(images[a:b], labels[a:b].astype(np.uint8)) for a, b in ((0, 400), (400, 500), (500, 600))]
+    return Splits(*parts, num_classes=3)
+
+@tf2dist.register_optimizer("slow_start")
+def slow_start(peak):
+    return keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.0, 1000, warmup_target=peak, warmup_steps=10))
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_plugins(command: Command, mode: str) -> None:
+    (command.folder / "mine.py").write_text(PLUGIN)
+    finished = command(
+        *(f"mode={mode}", "plugins=[mine.py]", "model=wide", "+model.width=16", "data=stripes", "train.steps=100"),
+        *("optimizer=slow_start", "+optimizer.peak=0.01", "train.batch_size_per_worker=20"),
+    )
+    assert finished.code == 0, finished
+    summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert (summary["model"], summary["data"], summary["test_examples"]) == ("wide", "stripes", 100)
+    assert summary["global_step"] == summary["updates_applied"] == 100
+    assert summary["test_accuracy"] > 0.9
+
+
+def test_a_name_that_no_plugin_registers(command: Command) -> None:
+    (command.folder / "mine.py").write_text(PLUGIN)
+    finished = command("plugins=[mine.py]", "model=wdie", "data=digits")
+    assert finished.code == 2, finished
+    assert "model (wdie): must be one of cnn, dnn, softmax, wide; did you mean wide?" in finished.stderr
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str) -> None:
+    (command.folder / "mine.py").write_text(PLUGIN.replace("keras.layers.Dense(num_classes)", "1 / 0"))
+    finished = command(f"mode={mode}", "plugins=[mine.py]", "model=wide", "data=digits")
+    assert finished.code == 1, finished
+    assert finished.stderr.count("Traceback") == 1, finished
+    assert "ZeroDivisionError: division by zero" in finished.stderr
+    assert "mine.py" in finished.stderr
+
+
+def test_a_loss_that_is_not_finite(command: Command) -> None:
+    finished = command("data=digits", "optimizer=sgd", "optimizer.learning_rate=1e30", "train.steps=100000")
+    assert finished.code == 3, finished
+    assert "the loss is" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_without_data_and_network_it_trains_on_digits(command: Command) -> None:
+    env = {"TFDS_DATA_DIR": str(command.folder / "none"), "NO_PROXY": "*"}
+    finished = in_no_network(command, "train.steps=50", env=env)
+    summary = summary_of(finished)
+    assert summary["data"] == "digits"
+    assert finished.stderr.count("warning") == 1
+    assert "training on data=digits instead" in finished.stderr
+    assert not (command.folder / "none").exists()
+
+
+def test_without_data_and_network_it_may_be_told_to_fail(command: Command) -> None:
+    env = {"TFDS_DATA_DIR": str(command.folder / "none"), "NO_PROXY": "*"}
+    finished = in_no_network(command, "data.offline=fail", env=env)
+    assert finished.code == 2, finished
+    assert "or use data=digits" in finished.stderr
+    assert not finished.run_dir.exists()
+
+
+def in_no_network(command: Command, *arguments: str, env: dict[str, str]) -> Finished:
+    """Runs the command where no name can be resolved, so that no test depends on the network's absence."""
+    (command.folder / "sitecustomize.py").write_text(
+        "import socket\n"
+        "def getaddrinfo(*args, **kwargs):\n"
+        "    raise socket.gaierror(-2, 'Name or service not known')\n"
+        "socket.getaddrinfo = getaddrinfo\n"
+    )
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
+        env[name] = ""
+    return command(*arguments, env={**env, "PYTHONPATH": str(command.folder)})
+
+
+def wait_for_line(path: Path, text: str) -> None:
+    """Follows a growing file until it holds a text; the test's own time limit ends it."""
+    import time
+
+    while not (path.exists() and text in path.read_text(errors="replace")):
+        time.sleep(0.05)
+
+
+LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(command: Command, mode: str, signum: int) -> None:
+    process = command.start(f"mode={mode}", *LONG)
+    wait_for_line(command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    process.send_signal(signum)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 128 + signum, finished
+    assert "stopped by" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callable[[], None]) -> None:
+    process = command.start(*LONG)
+    wait_for_line(command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    assert len(our_processes()) >= 6
+    process.kill()
+    command.finish(process)
+    no_leftovers()
+
+
+def test_a_killed_task_is_named(command: Command) -> None:
+    process = command.start("mode=sync", *LONG)
+    wait_for_line(command.folder / "run" / "logs" / "worker-1.log", "worker=1, epoch")
+    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    tasks = sorted(server.children(), key=psutil.Process.create_time)
+    tasks[1].kill()
+    finished = command.finish(process, timeout_secs=60)
+    assert finished.code == 138, finished
+    assert "worker-1: was killed by SIGKILL" in finished.stderr
+
+
+def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> None:
+    process = command.start(*LONG)
+    wait_for_line(command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    if os.readlink(f"/proc/{server.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        process.terminate()
+        command.finish(process)
+        pytest.skip("this system allows no private network")
+    listening = Path(f"/proc/{server.pid}/net/tcp6").read_text().splitlines()[1:]
+    ports = {int(line.split()[1].split(":")[1], 16) for line in listening if line.split()[3] == "0A"}
+    assert len(ports) >= 5, "one for each task"
+    addresses = [a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET]
+    for address in addresses:
+        for port in ports:
+            with socket.socket() as probe:
+                probe.settimeout(2)
+                assert probe.connect_ex((address, port)) != 0, f"{address}:{port} is open"
+    process.terminate()
+    assert command.finish(process, timeout_secs=30).code == 143
+
+
+def test_numbers_are_finite_and_progress_is_told_without_a_terminal(command: Command) -> None:
+    finished = command("data=digits", "train.steps=300")
+    summary = summary_of(finished)
+    assert all(
+        math.isfinite(summary[key]) for key in ("steps_per_sec", "examples_per_sec", "startup_secs", "wall_secs")
+    )
+    assert "step 300/300" in finished.stderr
+    assert "\x1b" not in finished.stderr + finished.stdout

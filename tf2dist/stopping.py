@@ -1,0 +1,31 @@
+"""How a task ends on SIGTERM, even while TensorFlow's C++ code holds the main thread."""
+
+import os
+import signal
+import threading
+
+EXIT_CODE = 128 + signal.SIGTERM
+_write_end: list[int] = []
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM end this process at once, wherever it is.
+
+    A Python handler waits until the main thread runs Python again, which a thread inside a
+    collective never does; but the C handler writes a byte first, and a thread reads it. To be
+    called once more after a synchronous strategy was made: TensorFlow's coordination service
+    installs a handler of its own, which only notes the signal.
+    """
+    if not _write_end:
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        _write_end.append(write_end)
+        threading.Thread(target=_end_when_told, args=(read_end,), name="end_on_sigterm", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(_write_end[0], warn_on_full_buffer=False)
+
+
+def _end_when_told(read_end: int) -> None:
+    while os.read(read_end, 1)[0] != signal.SIGTERM:
+        pass
+    os._exit(EXIT_CODE)
