@@ -57,9 +57,8 @@ def multi_worker_mirrored_strategy(
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except tf.errors.OpError as error:
-        late = sorted(
-            set(re.findall(r"/job:(\w+)/replica:0/task:(\d+)", str(error).partition("timed out task names")[2]))
-        )
+        told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
+        late = re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)
         names = [f"{job}-{index} at {cluster.jobs[job][int(index)]}" for job, index in late]
         who = ", ".join(names) or str(error).strip().splitlines()[0]
         raise TaskLostError(f"after {timeout_secs:.0f} s still waiting for {who}; see startup_timeout_secs") from error

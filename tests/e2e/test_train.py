@@ -186,8 +186,11 @@ def in_no_network(command: Command, *arguments: str, env: dict[str, str]) -> Fin
     """Runs the command where no name can be resolved, so that no test depends on the network's absence."""
     (command.folder / "sitecustomize.py").write_text(
         "import socket\n"
-        "def getaddrinfo(*args, **kwargs):\n"
-        "    raise socket.gaierror(-2, 'Name or service not known')\n"
+        "real = socket.getaddrinfo\n"
+        "def getaddrinfo(host, *args, **kwargs):\n"
+        "    if host != 'localhost':\n"
+        "        raise socket.gaierror(-2, 'Name or service not known')\n"
+        "    return real(host, *args, **kwargs)\n"
         "socket.getaddrinfo = getaddrinfo\n"
     )
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
