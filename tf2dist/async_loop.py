@@ -18,7 +18,7 @@ from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import NotFiniteError
 from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report
+from tf2dist.loop import Progress, Report, target_step
 from tf2dist.models import build_model
 from tf2dist.parameter_server import MAX_STALENESS, TOTALS
 from tf2dist.serving import say_done
@@ -36,12 +36,13 @@ class AsyncLoop:
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = data.Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
+        self.target_step = target_step(config, self.updates_per_epoch)
         self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
         self._strategy = parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-        self._graphs = AsyncStep(config, self.model, self.sharding, self._num_steps)
+        self._graphs = AsyncStep(config, self.model, self.sharding, self._num_steps, self.target_step)
         self._iterator = iter(self._coordinator.create_per_worker_dataset(self._graphs.dataset))
         self._train_function = self._graphs.train_function()
         self._evaluate_functions: dict[str, Any] = {}

@@ -29,10 +29,16 @@ class AsyncStep:
         model: its variables lie on parameter servers.
         sharding: of the training set.
         steps_per_execution: steps of one call.
+        total_steps: updates in the whole run.
     """
 
     def __init__(
-        self, config: RunConfig, model: keras.Model, sharding: data.Sharding, steps_per_execution: int
+        self,
+        config: RunConfig,
+        model: keras.Model,
+        sharding: data.Sharding,
+        steps_per_execution: int,
+        total_steps: int,
     ) -> None:
         self._config, self._sharding, self._num_steps = config, sharding, steps_per_execution
         self._step = ModelStep(model)
@@ -45,6 +51,7 @@ class AsyncStep:
                 [v for v in self._step.state if v.value.device == device],
                 config.optimizer,
                 sharding.num_shards,
+                total_steps,
             )
             for device in sorted({v.value.device for v in everything})
         ]

@@ -12,25 +12,9 @@ from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console, result_lines
 from tf2dist.errors import ClusterError, ConfigError, TfDistError
+from tf2dist.help import help_text
+from tf2dist.peers import check_own_address
 from tf2dist.supervisor import supervise
-
-HELP = """\
-Train a Keras 3 model on many workers.
-
-  tf2dist mode=async cluster=local3            a whole cluster on this machine: 1 ps, 3 workers, 1 coordinator
-  tf2dist mode=sync  cluster=local3            a whole cluster on this machine: 3 workers
-  TF_CONFIG='{...}' tf2dist mode=async         this process is one task of a cluster of many hosts
-
-Choices, as name=choice:
-{choices}
-
-Options, as name=value, with their defaults:
-{options}
-
-  --help       this text
-  --cfg        the configuration that the other arguments make, and nothing else
-  --version    the version
-"""
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -74,6 +58,8 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
     if this and this[1].job == "evaluator":
         raise ClusterError("task evaluator: follows the checkpoints of a run, and this version does not write any yet")
+    if this and config.cluster.check_address:
+        check_own_address(*this)
     console = Console()
     config.data = sources.resolve(config.data, console.warn)
     sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
@@ -111,17 +97,6 @@ def make_run_dir(config: RunConfig, leads: bool) -> Path:
             f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({error.strerror}); name another directory"
         ) from None
     return run_dir
-
-
-def help_text() -> str:
-    choices = compose.options()
-    lines = [
-        f"  {group:10} {', '.join(name for name in names if name not in ('plugin', 'default'))}"
-        for group, names in sorted(choices.items())
-        if names != ["default"]
-    ]
-    options = "\n".join(f"  {line}" for line in compose.load([], None).to_yaml().splitlines())
-    return HELP.replace("{choices}", "\n".join(lines)).replace("{options}", options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync")
+SCHEDULES = ("constant", "cosine")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class ClusterConfig:
     ps: list[str] = field(default_factory=list)
     worker: list[str] = field(default_factory=list)
     evaluator: list[str] = field(default_factory=list)
+    check_address: bool = True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,6 +180,9 @@ def _check_arguments(group: str, arguments: dict[str, Any]) -> list[tuple[str, A
     rules: list[tuple[str, Any, bool, str]] = []
     for key, value in arguments.items():
         items = value if isinstance(value, list) else [value]
+        if (group, key) == ("optimizer", "schedule"):
+            rules.append((f"{group}.{key}", value, value in SCHEDULES, f"must be {' or '.join(SCHEDULES)}"))
+            continue
         plain = key == "name" or all(item is None or isinstance(item, int | float) for item in items)
         rules.append((f"{group}.{key}", value, plain, "must be a number, true or false, or null"))
         if key in ("learning_rate", "hidden_units") and plain:

@@ -1,13 +1,16 @@
 """What the two training loops have in common: the signature, and what they tell about themselves."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
 
+from tf2dist.config import RunConfig
 from tf2dist.data import Sharding
 from tf2dist.evaluate import Evaluation
+from tf2dist.sources import DEFAULT_EPOCHS
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,21 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
+def target_step(config: RunConfig, updates_per_epoch: int) -> int:
+    """The global step at which the run ends."""
+    if config.train.steps is not None:
+        return config.train.steps
+    epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
+    return max(1, math.ceil(epochs * updates_per_epoch))
+
+
 class Loop(Protocol):
     """One task's view of the training; made with ``(config, cluster, task, splits, report)``."""
 
     model: keras.Model
     sharding: Sharding
     progress: Progress
+    target_step: int
 
     @property
     def updates_per_epoch(self) -> int:

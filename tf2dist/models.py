@@ -65,13 +65,17 @@ def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_cla
     return model
 
 
-def build_optimizer(arguments: dict[str, Any]) -> keras.Optimizer:
-    """Builds the optimizer that `arguments` names.
+def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimizer:
+    """Builds the optimizer that `arguments` names, for a run of `total_steps` updates.
 
     Raises:
         ConfigError: unknown name or argument, or a value that Keras refuses.
     """
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
+    arguments = dict(arguments)
+    if arguments.pop("schedule", "constant") == "cosine":
+        schedule = keras.optimizers.schedules.CosineDecay(arguments["learning_rate"], total_steps)
+        arguments["learning_rate"] = schedule
     optimizer: keras.Optimizer = _call("optimizer", function, arguments)
     return optimizer
 

@@ -53,6 +53,7 @@ class ParameterServer:
         optimizer: name and arguments; clipping by the global norm is the worker's task, which
             alone sees all gradients.
         num_workers: that push.
+        total_steps: updates in the whole run, for a learning rate schedule.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ParameterServer:
         state: list[keras.Variable],
         optimizer: dict[str, Any],
         num_workers: int,
+        total_steps: int,
     ) -> None:
         self.device = device
         self.trainable, self.state = trainable, state
@@ -72,7 +74,7 @@ class ParameterServer:
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
             self.totals = tf.Variable(tf.zeros([num_workers, len(TOTALS)], tf.float64), trainable=False)
             self.staleness = tf.Variable(tf.zeros([MAX_STALENESS + 1], tf.int64), trainable=False)
-            self.optimizer = build_optimizer(optimizer)
+            self.optimizer = build_optimizer(optimizer, total_steps)
             self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
             self._number = UpdateNumber()
             self.optimizer._iterations = self._number

@@ -1,14 +1,49 @@
-"""Waiting for the other tasks of a cluster, with a deadline and a name for everyone who is missing."""
+"""Addresses on the network: is mine mine, are the others there; with a deadline and a name for who is missing."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import TaskLostError
+from tf2dist.errors import ClusterError, TaskLostError
 
 PROBE_SECS = 2.0
 TELL_EVERY_SECS = 5.0
+
+
+def check_own_address(cluster: Cluster, task: Task) -> None:
+    """Finds out before TensorFlow does, which would only say that it could not start a server.
+
+    Raises:
+        ClusterError: the task's address is not this host's, or its port is taken.
+    """
+    address = cluster.address(task)
+    host, _, port = address.rpartition(":")
+    name = f"{task.job} {task.index} ({address})"
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
+    if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", int(port))), *(_bind_error(i[0], i[4]) for i in infos)):
+        raise ClusterError(f"{name}: the port is taken on this host; does the same task run here already?")
+    if all(_bind_error(info[0], info[4]) == errno.EADDRNOTAVAIL for info in infos):
+        raise ClusterError(
+            f"{name}: is not an address of this host, so this is another task; correct task type and index, or give "
+            "cluster.check_address=false if a proxy leads from there to here"
+        )
+
+
+def _bind_error(family: int, address: Any) -> int:
+    """The error number of binding to an address, 0 for none."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno or 0
+    return 0
 
 
 def _problem(address: str) -> str:

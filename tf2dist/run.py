@@ -1,6 +1,5 @@
 """One task's life, from the cluster that it belongs to, to the result."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tf2dist.evaluate import Evaluation
 from tf2dist.forkserver import Send
 from tf2dist.loop import Loop
 from tf2dist.report import Reporter
-from tf2dist.sources import DEFAULT_EPOCHS, check_shard
+from tf2dist.sources import check_shard
 from tf2dist.stopping import end_on_sigterm
 from tf2dist.sync_loop import SyncLoop
 
@@ -59,7 +58,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         config, cluster, task, splits, reporter.on_progress if reporter else lambda progress: None
     )
     end_on_sigterm()
-    target_step = choose_target(config, loop)
+    target_step = loop.target_step
     if reporter:
         reporter.target_step = target_step
 
@@ -80,14 +79,6 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         # The leader hosts the coordination service: who still listens to it must leave first.
         others = [other for other in cluster.training_tasks if other != task]
         peers.wait_until_gone(cluster, others, LEAVE_TIMEOUT_SECS)
-
-
-def choose_target(config: RunConfig, loop: Loop) -> int:
-    """The global step at which the run ends."""
-    if config.train.steps is not None:
-        return config.train.steps
-    epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
-    return max(1, math.ceil(epochs * loop.updates_per_epoch))
 
 
 def evaluate(loop: Loop, split: str, reporter: Reporter | None) -> Evaluation:

@@ -15,7 +15,7 @@ from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report
+from tf2dist.loop import Progress, Report, target_step
 from tf2dist.models import build_model, build_optimizer
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
 from tf2dist.strategy import barrier, multi_worker_mirrored_strategy
@@ -40,10 +40,11 @@ class SyncLoop:
                 f"{local_replicas} GPUs of a worker"
             )
         self.sharding = data.Sharding(len(splits.train), batch_size, num_replicas, config.seed, whole_batch_loss=True)
+        self.target_step = target_step(config, self.updates_per_epoch)
         self._splits = splits
         with self._strategy.scope():
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-            self._optimizer = build_optimizer(config.optimizer)
+            self._optimizer = build_optimizer(config.optimizer, self.target_step)
             self._optimizer.build(self.model.trainable_variables)
             self._applied = tf.Variable(
                 0, dtype=tf.int64, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA

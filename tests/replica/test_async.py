@@ -31,6 +31,14 @@ class RecordNumber(keras.optimizers.SGD):
         self.assign_add(variable, tf.ones_like(gradient) * tf.cast(self.iterations + 1, tf.float32))
 
 
+@registry.register_optimizer("add_rate")
+class AddRate(keras.optimizers.SGD):
+    """Adds the learning rate to the weights."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_add(variable, tf.ones_like(gradient) * learning_rate)
+
+
 def weights(loop: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in loop.model.trainable_variables]
 
@@ -68,6 +76,18 @@ def test_every_update_has_a_number_of_its_own(async_loop: MakeLoop) -> None:
     loop.train(200)
     for old, new in zip(before, weights(loop), strict=True):
         np.testing.assert_allclose(new - old, 200 * 201 / 2, atol=1e-1)
+
+
+def test_a_learning_rate_schedule_takes_every_step_once(async_loop: MakeLoop) -> None:
+    config = run_config(optimizer="add_rate")
+    config.optimizer["schedule"] = "cosine"
+    config.train.steps = 250
+    loop = async_loop(config)
+    before = weights(loop)
+    loop.train(loop.target_step)
+    expected = sum(0.01 * (1 + np.cos(np.pi * step / 250)) / 2 for step in range(250))
+    for old, new in zip(before, weights(loop), strict=True):
+        np.testing.assert_allclose(new - old, expected, atol=1e-4)
 
 
 def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:

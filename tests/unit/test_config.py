@@ -85,6 +85,7 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
+    (["optimizer.schedule=linear"], "optimizer.schedule (linear): must be constant or cosine"),
     (["optimizer.learning_rate=fast"], "optimizer.learning_rate (fast)"),
     (["optimizer.learning_rate=0"], "optimizer.learning_rate (0): must be more than 0"),
     (["optimizer.learning_rate=null"], "optimizer.learning_rate (None)"),

@@ -1,0 +1,53 @@
+"""The text of ``--help``, made from the configuration files and their comments."""
+
+import re
+from importlib import resources
+
+from tf2dist.compose import CONF_MODULE, options
+
+HEAD = """\
+Train a Keras 3 model on many workers.
+
+  tf2dist mode=async cluster=local3         a whole cluster on this machine: 1 ps, 3 workers, 1 coordinator
+  tf2dist mode=sync  cluster=local3         a whole cluster on this machine: 3 workers
+  TF_CONFIG='{...}' tf2dist mode=async      this process is one task of a cluster of many hosts
+
+Choices, as name=choice:
+"""
+TAIL = """
+  --help       this text
+  --cfg        the configuration that the other arguments make, and nothing else
+  --version    the version
+"""
+GROUPS_WITH_OPTIONS = {"cluster": "local", "data": "mnist", "train": "default", "devices": "default"}
+LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")
+
+
+def help_text() -> str:
+    hidden = ("plugin", "default")
+    choices = {group: [name for name in names if name not in hidden] for group, names in sorted(options().items())}
+    lines = [f"  {group:10} {', '.join(names)}\n" for group, names in choices.items() if names]
+    described = [*_described("config.yaml", "")]
+    for group, file in GROUPS_WITH_OPTIONS.items():
+        described += _described(f"{group}/{file}.yaml", f"{group}.")
+    for group, name in (("model", "dnn"), ("optimizer", "adam")):
+        described += _described(f"{group}/{name}.yaml", f"{group}.")
+    width = max(len(option) for option, _ in described)
+    rows = [f"  {option:{width}}  {comment}".rstrip() + "\n" for option, comment in described]
+    return "".join([HEAD, *lines, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
+
+
+def _described(file: str, prefix: str) -> list[tuple[str, str]]:
+    """The options in a configuration file, as ("name=default", comment)."""
+    task, found = "", []
+    for line in resources.files(CONF_MODULE).joinpath(file).read_text().splitlines():
+        match = LINE.match(line.strip())
+        if line.startswith(("defaults", "#", "  -")) or not match or match[1] in ("name", "kind"):
+            continue
+        key, default, comment = match.groups()
+        task = task if line.startswith(" ") else ""
+        if not default:  # a section: what follows it is indented
+            task = f"{key}."
+            continue
+        found.append((f"{prefix}{task}{key}={default}", comment or ""))
+    return found
