@@ -4,7 +4,7 @@
         with ps_cluster.strategy.scope():
             count = tf.Variable(0)
         for _ in range(100):
-            ps_cluster.coordinator.schedule(tf.function(lambda: count.assign_add(1, read_value=False)))
+            ps_cluster.coordinator.schedule(tf.function(lambda: count.assign_add(1)))
         ps_cluster.coordinator.join()
         assert count.numpy() == 100
 

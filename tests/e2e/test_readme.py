@@ -1,0 +1,51 @@
+"""What the README shows is what happens."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, Command
+from tf2dist.compose import load
+from tf2dist.help import help_text
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
+    """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
+    conftest, tests = blocks("python")[1:]
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_example.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_example_of_a_plugin(command: Command) -> None:
+    (command.folder / "mine.py").write_text(blocks("python")[0])
+    arguments = "plugins=[mine.py] model=wide +model.width=128 mode=sync"
+    assert f"python -m tf2dist {arguments}\n" in README
+    finished = command(*arguments.split(), "data=digits", "train.steps=20")
+    assert finished.code == 0, finished
+
+
+def test_every_option_of_the_readme_exists() -> None:
+    table = README.partition("## Options")[2].partition("## Your own")[0]
+    known = help_text() + "model.dropout= model.batch_norm="
+    for option in re.findall(r"`([a-z_]+\.[a-z_]+)", table):
+        assert f"{option}=" in known, option
+
+
+@pytest.mark.parametrize("line", re.findall(r"python -m tf2dist (.*mode=\w+.*)", README))
+def test_every_command_of_the_readme_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    arguments = line.replace("`", "").split()
+    load([argument for argument in arguments if "=" in argument], None if "local3" in line else "{}")
