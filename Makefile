@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# What pip is told to install, with hashes; the index is the user's own.
+# Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
 .PHONY: train test lint lock clean

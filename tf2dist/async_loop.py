@@ -21,11 +21,12 @@ from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, target_step
 from tf2dist.models import build_model
 from tf2dist.parameter_server import MAX_STALENESS, TOTALS
-from tf2dist.serving import say_done
+from tf2dist.serving import say_farewell
 from tf2dist.strategy import parameter_server_strategy
 
 STEPS_PER_EXECUTION = 50
 POLL_SECS = 0.05
+FAREWELL_TIMEOUT_SECS = 5.0
 
 
 class AsyncLoop:
@@ -42,7 +43,9 @@ class AsyncLoop:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-        self._graphs = AsyncStep(config, self.model, self.sharding, self._num_steps, self.target_step)
+        self._graphs = AsyncStep(
+            config, self.model, splits.image_shape, self.sharding, self._num_steps, self.target_step
+        )
         self._iterator = iter(self._coordinator.create_per_worker_dataset(self._graphs.dataset))
         self._train_function = self._graphs.train_function()
         self._evaluate_functions: dict[str, Any] = {}
@@ -88,15 +91,16 @@ class AsyncLoop:
         if not np.isfinite(loss):
             raise NotFiniteError(f"the loss is {loss} before global step {int(steps)}; try a lower learning rate")
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
-        now = time.monotonic()
-        if delta_steps > 0:
+        now, before = time.monotonic(), self.progress
+        applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
+        if delta_steps > 0 or applied != before.global_step:
             self._steps_per_sec = delta_steps / (now - self._read_at)
             self.progress = Progress(
-                global_step=int(min(count[1] for count in counts)),
+                global_step=applied,
                 local_steps=tuple(int(row[0]) for row in totals),
                 examples=int(examples),
-                loss=float(delta_loss / delta_steps),
-                accuracy=float(delta_correct / delta_examples),
+                loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
+                accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
             )
             self._report(self.progress)
         self._reported, self._read_at = new, now
@@ -124,5 +128,7 @@ class AsyncLoop:
         return {"staleness": {"mean": float((histogram * values).sum() / total), **quantiles, "max": largest}}
 
     def finish(self, accuracy: float) -> None:
-        servers = [task for task in self._cluster.tasks if task.job in ("ps", "worker")]
-        say_done(servers, {"final_accuracy": accuracy})
+        say_farewell(self._cluster, {"final_accuracy": accuracy}, FAREWELL_TIMEOUT_SECS)
+
+    def abandon(self, reason: str) -> None:
+        say_farewell(self._cluster, {"failure": reason}, FAREWELL_TIMEOUT_SECS)

@@ -36,13 +36,14 @@ class AsyncStep:
         self,
         config: RunConfig,
         model: keras.Model,
+        image_shape: tuple[int, ...],
         sharding: data.Sharding,
         steps_per_execution: int,
         total_steps: int,
     ) -> None:
         self._config, self._sharding, self._num_steps = config, sharding, steps_per_execution
         self._step = ModelStep(model)
-        self._image_shape = tuple(model.input_shape[1:])
+        self._image_shape = image_shape
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
             ParameterServer(
@@ -59,8 +60,9 @@ class AsyncStep:
     def dataset(self) -> tf.data.Dataset:
         """Made on each worker, over the arrays that the worker's own process has loaded."""
         images = remote_array("train", "images", self._image_shape)
+        labels = remote_array("train", "labels", (), tf.int32)
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        return data.blocks(images, remote_array("train", "labels", ()), self._sharding, worker, self._num_steps)
+        return data.blocks(images, labels, self._sharding, worker, self._num_steps)
 
     def train_function(self) -> Any:
         """``function(iterator, limit)``: steps of which those above `limit` updates are refused."""
@@ -98,7 +100,7 @@ class AsyncStep:
         def evaluate(first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
             values, _ = self._unpack([server.pull() for server in self.servers])
             images = remote_array(split, "images", self._image_shape)[first:last]
-            labels = remote_array(split, "labels", ())[first:last]
+            labels = remote_array(split, "labels", (), tf.int32)[first:last]
             return self._step.evaluate(*self._inputs(values), images, labels)
 
         scalar = tf.TensorSpec([], tf.int32)

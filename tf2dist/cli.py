@@ -1,8 +1,12 @@
 """Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
 
+import contextlib
+import itertools
 import os
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -61,41 +65,50 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     if this and config.cluster.check_address:
         check_own_address(*this)
     console = Console()
-    config.data = sources.resolve(config.data, console.warn)
+    if this:
+        # Every host sees its own data alone: to fall back is for all of them or none.
+        config.data = replace(config.data, offline="fail")
+    if this is None or this[1].job != "ps":
+        config.data = sources.resolve(config.data, console.warn)
     sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
-    leads = this is None or this[1] == this[0].leader
-    run_dir = make_run_dir(config, leads)
-    if leads:
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    run_dir = make_run_dir(config, leads=this is None or this[1] == this[0].leader)
     summary = supervise(config, run_dir, this, console, started_at)
     if summary:
         print(result_lines(summary, str(run_dir)), flush=True)
 
 
 def make_run_dir(config: RunConfig, leads: bool) -> Path:
-    """The folder of this run, readable by its owner alone, with `logs` in it.
+    """The folder of this run, readable by its owner alone, with `logs` and the leader's config.yaml in it.
 
     Raises:
         ConfigError: it holds a run already, or cannot be made.
     """
-    name = f"outputs/{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
-    run_dir = Path(config.run_dir or name).expanduser().absolute()
-    for number in range(2, 100):
-        if config.run_dir or not run_dir.exists():
-            break
-        run_dir = run_dir.with_name(f"{Path(name).name}-{number}")
-    if leads and any((run_dir / file).exists() for file in ("config.yaml", "metrics.jsonl", "summary.json")):
-        raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove it")
     try:
+        run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else new_default_dir(config)
+        if leads and any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json")):
+            raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove it")
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
-        probe = run_dir / "logs" / ".probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=run_dir / "logs").close()
+        if leads:
+            (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({error.strerror}); name another directory"
         ) from None
+    return run_dir
+
+
+def new_default_dir(config: RunConfig) -> Path:
+    """Makes outputs/DATE_TIME-MODE-MODEL, with a number behind it where that exists."""
+    name = f"{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
+    outputs = Path("outputs").absolute()
+    outputs.mkdir(mode=0o700, exist_ok=True)
+    for number in itertools.count(1):
+        run_dir = outputs / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            run_dir.mkdir(mode=0o700)
+            break
     return run_dir
 
 

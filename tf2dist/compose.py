@@ -29,8 +29,8 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     Raises:
         ConfigError: with one line that says what is wrong and what would be right.
     """
-    if not any(override.startswith("cluster=") for override in overrides):
-        overrides = [*overrides, "cluster=tf_config" if tf_config else "cluster=local3"]
+    if tf_config and not any(override.startswith("cluster=") for override in overrides):
+        overrides = [*overrides, "cluster=tf_config"]
     config = to_typed(_compose(overrides))
     if tf_config and config.cluster.kind == "local":
         raise ConfigError(
@@ -57,7 +57,7 @@ def _compose(overrides: list[str]) -> Any:
     parsed = [part for override in overrides for part in _checked_choice(override, overrides)]
     try:
         return _hydra(parsed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, parsed)) from None
 
 
@@ -71,7 +71,9 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     """Checks ``group=name``; a name that only a plugin can know becomes the group's plugin file."""
     key, separator, value = override.partition("=")
     names = options().get(key)
-    if not separator or names is None or value in (*names, "null"):
+    if override == "experiment=null":
+        return []
+    if not separator or names is None or value in names:
         return [override]
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}=plugin", f"{key}.name={value}"]
@@ -95,7 +97,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     groups = list(options())
     try:
         known = groups + _keys(_hydra([text for text in overrides if text.partition("=")[0] in groups]))
-    except (HydraException, OmegaConfBaseException):
+    except (HydraException, OmegaConfBaseException, ValueError):
         return one_line(error)
     for override in parsed:
         if override.key_or_group not in known and not override.is_add():

@@ -140,6 +140,7 @@ def check(config: RunConfig) -> None:
             config.mode == "sync" or cluster.num_ps >= 1,
             "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync",
         ),
+        *_check_hosts(config),
         ("data.offline", data.offline, data.offline in ("fallback", "fail"), "must be fallback or fail"),
         ("data.num_validation", data.num_validation, data.num_validation >= 0, "must be at least 0"),
         _positive("data.download_timeout_secs", data.download_timeout_secs),
@@ -167,6 +168,14 @@ def check(config: RunConfig) -> None:
         raise ConfigError("\n".join(broken))
 
 
+def _check_hosts(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
+    """Host lists and a task that are not looked at would mean a host that trains alone."""
+    given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
+    given |= {"task.type": config.task.type, "task.index": config.task.index}
+    used = config.cluster.kind == "hosts"
+    return [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
+
+
 def _at_least_one(name: str, value: int | None) -> tuple[str, Any, bool, str]:
     return (name, value, value is None or value >= 1, "must be at least 1")
 
@@ -183,7 +192,10 @@ def _check_arguments(group: str, arguments: dict[str, Any]) -> list[tuple[str, A
         if (group, key) == ("optimizer", "schedule"):
             rules.append((f"{group}.{key}", value, value in SCHEDULES, f"must be {' or '.join(SCHEDULES)}"))
             continue
-        plain = key == "name" or all(item is None or isinstance(item, int | float) for item in items)
+        if key == "name":
+            rules.append((f"{group}.name", value, isinstance(value, str), "must be a name"))
+            continue
+        plain = all(item is None or isinstance(item, int | float) for item in items)
         rules.append((f"{group}.{key}", value, plain, "must be a number, true or false, or null"))
         if key in ("learning_rate", "hidden_units") and plain:
             positive = all(item is not None and 0 < item < math.inf for item in items)

@@ -1,5 +1,6 @@
 """What the user sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
 import math
 import sys
 import time
@@ -65,7 +66,8 @@ class Console:
         if self._live:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the reader has left; the training goes on
+                print(text, file=self._stream, flush=True)
 
 
 def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float) -> str:
@@ -83,10 +85,12 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     servers = f" and {cluster['ps']} ps" if cluster["ps"] else ""
     staleness = summary.get("staleness")
     stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
+    rate = ""
+    if summary["steps_per_sec"]:
+        rate = f" at {summary['steps_per_sec']:,.0f}/s ({summary['examples_per_sec']:,.0f} examples/s)"
     return (
         f"{summary['mode']} {summary['model']} on {data}: {cluster['worker']} workers{servers}, "
-        f"{summary['global_step']:,} steps at {summary['steps_per_sec']:,.0f}/s "
-        f"({summary['examples_per_sec']:,.0f} examples/s){stale}\n"
+        f"{summary['global_step']:,} steps{rate}{stale}\n"
         f"test accuracy {summary['test_accuracy']:.4f}, loss {summary['test_loss']:.4f} "
         f"over {summary['test_examples']:,} examples\n"
         f"{run_dir}"

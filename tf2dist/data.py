@@ -1,14 +1,14 @@
 """The data as arrays in memory, and the tf.data pipeline that shards, shuffles and batches them.
 
-Which examples a worker sees at its step k is a pure function of (seed, k, number of workers), so
+Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
 a run can go on anywhere without a saved shuffle buffer, and N workers with batches of b see the
 examples of one worker with batches of N*b.
 """
 
+import contextlib
 import gzip
 import hashlib
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from importlib import resources
@@ -51,10 +51,27 @@ def load(config: DataConfig) -> Splits:
 
     Raises:
         ConfigError: nothing is registered under that name.
-        DataError: it is not where it should be.
+        DataError: it is not where it should be, or not what `Splits` promises.
     """
     splits: Splits = look_up(DATA, "data", config.name)(config)
-    return splits
+    name, num_classes = f"data ({config.name})", splits.num_classes
+    return Splits(
+        train=_checked(f"{name}: train", splits.train, num_classes),
+        validation=_checked(f"{name}: validation", splits.validation, num_classes),
+        test=_checked(f"{name}: test", splits.test, num_classes),
+        num_classes=num_classes,
+    )
+
+
+def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
+    images, labels = np.asanyarray(arrays.images), np.asanyarray(arrays.labels)
+    if images.dtype != np.uint8 or images.ndim < 2:
+        raise DataError(f"{name} images ({images.dtype} {images.shape}): must be uint8 [n, ...]")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != images.shape[:1]:
+        raise DataError(f"{name} labels ({labels.dtype} {labels.shape}): must be integers [{len(images)}]")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+        raise DataError(f"{name} labels ({labels.min()} to {labels.max()}): must be from 0 to {num_classes - 1}")
+    return Arrays(images, labels.astype(np.int32))
 
 
 @register_data("mnist")
@@ -99,18 +116,19 @@ def _cached(path: Path) -> Arrays:
     key = hashlib.sha256(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tf2dist"
     folder = root / f"{path.name.split('.')[0]}-{key}"
-    if not folder.is_dir():
+    try:
+        return Arrays(np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy", mmap_mode="r"))
+    except (OSError, ValueError):  # not there, or not whole
         arrays = _decode(path)
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = tempfile.mkdtemp(dir=root)
-            np.save(f"{temporary}/images.npy", arrays.images)
-            np.save(f"{temporary}/labels.npy", arrays.labels)
-            os.rename(temporary, folder)  # whole or invisible; another task may have been faster
-        except OSError:
-            shutil.rmtree(locals().get("temporary", ""), ignore_errors=True)
-        return arrays
-    return Arrays(np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy", mmap_mode="r"))
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as temporary:
+            for name, array in (("images", arrays.images), ("labels", arrays.labels)):
+                np.save(f"{temporary}/{name}.npy", array)
+            folder.mkdir(exist_ok=True)
+            for name in ("images", "labels"):  # each whole or invisible; another task may have been faster
+                os.replace(f"{temporary}/{name}.npy", folder / f"{name}.npy")
+    return arrays
 
 
 def _decode(path: Path) -> Arrays:
@@ -216,7 +234,7 @@ def _rows(sharding: Sharding, shard: int | tf.Tensor) -> tf.data.Dataset:
 
 def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
     def gather(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return tf.gather(images, index), tf.cast(tf.gather(labels, index), tf.int32), weights
+        return tf.gather(images, index), tf.gather(labels, index), weights
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above

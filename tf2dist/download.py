@@ -1,6 +1,6 @@
 """``python -m tf2dist.download DIR``: has tensorflow-datasets prepare MNIST; a process of its own.
 
-The last line on stderr is the reason if it fails.
+If it fails, the last line on stdout is the reason.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 import urllib.parse
 import urllib.request
 
+from tf2dist.errors import first_line
 from tf2dist.forkserver import die_with_parent
 
 
@@ -26,9 +27,14 @@ def main() -> None:
         try:
             socket.getaddrinfo(host, 443)
         except OSError:
-            sys.exit(f"no network: the name {host} is unknown")
+            print(f"no network: the name {host} is unknown")
+            sys.exit(1)
     config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)
-    tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
+    try:
+        tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
+    except Exception as error:
+        print(f"{type(error).__name__}: {first_line(str(error))}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

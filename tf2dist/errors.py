@@ -77,12 +77,13 @@ class FailureRecord:
     def of(cls, task: str, error: BaseException) -> "FailureRecord":
         if isinstance(error, TfDistError):
             return cls(task, time.time(), error.exit_code, str(error))
-        lines = str(error).strip().splitlines() or [""]
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls(task, time.time(), 1, f"{type(error).__name__}: {lines[0]}", trace)
+        return cls(task, time.time(), 1, f"{type(error).__name__}: {first_line(str(error))}", trace)
 
     def write(self, log_dir: Path) -> None:
-        (log_dir / f"{self.task}.error.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part = log_dir / f"{self.task}.error.part"
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.rename(log_dir / f"{self.task}.error.json")  # whole or invisible
 
     @classmethod
     def read(cls, log_dir: Path, task: str) -> "FailureRecord | None":
@@ -106,3 +107,7 @@ class TaskFailure(TfDistError):
         super().__init__("\n".join(lines))
         self.records = records
         self.exit_code = first.exit_code
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

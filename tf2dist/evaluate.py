@@ -1,10 +1,11 @@
 """Exact evaluation: sums over disjoint ranges, added up and checked against the number of examples."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from tf2dist.errors import TrainingError
+from tf2dist.errors import NotFiniteError, TrainingError
 
 CHUNK = 1000  # examples for each forward pass
 
@@ -20,11 +21,14 @@ class Evaluation:
         """Turns the sums (loss, correct, examples) over a split into means.
 
         Raises:
+            NotFiniteError: the loss is not finite.
             TrainingError: not every example was counted exactly once.
         """
         loss, correct, counted = (float(value) for value in sums)
         if counted != num_examples:
             raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"the loss is {loss} in the evaluation; try a lower learning rate")
         return cls(correct / counted, loss / counted, num_examples)
 
 

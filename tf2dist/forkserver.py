@@ -26,6 +26,8 @@ from tf2dist import netns
 
 PR_SET_PDEATHSIG = 1
 MAX_PACKET_BYTES = 1 << 17
+MAX_PORTS = 64
+LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Send = Callable[[dict[str, Any]], None]
 
 
@@ -49,7 +51,8 @@ def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int) -> 
     """The forked child: log file, environment, then ``target(payload, send) -> exit code``."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, *LAUNCHERS_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
@@ -114,7 +117,11 @@ def serve(sock: socket.socket, wakeup: int) -> None:
                 if not packet:
                     return
                 request = json.loads(packet)
-                pid = fork_task(request, sock)
+                try:
+                    pid = fork_task(request, sock)
+                except OSError as error:  # no more processes or memory
+                    print(f"cannot start {request['task']}: {error}", file=sys.stderr, flush=True)
+                    return
                 tasks[pid] = request["task"]
                 send({"event": "started", "task": request["task"], "pid": pid})
     except OSError:  # the launcher is gone
@@ -127,9 +134,11 @@ def serve(sock: socket.socket, wakeup: int) -> None:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and netns.enter_private_network()
-    ports = netns.unused_ports(64) if not isolated else list(range(2222, 2222 + 64))
+    for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
+        signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):
         importlib.import_module(module)
+    ports = list(range(2222, 2222 + MAX_PORTS)) if isolated else netns.unused_ports(MAX_PORTS)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -92,6 +92,7 @@ class Launcher:
         sys_path: list[str] | None = None,
     ) -> None:
         """Forks a task that calls ``target`` ("module:function") with ``(payload, send)``."""
+        (self.log_dir / f"{name}.error.json").unlink(missing_ok=True)  # of an earlier run
         request = {
             "task": name,
             "target": target,
@@ -101,7 +102,10 @@ class Launcher:
             "sys_path": sys_path,
         }
         self.tasks[name] = 0
-        self._sock.send(json.dumps(request).encode())
+        try:
+            self._sock.send(json.dumps(request).encode())
+        except OSError:
+            self._give_up()
 
     def events(self, timeout_secs: float) -> Iterator[Event]:
         """Yields what tasks and server report, each a dict with "event" and "task", for `timeout_secs`.
@@ -161,7 +165,9 @@ class Launcher:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._server.poll() is None:
+            if not self.ready:
+                self._server.kill()  # it is importing and would not listen
+            elif self._server.poll() is None:
                 self.stop()
         except (TaskLostError, OSError):
             pass  # the server died: the kernel has killed its tasks

@@ -69,3 +69,6 @@ class Loop(Protocol):
 
     def finish(self, accuracy: float) -> None:
         """Ends the training on every task; each logs the final accuracy."""
+
+    def abandon(self, reason: str) -> None:
+        """Tells those who wait for this task that it has failed, as far as it can."""

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, and the launcher's progress line."""
+"""Where numbers go: metrics.jsonl and TensorBoard."""
 
 import json
 import time
@@ -41,6 +41,7 @@ class TensorBoardWriter:
     def write(self, step: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # otherwise every two minutes, and never if the process is killed
 
     def close(self) -> None:
         self._writer.close()

@@ -1,11 +1,12 @@
 """The models and optimizers by name. A model takes images in [0, 1] and gives logits."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, first_line
 from tf2dist.registry import MODELS, OPTIMIZERS, look_up, register_model
 
 OPTIMIZERS.update(
@@ -83,8 +84,12 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
 def _call(option: str, function: Callable[..., Any], arguments: dict[str, Any], **fixed: Any) -> Any:
     given = {key: value for key, value in arguments.items() if key != "name"}
     try:
+        inspect.signature(function).bind(**fixed, **given)
+    except TypeError as error:
+        raise ConfigError(f"{option} ({arguments['name']}): {error}; give it with {option}.ARGUMENT=VALUE") from None
+    try:
         return function(**fixed, **given)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword argument" not in str(error):
-            raise
-        raise ConfigError(f"{option} ({arguments['name']}): {error}") from error
+    except ValueError as error:
+        if function.__module__.startswith("keras."):
+            raise ConfigError(f"{option} ({arguments['name']}): {first_line(str(error))}") from None
+        raise  # in the user's code

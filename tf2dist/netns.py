@@ -7,10 +7,12 @@ namespace that holds nothing but a loopback device, "all interfaces" is that dev
 
 import ctypes
 import fcntl
+import itertools
 import os
+import random
 import socket
 import struct
-from contextlib import ExitStack
+from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -24,33 +26,48 @@ def enter_private_network() -> bool:
     Needs root, or a kernel that lets ordinary users make user namespaces. Returns whether it
     worked; where it did not, nothing has changed.
     """
-    uid, gid = os.getuid(), os.getgid()
-    try:
-        unshare = ctypes.CDLL(None, use_errno=True).unshare
-    except (OSError, AttributeError):  # not Linux
+    pid = os.fork()  # a child tries first: half of the way in there is no way back
+    if pid == 0:
+        code = 1
+        try:
+            _enter()
+            code = 0
+        finally:
+            os._exit(code)
+    if os.waitpid(pid, 0)[1] != 0:
         return False
-    if unshare(CLONE_NEWNET) != 0:
-        if unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-            return False
-        write_maps(uid, gid)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+    _enter()
     return True
 
 
-def write_maps(uid: int, gid: int) -> None:
-    """Maps the user and group to themselves, so that files keep their owner."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+def _enter() -> None:
+    """Raises OSError where the system does not allow it, AttributeError where it has no namespaces."""
+    uid, gid = os.getuid(), os.getgid()
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    if unshare(CLONE_NEWNET) != 0:
+        if unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        # Users and groups are mapped to themselves, so that files keep their owner.
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
 
 
 def unused_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET))
-            sock.bind(("", 0))
-            ports.append(sock.getsockname()[1])
-        return ports
+    """Ports that are free, all different, and below those that the system gives to outgoing connections."""
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_ephemeral = int(range_file.read_text().split()[0]) if range_file.exists() else 32768
+    candidates = list(range(10_000, max(first_ephemeral, 20_000)))
+    random.SystemRandom().shuffle(candidates)
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as sock:
+        try:
+            sock.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.errors import ConfigError
 from tf2dist.models import build_optimizer
 from tf2dist.step import Packing
 
@@ -65,6 +66,12 @@ class ParameterServer:
         num_workers: int,
         total_steps: int,
     ) -> None:
+        for variable in trainable:
+            if variable.constraint is not None:
+                raise ConfigError(
+                    f"model: {variable.path} has a constraint, which Keras applies by reading and assigning: with "
+                    "mode=async the updates of other workers would be lost; use mode=sync"
+                )
         self.device = device
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
@@ -101,7 +108,9 @@ class ParameterServer:
     def _pull(self) -> tf.Tensor:
         """All variables in one float32 vector, and behind them the updates applied so far."""
         applied = tf.bitcast(self.applied.read_value(), tf.float32)  # exact: two floats carry the 64 bits
-        return self.packing.pack([tf.convert_to_tensor(v) for v in self.variables], applied)
+        with tf.control_dependencies([applied]):  # first: the values hold at least what has been counted
+            values = [v.value.read_value() for v in self.variables]
+        return self.packing.pack(values, applied)
 
     def _push(self, pushed: tf.Tensor, worker: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
@@ -120,9 +129,16 @@ class ParameterServer:
         changes, footer = self.packing.unpack(pushed)
         gradients, state_changes = changes[: len(self.trainable)], changes[len(self.trainable) :]
         self._number.set_current(number)
+        graph = tf.compat.v1.get_default_graph()
+        earlier = len(graph.get_operations())
         self.optimizer.apply(gradients, self.trainable)
         for variable, change in zip(self.state, state_changes, strict=True):
             variable.value.assign_add(change)  # added, as gradients are: two workers' changes both count
+        with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
+            self._count(footer, worker, number)
+        return tf.constant(True)
+
+    def _count(self, footer: tf.Tensor, worker: tf.Tensor, number: tf.Tensor) -> None:
         pulled_at = tf.bitcast(footer[:2], tf.int64)
         stale = tf.cast(tf.clip_by_value(number - pulled_at, 0, MAX_STALENESS), tf.int32)
         self.staleness.assign_add(tf.one_hot(stale, MAX_STALENESS + 1, dtype=tf.int64))
@@ -130,7 +146,6 @@ class ParameterServer:
         who = tf.one_hot(worker, self.totals.shape[0], dtype=tf.float64)
         self.totals.assign_add(who[:, None] * tf.cast(row, tf.float64))
         self.applied.assign_add(1)
-        return tf.constant(True)
 
     def _worker_totals(self, worker: tf.Tensor) -> tf.Tensor:
         """One worker's totals and the updates applied by all, float64 [len(TOTALS) + 1]."""

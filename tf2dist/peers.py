@@ -46,7 +46,7 @@ def _bind_error(family: int, address: Any) -> int:
     return 0
 
 
-def _problem(address: str) -> str:
+def problem(address: str) -> str:
     """Why nobody answers at "host:port", or "" if somebody does."""
     host, _, port = address.rpartition(":")
     try:
@@ -71,11 +71,12 @@ def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tel
     start, told = time.monotonic(), time.monotonic()
     missing = dict.fromkeys(tasks, "")
     while True:
-        missing = {task: problem for task in missing if (problem := _problem(cluster.address(task)))}
+        found = {task: problem(cluster.address(task)) for task in missing}
+        missing = {task: why for task, why in found.items() if why}
         if not missing:
             return
         waited = time.monotonic() - start
-        names = ", ".join(f"{task} at {cluster.address(task)} ({problem})" for task, problem in missing.items())
+        names = ", ".join(f"{task} at {cluster.address(task)} ({why})" for task, why in missing.items())
         if waited > timeout_secs:
             raise TaskLostError(f"after {waited:.0f} s still waiting for {names}; see startup_timeout_secs")
         if time.monotonic() - told > TELL_EVERY_SECS:
@@ -87,5 +88,5 @@ def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tel
 def wait_until_gone(cluster: Cluster, tasks: list[Task], timeout_secs: float) -> None:
     """Waits until no task listens any more, or until the time is over."""
     deadline = time.monotonic() + timeout_secs
-    while any(not _problem(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
+    while any(not problem(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Self
 
 import keras
 import tensorflow as tf
@@ -20,8 +21,31 @@ WRITE_EVERY_SECS = 1.0
 SEND_EVERY_SECS = 0.1
 
 
-class Reporter:
-    """Follows one run.
+class NoReporter:
+    """What the tasks do that are not the leader: nothing."""
+
+    target_step = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def on_progress(self, progress: Progress) -> None:
+        """Takes a look at the run as often as the loop likes."""
+
+    def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        """Takes an evaluation, while the training stands still."""
+
+    def on_result(
+        self, config: RunConfig, cluster: Cluster, loop: Loop, validation: Evaluation | None, test: Evaluation
+    ) -> None:
+        """Writes summary.json, whole or not at all, and sends it to the launcher."""
+
+
+class Reporter(NoReporter):
+    """Follows one run on its leader.
 
     Args:
         started_at: `time.time()` of the user's command, from which start-up is counted.
@@ -32,41 +56,43 @@ class Reporter:
         self._writers = Writers(
             JsonlWriter(run_dir / "metrics.jsonl", str(task)), TensorBoardWriter(run_dir / "tensorboard")
         )
-        self._first: tuple[float, int] | None = None
-        self._last = (0.0, 0)
-        self._written_at = self._sent_at = 0.0
-        self._written_step = 0
-        self.target_step = 0
+        self._first_at: float | None = None
+        self._previous: tuple[float, int] | None = None  # time and step of the last look, unless it was interrupted
+        self._secs, self._steps = 0.0, 0  # of training, between looks
+        self._sent_at = self._written_at = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        self._writers.close()
 
     def on_progress(self, progress: Progress) -> None:
-        """Takes a look at the run as often as the loop likes."""
-        now = time.time()
-        self._first = self._first or (now, progress.global_step)
-        self._last = (now, progress.global_step)
-        if now - self._sent_at >= SEND_EVERY_SECS or progress.global_step >= self.target_step:
+        now, step = time.time(), progress.global_step
+        self._first_at = self._first_at or now
+        if self._previous:
+            self._secs += now - self._previous[0]
+            self._steps += step - self._previous[1]
+        self._previous = (now, step)
+        scalars = {"loss": progress.loss, "accuracy": progress.accuracy}
+        if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
-            scalars = {"step": progress.global_step, "loss": progress.loss, "accuracy": progress.accuracy}
-            self._send({"event": "progress", "target_step": self.target_step, **scalars})
-        if now - self._written_at >= WRITE_EVERY_SECS or progress.global_step >= self.target_step:
-            rate = (progress.global_step - self._written_step) / (now - (self._written_at or self._started_at))
-            self._written_at, self._written_step = now, progress.global_step
-            scalars = {"loss": progress.loss, "accuracy": progress.accuracy, "steps_per_sec": rate}
-            self._writers.write(progress.global_step, scalars)
+            self._send({"event": "progress", "step": step, "target_step": self.target_step, **scalars})
+        if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
+            self._written_at = now
+            rate = self.steps_per_sec()
+            self._writers.write(step, scalars | ({"steps_per_sec": rate} if rate else {}))
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        self._previous = None
         self._writers.write(step, {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss})
 
-    def steps_per_sec(self) -> float:
-        """The rate between the first and the last look, without start-up, tracing and evaluation at the end."""
-        if self._first is None or self._last[0] <= self._first[0]:
-            return 0.0
-        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+    def steps_per_sec(self) -> float | None:
+        """The rate from the first look on, without start-up and evaluations; None for less than two looks."""
+        return self._steps / self._secs if self._secs > 0 else None
 
-    def finish(
+    def on_result(
         self, config: RunConfig, cluster: Cluster, loop: Loop, validation: Evaluation | None, test: Evaluation
     ) -> None:
-        """Writes summary.json, whole or not at all, and sends it to the launcher."""
         progress, rate = loop.progress, self.steps_per_sec()
+        examples_per_step = progress.examples / progress.global_step
         summary = {
             "mode": config.mode,
             "model": config.model["name"],
@@ -83,9 +109,9 @@ class Reporter:
             "test_loss": test.loss,
             "test_examples": test.num_examples,
             "validation_accuracy": validation.accuracy if validation else None,
-            "steps_per_sec": round(rate, 2),
-            "examples_per_sec": round(rate * progress.examples / max(1, progress.global_step), 1),
-            "startup_secs": round((self._first[0] if self._first else time.time()) - self._started_at, 3),
+            "steps_per_sec": round(rate, 2) if rate else None,
+            "examples_per_sec": round(rate * examples_per_step, 1) if rate else None,
+            "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),
             "wall_secs": round(time.time() - self._started_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],
             "restarts": 0,
@@ -97,7 +123,6 @@ class Reporter:
             },
         }
         part = self._run_dir / "summary.json.part"
-        part.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(part, self._run_dir / "summary.json")
-        self._writers.close()
         self._send({"event": "result", "summary": summary})

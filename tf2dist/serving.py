@@ -7,18 +7,24 @@ the arrays that it has loaded itself, wherever they lie on its host.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tf2dist import peers
 from tf2dist.cluster import Cluster, Task
 from tf2dist.data import Arrays, Splits
+from tf2dist.errors import TaskLostError
 from tf2dist.strategy import start_server
 
 RAM = "ram://tf2dist"
+FAREWELL = f"{RAM}/farewell"
 POLL_SECS = 0.1
+LOOK_EVERY_SECS = 2.0
+GONE_SECS = 15.0
 
 
 def publish(splits: Splits) -> None:
@@ -30,33 +36,68 @@ def publish(splits: Splits) -> None:
                 file.write(array.tobytes())
 
 
-def remote_array(split: str, field: str, shape: tuple[int, ...]) -> tf.Tensor:
-    """In a graph: the published uint8 array, `shape` without the first dimension."""
-    flat = tf.io.decode_raw(tf.io.read_file(f"{RAM}/{split}/{field}"), tf.uint8)
+def remote_array(split: str, field: str, shape: tuple[int, ...], dtype: tf.DType = tf.uint8) -> tf.Tensor:
+    """In a graph: the published array, `shape` without the first dimension."""
+    flat = tf.io.decode_raw(tf.io.read_file(f"{RAM}/{split}/{field}"), dtype)
     return tf.reshape(flat, [-1, *shape])
 
 
-def serve(cluster: Cluster, task: Task, server_config: Any, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Serves until the coordinator has written its farewell, which is returned."""
+def serve(
+    cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Serves until the coordinator has written its farewell, which is returned.
+
+    Raises:
+        TaskLostError: the coordinator did not come in time, is gone, or has failed.
+    """
     start_server(cluster, task, server_config)
     tell(f"{task} serves at {cluster.address(task)}")
+    chief, seen = cluster.leader, False
+    last_seen = time.monotonic()
+    next_look = last_seen
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
+        now = time.monotonic()
+        if now < next_look:
+            continue
+        next_look = now + LOOK_EVERY_SECS
+        if not (problem := peers.problem(cluster.address(chief))):
+            seen, last_seen = True, time.monotonic()
+        elif now - last_seen > (GONE_SECS if seen else startup_timeout_secs):
+            what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"
+            raise TaskLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
+    if "failure" in farewell:
+        raise TaskLostError(f"{chief} has failed: {farewell['failure']}")
     return farewell
 
 
 def _farewell() -> dict[str, Any]:
     """What the coordinator has written, or nothing yet."""
     try:
-        with tf.io.gfile.GFile(f"{RAM}/done") as file:
+        with tf.io.gfile.GFile(FAREWELL) as file:
             return dict(json.loads(file.read()))
     except (tf.errors.NotFoundError, json.JSONDecodeError):  # not there, or not whole
         return {}
 
 
-def say_done(tasks: list[Task], farewell: dict[str, Any]) -> None:
-    """On the coordinator: ends `serve` on every task."""
-    text = json.dumps(farewell)
-    for task in tasks:
-        with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
-            tf.io.write_file(f"{RAM}/done", text)
+def say_farewell(cluster: Cluster, farewell: dict[str, Any], timeout_secs: float) -> None:
+    """On the coordinator: ends `serve` on every task that can still be reached."""
+    threads = [
+        threading.Thread(target=_write_farewell, args=(task, json.dumps(farewell)), daemon=True)
+        for task in cluster.tasks
+        if task.job in ("ps", "worker")
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_secs  # a task that hangs would hold us too
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _write_farewell(task: Task, text: str) -> None:
+    with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
+        try:
+            tf.io.write_file(FAREWELL, text)
+            tf.io.read_file(FAREWELL).numpy()  # written: an operation without a result may still be on its way
+        except tf.errors.OpError as error:
+            print(f"no farewell to {task}: {error}", flush=True)

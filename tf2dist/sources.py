@@ -74,21 +74,20 @@ def _download(folder: Path, timeout_secs: float) -> str:
     """Downloads MNIST with a progress bar. Returns the reason if that failed."""
     print(f"Downloading MNIST to {folder} (at most {timeout_secs:.0f} s) ...", file=sys.stderr, flush=True)
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    bar = None if sys.stderr.isatty() else subprocess.DEVNULL  # tqdm draws on stdout and stderr
     with subprocess.Popen(
         [sys.executable, "-m", "tf2dist.download", str(folder)],
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=bar,
-        stderr=subprocess.PIPE if bar is not None else None,
+        stdout=subprocess.PIPE,
+        stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,  # the progress bar
         text=True,
     ) as process:
         try:
-            errors = process.communicate(timeout=timeout_secs)[1] or ""
+            output, _ = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
             process.kill()
             return f"not done after {timeout_secs:.0f} s"
     if process.returncode == 0 and has_mnist(folder):
         return ""
-    lines = [line for line in errors.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip()[:120] if lines else f"exit code {process.returncode}"

@@ -64,7 +64,6 @@ class ModelStep:
     ) -> tf.Tensor:
         """The sums over some examples, float64 [3]: loss, correct, examples."""
         logits, _, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), training=False)
-        labels = tf.cast(labels, tf.int32)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         sums = [tf.reduce_sum(losses), tf.reduce_sum(_is_correct(logits, labels)), tf.cast(tf.size(labels), tf.float32)]
         return tf.cast(tf.stack(sums), tf.float64)

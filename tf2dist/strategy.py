@@ -56,12 +56,14 @@ def multi_worker_mirrored_strategy(
     context.context()._coordination_service_config.cluster_register_with_barrier = True
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
-    except tf.errors.OpError as error:
+    except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
-        late = re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)
-        names = [f"{job}-{index} at {cluster.jobs[job][int(index)]}" for job, index in late]
-        who = ", ".join(names) or str(error).strip().splitlines()[0]
-        raise TaskLostError(f"after {timeout_secs:.0f} s still waiting for {who}; see startup_timeout_secs") from error
+        late = [Task(job, int(index)) for job, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)]
+        # Only the leader knows the others; they know only that it does not answer.
+        names = ", ".join(f"{other} at {cluster.address(other)}" for other in late or [leader])
+        raise TaskLostError(
+            f"after {timeout_secs:.0f} s still waiting for {names}; see startup_timeout_secs"
+        ) from error
 
 
 def barrier(name: str, timeout_secs: float) -> None:

@@ -100,6 +100,7 @@ class Watch:
         self._launcher, self._console, self._signals = launcher, console, signals
         self._failures: list[FailureRecord] = []
         self._summary: dict[str, Any] = {}
+        self._leader = ""
         self._leave_by = float("inf")
 
     def wait_ready(self) -> None:
@@ -110,6 +111,7 @@ class Watch:
                 raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
 
     def run(self, leader: str) -> dict[str, Any]:
+        self._leader = leader
         while self._launcher.tasks and not self._failures:
             self._step()
             if leader not in self._launcher.tasks:
@@ -118,6 +120,7 @@ class Watch:
                 return self._summary  # the result is whole; leaving the launcher stops who does not leave
         if self._failures:
             self._collect_echo()
+            self._signals.check()  # sent to all of us at once, it is the cause
             raise TaskFailure(self._in_order())
         return self._summary
 
@@ -135,7 +138,9 @@ class Watch:
                 self._console.status(event["text"])
             case "result":
                 self._summary = event["summary"]
-            case "exited" if event["code"] != 0:
+            case "exited" if event["code"] != 0 and self._summary:
+                self._console.warn(f"{event['task']} ended with code {event['code']} after the result was written")
+            case "exited" if event["code"] != 0 or (event["task"] == self._leader and not self._summary):
                 self._failures.append(self._failure(event))
 
     def _failure(self, event: Event) -> FailureRecord:
@@ -144,12 +149,13 @@ class Watch:
         record = FailureRecord.read(self._launcher.log_dir, task)
         if record:
             return record
-        log = (self._launcher.log_dir / f"{task}.log").read_text(errors="replace")
-        what = f"ended with exit code {code}"
-        if code < 0:
-            what = f"was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")
-        tail = "\n".join(log.splitlines()[-30:])
-        return FailureRecord(task, event["time"], TaskLostError.exit_code if code < 0 else 1, what, tail)
+        path = self._launcher.log_dir / f"{task}.log"
+        tail = "\n".join(path.read_text(errors="replace").splitlines()[-30:]) if path.exists() else ""
+        if code >= 0:
+            return FailureRecord(task, event["time"], code or 1, f"ended with exit code {code}", tail)
+        name = signal.strsignal(-code) if -code not in set(signal.Signals) else signal.Signals(-code).name
+        what = f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+        return FailureRecord(task, event["time"], TaskLostError.exit_code, what, tail)
 
     def _collect_echo(self) -> None:
         deadline = time.monotonic() + ECHO_SECS

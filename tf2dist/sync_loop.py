@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
+from tf2dist import data, peers
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
@@ -22,6 +22,7 @@ from tf2dist.strategy import barrier, multi_worker_mirrored_strategy
 
 STEPS_PER_EXECUTION = 50
 FINISH_TIMEOUT_SECS = 60.0
+LEAVE_TIMEOUT_SECS = 10.0
 
 
 class SyncLoop:
@@ -52,10 +53,12 @@ class SyncLoop:
         # The gradients arrive summed over all replicas; Keras would sum them once more.
         self._optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         self._step = ModelStep(self.model)
+        self._compute = tf.function(self._step, autograph=False, jit_compile=True) if config.devices.xla else self._step
         self._packing = Packing([*self._step.trainable, *self._step.state])
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
         self._train = tf.function(self._train_steps)
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
+        self._reduce = tf.function(self._sum_over_workers, autograph=False)
         self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
         self.progress = Progress(0, (0,) * cluster.num_workers, 0, math.nan, math.nan)
 
@@ -113,7 +116,7 @@ class SyncLoop:
             [tf.convert_to_tensor(v.value) for v in variables] for variables in (self._step.trainable, self._step.state)
         )
         seed = step_seed(self._config.seed, context.replica_id_in_sync_group, self._applied.read_value())
-        output = self._step(trainable, state, Batch(images, labels, weights), seed)
+        output = self._compute(trainable, state, Batch(images, labels, weights), seed)
         changes = [(new - old) / self.sharding.num_shards for new, old in zip(output.state, state, strict=True)]
         packed = self._packing.pack([*output.gradients, *changes], output.sums)
         tensors, sums = self._packing.unpack(context.all_reduce(tf.distribute.ReduceOp.SUM, packed))
@@ -138,19 +141,24 @@ class SyncLoop:
         sums = np.zeros(3)
         for first, last in chunks(len(arrays), worker, num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
-        return Evaluation.of_sums(self._sum_over_workers(sums), len(arrays))
+        return Evaluation.of_sums(self._reduce(tf.constant(sums)).numpy(), len(arrays))
 
-    def _sum_over_workers(self, values: np.ndarray) -> Any:
-        @tf.function(autograph=False)
-        def reduce(tensor: tf.Tensor) -> tf.Tensor:
-            return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self._strategy.run(tf.identity, (tensor,)), None)
+    def _sum_over_workers(self, values: tf.Tensor) -> tf.Tensor:
+        """Adds up what every worker has; the first replica of each contributes it."""
+        first = self._strategy.num_replicas_in_sync // self._cluster.num_workers
 
-        replicas_per_worker = self._strategy.num_replicas_in_sync // self._cluster.num_workers
-        return reduce(tf.constant(values / replicas_per_worker)).numpy()
+        def mine(tensor: tf.Tensor) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return tf.where(tf.cast(replica, tf.int32) % first == 0, tensor, tf.zeros_like(tensor))
+
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self._strategy.run(mine, (values,)), None)
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
         return int(self._optimizer.iterations.numpy())
+
+    def abandon(self, reason: str) -> None:
+        """Nothing: TensorFlow's heartbeats tell the others."""
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -160,3 +168,7 @@ class SyncLoop:
         barrier("finished", FINISH_TIMEOUT_SECS)
         worker = self._cluster.training_tasks.index(self._task)
         print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)
+        if self._task == self._cluster.leader:
+            # It hosts the coordination service: who still listens to it must leave first.
+            others = [task for task in self._cluster.training_tasks if task != self._task]
+            peers.wait_until_gone(self._cluster, others, LEAVE_TIMEOUT_SECS)

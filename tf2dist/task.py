@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf2dist import config, registry
 from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.errors import FailureRecord, TaskLostError, first_line
 from tf2dist.forkserver import Send
 from tf2dist.run import run_task
 from tf2dist.stopping import end_on_sigterm
@@ -24,7 +24,7 @@ def main(payload: dict[str, Any], send: Send) -> int:
     """Runs the task that `payload` describes; returns the exit code.
 
     Args:
-        payload: "config" (YAML), "cluster" (mode and jobs), "task" (job and index), "run_dir",
+        payload: "config" (YAML), "mode" and "jobs" of the cluster, "task" (job and index), "run_dir",
             "started_at".
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which stops us with SIGTERM
@@ -47,5 +47,5 @@ def in_our_terms(error: BaseException) -> BaseException:
     """TensorFlow's ways to say that a peer is gone, as one."""
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
     if lost and re.search(r"/job:|peer|[Ss]ocket|heartbeat", str(error)):
-        return TaskLostError(f"lost another task: {str(error).strip().splitlines()[0]}")
+        return TaskLostError(f"lost another task: {first_line(str(error))}")
     return error

@@ -136,7 +136,7 @@ class SyncWorkers:
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
         for index, name in enumerate(names):
-            payload = {"call": str(call), "index": index}
+            payload = {"call": str(call), "index": index, "name": name}
             self._launcher.start(name, "tf2dist.testing:call_on_worker", payload, sys_path=sys.path)
         try:
             while set(names) & set(self._launcher.tasks):
@@ -167,8 +167,7 @@ class SyncWorkers:
 
 def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> int:
     """Entry of a worker's process."""
-    call = Path(payload["call"])
-    name = f"run-{call.stem.removeprefix('call-')}-worker-{payload['index']}"
+    call, name = Path(payload["call"]), payload["name"]
     function, cluster, args = cloudpickle.loads(call.read_bytes())
     try:
         result = function(SyncWorker(cluster, Task("worker", payload["index"])), *args)

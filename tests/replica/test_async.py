@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist import data, registry
 from tf2dist.config import RunConfig
+from tf2dist.errors import ConfigError, NotFiniteError
 
 MakeLoop = Callable[..., Any]
 
@@ -110,6 +111,36 @@ def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None
     assert_exact(loop, 150)
 
 
+def test_a_ps_that_is_one_update_ahead_is_waited_for(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    loop.train(50)
+    ahead = loop._graphs.servers[0]
+    for counter in (ahead.admitted, ahead.applied):  # its worker died between its pushes to the two
+        counter.assign_add(1)
+    loop.train(150)
+    assert [server.applied.numpy() for server in loop._graphs.servers] == [150, 150]
+    assert loop.progress.global_step == 150
+
+
+def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
+    config = run_config()
+    for xla in (False, True):
+        config.devices.xla = xla
+        graph = async_loop(config)._train_function.graph.as_graph_def()
+        assert ("_XlaMustCompile" in str(graph)) == xla
+
+
+def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:
+    @registry.register_model("constrained")
+    def constrained(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+        layers = keras.layers
+        logits = layers.Dense(num_classes, kernel_constraint="non_neg")
+        return keras.Sequential([keras.Input(input_shape), layers.Flatten(), logits])
+
+    with pytest.raises(ConfigError, match="use mode=sync"):
+        async_loop(run_config("constrained"))
+
+
 def test_one_worker_is_never_stale(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(), num_workers=1, num_ps=1)
     loop.train(100)
@@ -191,8 +222,6 @@ def test_an_error_on_a_worker_reaches_the_caller(async_loop: MakeLoop) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(async_loop: MakeLoop) -> None:
-    from tf2dist.errors import NotFiniteError
-
     config = run_config("dnn", hidden_units=[20])
     config.optimizer["learning_rate"] = 1e30
     with pytest.raises(NotFiniteError, match="the loss is"):

@@ -6,9 +6,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import data
+from tf2dist import data, registry
 from tf2dist.config import DataConfig
 from tf2dist.data import Sharding
+from tf2dist.errors import DataError
 
 
 def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -70,6 +71,23 @@ def test_digits() -> None:
     assert set(splits.test.labels) == set(range(10))
 
 
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (np.zeros((4, 2, 2, 1)), np.zeros(4, int), "images (float64 (4, 2, 2, 1)): must be uint8"),
+        (np.zeros((4, 2), np.uint8), np.zeros(4), "labels (float64 (4,)): must be integers [4]"),
+        (np.zeros((4, 2), np.uint8), np.zeros(3, int), "labels (int64 (3,)): must be integers [4]"),
+        (np.zeros((4, 2), np.uint8), np.arange(7, 11), "labels (7 to 10): must be from 0 to 9"),
+    ],
+)
+def test_data_that_is_not_what_it_promises(images: np.ndarray, labels: np.ndarray, words: str) -> None:
+    arrays = data.Arrays(images, labels)
+    registry.DATA["broken"] = lambda config: data.Splits(arrays, arrays, arrays)
+    with pytest.raises(DataError) as caught:
+        data.load(DataConfig(name="broken"))
+    assert f"data (broken): train {words}" in str(caught.value)
+
+
 def test_mnist(real_data: str) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
@@ -88,5 +106,9 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     decoded, cached = data.load(config), data.load(config)
     assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2
     np.testing.assert_array_equal(decoded.test.images, cached.test.images)
+    damaged = next(tmp_path.glob("tf2dist/*test*/images.npy"))
+    damaged.unlink()  # not written over: `cached` maps it
+    damaged.write_bytes(b"damaged")
+    np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)

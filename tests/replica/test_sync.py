@@ -76,6 +76,23 @@ def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
     assert all(np.abs(value).max() > 0 for value in results[0]["state"])
 
 
+def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
+    import tensorflow as tf
+
+    from tf2dist import data
+    from tf2dist.sync_loop import SyncLoop
+
+    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), lambda progress: None)
+    return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1)).graph.as_graph_def())
+
+
+def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:
+    config = run_config()
+    for xla in (False, True):
+        config.devices.xla = xla
+        assert ("_XlaMustCompile" in sync_workers(graph_of_the_step, 1, (config,))[0]) == xla
+
+
 def train_with_each_optimizer(worker: SyncWorker, configs: list[RunConfig]) -> list[dict[str, Any]]:
     return [train(worker, config, 30) for config in configs]
 

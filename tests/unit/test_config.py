@@ -41,6 +41,10 @@ def test_experiments() -> None:
     assert (book.mode, book.model["name"], book.train.steps) == ("sync", "softmax", 27500)
 
 
+def test_no_experiment() -> None:
+    assert compose.load(["experiment=null"], None) == compose.load([], None)
+
+
 def test_yaml_and_back() -> None:
     made = compose.load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
     assert config.from_yaml(made.to_yaml()) == made
@@ -85,6 +89,11 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
+    (["model=null"], "model (null): must be one of"),
+    (["mode=null"], "mode (null): must be one of"),
+    (["model.name=null"], "model.name (None): must be a name"),
+    (["mode=sync", "cluster.worker=[a:1,b:1]"], "cluster.worker (['a:1', 'b:1']): is for cluster=hosts"),
+    (["task.type=worker", "task.index=0"], "task.type (worker): is for cluster=hosts; add that"),
     (["optimizer.schedule=linear"], "optimizer.schedule (linear): must be constant or cosine"),
     (["optimizer.learning_rate=fast"], "optimizer.learning_rate (fast)"),
     (["optimizer.learning_rate=0"], "optimizer.learning_rate (0): must be more than 0"),
