@@ -1,0 +1,45 @@
+"""An installed tf2dist is whole: the command, the modules and the configuration."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        list(command), cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel(tmp_path: Path) -> None:
+    source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    source.mkdir()
+    for name in ("tf2dist", "conf"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path, source, cwd=tmp_path)
+    wheel = next(tmp_path.glob("tf2dist-*.whl"))
+    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
+
+    env = {"PYTHONPATH": str(site)}
+    where = run(sys.executable, "-c", "import tf2dist.conf; print(tf2dist.conf.__file__)", cwd=elsewhere, env=env)
+    assert where.startswith(str(site))
+    assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "model=cnn", cwd=elsewhere, env=env)
+    installed = {path.relative_to(site / "tf2dist") for path in (site / "tf2dist").rglob("*.yaml")}
+    assert installed == {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf").rglob("*.yaml")}
+
+
+def test_the_lock_file_names_no_index() -> None:
+    text = (REPOSITORY / "requirements.lock").read_text()
+    assert "://" not in text
+    assert text.count("--hash=sha256:") > 100
+    assert all("==" in line or line.startswith("    --hash") for line in text.splitlines() if line)
