@@ -62,7 +62,9 @@ def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_cla
     function = look_up(MODELS, "model", arguments["name"])
     model: keras.Model = _call("model", function, arguments, input_shape=input_shape, num_classes=num_classes)
     if not model.built:
-        model.build((None, *input_shape))
+        model(keras.Input(input_shape))  # a symbolic call makes the variables of a subclass and its layers
+    if not model.trainable_variables:
+        raise ConfigError(f"model ({arguments['name']}): has no trainable variables")
     return model
 
 

@@ -23,7 +23,7 @@ from tf2dist.strategy import start_server
 RAM = "ram://tf2dist"
 FAREWELL = f"{RAM}/farewell"
 POLL_SECS = 0.1
-LOOK_EVERY_SECS = 2.0
+LOOK_EVERY_SECS = 0.5
 GONE_SECS = 15.0
 
 
