@@ -76,6 +76,7 @@ class AsyncStep:
 
         def steps(iterator: Any, limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            before = self.servers[0].worker_totals(worker)
             parts = [tf.unstack(part, self._num_steps) for part in next(iterator)]
             losses = []
             for batch in zip(*parts, strict=True):
@@ -83,7 +84,7 @@ class AsyncStep:
                 for server, push in zip(self.servers, pushes, strict=True):
                     server.push(push, worker, limit)
                 losses.append(loss)
-            self._log(worker, tf.reduce_mean(losses))
+            self._log(worker, before, tf.reduce_mean(losses))
 
         batch_size, num_steps = self._sharding.batch_size, self._num_steps
         element = (
@@ -139,15 +140,16 @@ class AsyncStep:
     def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return [values[id(v)] for v in self._step.trainable], [values[id(v)] for v in self._step.state]
 
-    def _log(self, worker: tf.Tensor, loss: tf.Tensor) -> None:
-        """Prints into the worker's own log whenever it passes a multiple of log_every_steps."""
-        totals = self.servers[0].worker_totals(worker)
-        local_step, global_step = (tf.cast(totals[i], tf.int64) for i in (TOTALS.index("steps"), len(TOTALS)))
+    def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
+        """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
+        after = self.servers[0].worker_totals(worker)
+        steps = TOTALS.index("steps")
+        local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
         every = self._config.train.log_every_steps
         epoch = tf.maximum(local_step - 1, 0) // self._sharding.steps_per_epoch
         numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
         line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
-        passed = local_step // every != tf.maximum(local_step - self._num_steps, 0) // every
+        passed = local_step // every != tf.cast(before[steps], tf.int64) // every
         tf.cond(passed, lambda: tf.print(line), tf.no_op)

@@ -39,13 +39,13 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
 
     # A parameter server has no data of its own, and an asynchronous worker serves it.
     if task.job == "ps":
-        serving.serve(cluster, task, server_config, config.startup_timeout_secs, tell)
+        serving.serve(cluster, task, server_config, config.startup_timeout_secs)
         return
     splits = data.load(config.data)
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if cluster.mode == "async" and task.job == "worker":
         serving.publish(splits)
-        farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs, tell)
+        farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
         return
 

@@ -9,7 +9,6 @@ the arrays that it has loaded itself, wherever they lie on its host.
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -42,16 +41,13 @@ def remote_array(split: str, field: str, shape: tuple[int, ...], dtype: tf.DType
     return tf.reshape(flat, [-1, *shape])
 
 
-def serve(
-    cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float, tell: Callable[[str], None]
-) -> dict[str, Any]:
+def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float) -> dict[str, Any]:
     """Serves until the coordinator has written its farewell, which is returned.
 
     Raises:
         TaskLostError: the coordinator did not come in time, is gone, or has failed.
     """
     start_server(cluster, task, server_config)
-    tell(f"{task} serves at {cluster.address(task)}")
     chief, seen = cluster.leader, False
     last_seen = time.monotonic()
     next_look = last_seen

@@ -89,7 +89,8 @@ def supervise(
                 "started_at": started_at,
             }
             launcher.start(str(task), "tf2dist.task:main", payload)
-        console.status(f"starting {', '.join(map(str, tasks))}")
+        where = f" at {cluster.address(this[1])}" if this else ""
+        console.status(f"starting {', '.join(map(str, tasks))}{where}")
         return watch.run(str(cluster.leader))
 
 

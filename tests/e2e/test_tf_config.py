@@ -44,7 +44,7 @@ def start_one_by_one(command: Command, jobs: dict[str, list[str]], mode: str) ->
             processes[name] = command.start(*arguments, run_dir=name, env=env)
             stderr: Any = processes[name].stderr
             assert stderr.readline() == "starting TensorFlow\n"
-            assert stderr.readline() == f"starting {name}\n"
+            assert stderr.readline() == f"starting {name} at {hosts[index]}\n"
     return processes
 
 
