@@ -1,0 +1,103 @@
+"""How a run ends that does not end by itself: signals, kills, and who cannot reach it meanwhile."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Command, our_processes
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def wait_for_line(process: subprocess.Popen[str], path: Path, text: str) -> None:
+    """Follows a growing file until it holds a text, as long as the process runs."""
+    while not (path.exists() and text in path.read_text(errors="replace")):
+        if process.poll() is not None:
+            pytest.fail(f"ended before {path} held {text!r}: {process.communicate()}")
+        time.sleep(0.05)  # between two looks at a condition
+
+
+LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(command: Command, mode: str, signum: int) -> None:
+    process = command.start(f"mode={mode}", *LONG)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    process.send_signal(signum)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 128 + signum, finished
+    assert "stopped by" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_signal_during_the_import_of_tensorflow(command: Command) -> None:
+    process = command.start("data=digits")
+    assert process.stderr
+    assert process.stderr.readline() == "starting TensorFlow\n"
+    process.send_signal(signal.SIGINT)
+    assert command.finish(process, timeout_secs=10).code == 130
+
+
+def test_a_reader_that_leaves_does_not_stop_the_training(command: Command) -> None:
+    process = command.start("data=digits", "train.steps=300")
+    assert process.stderr
+    assert process.stderr.readline()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stdout
+    assert "test accuracy" in process.stdout.read()
+    process.stdout.close()
+
+
+def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callable[[], None]) -> None:
+    process = command.start(*LONG)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    assert len(our_processes()) >= 6
+    process.kill()
+    command.finish(process)
+    no_leftovers()
+
+
+@pytest.mark.parametrize(("mode", "task"), [("sync", "worker-1"), ("async", "ps-0"), ("async", "chief-0")])
+def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
+    process = command.start(f"mode={mode}", *LONG)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-1.log", "worker=1, epoch")
+    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    # The log that is a task's standard output tells which of the children it is.
+    next(p for p in server.children() if os.readlink(f"/proc/{p.pid}/fd/1").endswith(f"/{task}.log")).kill()
+    finished = command.finish(process, timeout_secs=60)
+    assert finished.code == 138, finished
+    assert f"{task}: was killed by SIGKILL" in finished.stderr
+
+
+def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> None:
+    process = command.start(*LONG)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    if os.readlink(f"/proc/{server.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        process.terminate()
+        command.finish(process)
+        pytest.skip("this system allows no private network")
+    listening = Path(f"/proc/{server.pid}/net/tcp6").read_text().splitlines()[1:]
+    ports = {int(line.split()[1].split(":")[1], 16) for line in listening if line.split()[3] == "0A"}
+    assert len(ports) >= 5, "one for each task"
+    addresses = [a.address for group in psutil.net_if_addrs().values() for a in group if a.family == socket.AF_INET]
+    for address in addresses:
+        for port in ports:
+            with socket.socket() as probe:
+                probe.settimeout(2)
+                assert probe.connect_ex((address, port)) != 0, f"{address}:{port} is open"
+    process.terminate()
+    assert command.finish(process, timeout_secs=30).code == 143
