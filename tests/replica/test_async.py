@@ -111,12 +111,12 @@ def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None
     assert_exact(loop, 150)
 
 
-def test_a_ps_that_is_one_update_ahead_is_waited_for(async_loop: MakeLoop) -> None:
+def test_a_ps_that_is_one_update_behind_is_waited_for(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
-    loop.train(50)
-    ahead = loop._graphs.servers[0]
-    for counter in (ahead.admitted, ahead.applied):  # its worker died between its pushes to the two
-        counter.assign_add(1)
+    loop.train(150)
+    behind = loop._graphs.servers[1]
+    for counter in (behind.admitted, behind.applied):  # its worker died between its pushes to the two
+        counter.assign_sub(1)
     loop.train(150)
     assert [server.applied.numpy() for server in loop._graphs.servers] == [150, 150]
     assert loop.progress.global_step == 150
