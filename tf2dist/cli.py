@@ -1,11 +1,13 @@
 """Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +20,7 @@ from tf2dist.console import Console, result_lines
 from tf2dist.errors import ClusterError, ConfigError, TfDistError
 from tf2dist.help import help_text
 from tf2dist.peers import check_own_address
+from tf2dist.saving import Checkpoints
 from tf2dist.supervisor import supervise
 
 
@@ -71,32 +74,51 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     if this is None or this[1].job != "ps":
         config.data = sources.resolve(config.data, console.warn)
     sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
-    run_dir = make_run_dir(config, leads=this is None or this[1] == this[0].leader)
-    summary = supervise(config, run_dir, this, console, started_at)
+    leads = this is None or this[1] == this[0].leader
+    run_dir = make_run_dir(config)
+    with the_only_run(run_dir) if leads else contextlib.nullcontext():
+        if leads:
+            Checkpoints(run_dir / "checkpoints").clean()  # of what a killed run has left
+        summary = supervise(config, run_dir, this, console, started_at)
     if summary:
         print(result_lines(summary, str(run_dir)), flush=True)
 
 
-def make_run_dir(config: RunConfig, leads: bool) -> Path:
-    """The folder of this run, readable by its owner alone, with `logs` and the leader's config.yaml in it.
+def make_run_dir(config: RunConfig) -> Path:
+    """The folder of this run, readable by its owner alone, with `logs` in it.
 
     Raises:
-        ConfigError: it holds a run already, or cannot be made.
+        ConfigError: it cannot be made.
     """
     try:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else new_default_dir(config)
-        if leads and any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json")):
-            raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove it")
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
-        if leads:
-            (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({error.strerror}); name another directory"
         ) from None
     return run_dir
+
+
+@contextlib.contextmanager
+def the_only_run(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory for as long as this process lives, however it ends.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    with open(run_dir / ".lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run_dir ({run_dir}): another run is using it; wait for its end, or name another directory"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def new_default_dir(config: RunConfig) -> Path:

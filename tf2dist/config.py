@@ -57,6 +57,13 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every_secs: float | None = 600.0
+    every_steps: int | None = None
+    keep: int = 3
+
+
+@dataclass(kw_only=True, slots=True)
 class DevicesConfig:
     gpu_memory_fraction: float | None = None
     xla: bool = False
@@ -74,11 +81,16 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=lambda: {"name": "dnn"})
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     plugins: list[str] = field(default_factory=list)
     run_dir: str | None = None
+    init_from: str | None = None
+    init_layers: str | None = None
     seed: int = 0
     startup_timeout_secs: float = 60.0
+    watchdog_secs: float = 120.0
+    max_restarts: int = 3
     grace_secs: float = 10.0
 
     def to_yaml(self) -> str:
@@ -158,7 +170,10 @@ def check(config: RunConfig) -> None:
         ),
         ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
         _positive("startup_timeout_secs", config.startup_timeout_secs),
+        _positive("watchdog_secs", config.watchdog_secs),
+        ("max_restarts", config.max_restarts, config.max_restarts >= 0, "must be at least 0"),
         _positive("grace_secs", config.grace_secs),
+        *_check_checkpoints(config),
         *_check_arguments("model", config.model),
         *_check_arguments("optimizer", config.optimizer),
         *[("plugins", path, Path(path).is_file(), "there is no such Python file") for path in config.plugins],
@@ -174,6 +189,27 @@ def _check_hosts(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
     given |= {"task.type": config.task.type, "task.index": config.task.index}
     used = config.cluster.kind == "hosts"
     return [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
+
+
+def _check_checkpoints(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
+    source, layers = config.init_from, config.init_layers
+    every_secs = config.checkpoint.every_secs
+    return [
+        ("checkpoint.every_secs", every_secs, every_secs is None or 0 < every_secs < math.inf, "must be more than 0"),
+        _at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
+        _at_least_one("checkpoint.keep", config.checkpoint.keep),
+        ("init_from", source, source is None or Path(source).expanduser().is_dir(), "there is no such run directory"),
+        ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
+        ("init_layers", layers, _is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
+    ]
+
+
+def _is_pattern(text: str | None) -> bool:
+    try:
+        re.compile(text or "")
+    except re.error:
+        return False
+    return True
 
 
 def _at_least_one(name: str, value: int | None) -> tuple[str, Any, bool, str]:
