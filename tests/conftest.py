@@ -1,8 +1,10 @@
 """What all tests share: the data that is really there, the command, and a look for what was left behind."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,3 +116,28 @@ def no_leftovers() -> Iterator[Callable[[], None]]:
 
     yield check
     check()
+
+
+def task_process(run_dir: Path, task: str) -> psutil.Process:
+    """The process of a task; the log that is its standard output tells which it is.
+
+    Raises:
+        LookupError: it does not run.
+    """
+    for process in our_processes():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/1") == str(run_dir / "logs" / f"{task}.log"):
+                return process
+    raise LookupError(f"{task} does not run")
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_secs: float = 60.0) -> None:
+    """Waits for a condition as long as the process runs."""
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"ended too early: {process.communicate()}")
+        if time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"not within {timeout_secs:.0f} s: {process.communicate()}")
+        time.sleep(0.05)  # between two looks

@@ -20,7 +20,6 @@ from tf2dist.console import Console, result_lines
 from tf2dist.errors import ClusterError, ConfigError, TfDistError
 from tf2dist.help import help_text
 from tf2dist.peers import check_own_address
-from tf2dist.saving import Checkpoints
 from tf2dist.supervisor import supervise
 
 
@@ -77,8 +76,6 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     leads = this is None or this[1] == this[0].leader
     run_dir = make_run_dir(config)
     with the_only_run(run_dir) if leads else contextlib.nullcontext():
-        if leads:
-            Checkpoints(run_dir / "checkpoints").clean()  # of what a killed run has left
         summary = supervise(config, run_dir, this, console, started_at)
     if summary:
         print(result_lines(summary, str(run_dir)), flush=True)

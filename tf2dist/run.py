@@ -58,6 +58,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     if task == cluster.leader:
         start = first_snapshot(config, run_dir, tell)
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.clean()  # of what a killed run has left; the launcher sees to it that there is no other
         saver = Saver(checkpoints, config.checkpoint.every_secs, send, facts_of(config))
         reporter = Reporter(run_dir, task, send, started_at)
     if cluster.mode == "async":

@@ -4,14 +4,13 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import Command, our_processes
+from tests.conftest import Command, our_processes, task_process, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +20,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 def wait_for_line(process: subprocess.Popen[str], path: Path, text: str) -> None:
     """Follows a growing file until it holds a text, as long as the process runs."""
-    while not (path.exists() and text in path.read_text(errors="replace")):
-        if process.poll() is not None:
-            pytest.fail(f"ended before {path} held {text!r}: {process.communicate()}")
-        time.sleep(0.05)  # between two looks at a condition
+    wait_until(lambda: path.exists() and text in path.read_text(errors="replace"), process)
 
 
 LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
@@ -72,11 +68,9 @@ def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callab
 
 @pytest.mark.parametrize(("mode", "task"), [("sync", "worker-1"), ("async", "ps-0"), ("async", "chief-0")])
 def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
-    process = command.start(f"mode={mode}", *LONG)
+    process = command.start(f"mode={mode}", *LONG, "max_restarts=0")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-1.log", "worker=1, epoch")
-    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
-    # The log that is a task's standard output tells which of the children it is.
-    next(p for p in server.children() if os.readlink(f"/proc/{p.pid}/fd/1").endswith(f"/{task}.log")).kill()
+    task_process(command.folder / "run", task).kill()
     finished = command.finish(process, timeout_secs=60)
     assert finished.code == 138, finished
     assert f"{task}: was killed by SIGKILL" in finished.stderr

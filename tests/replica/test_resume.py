@@ -137,7 +137,9 @@ def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
     assert_same_arrays(begun, trained, ("model/hidden1/", "model/hidden2/"))
     assert_same_arrays(begun, fresh, ("model/hidden3/", "model/logits/", "optimizer/"))
     config.init_layers = "hidden9|hidde"
-    with pytest.raises(CheckpointError, match=r"init_layers \(hidden9\|hidde\): matches no layer there; it has hidden1,"):
+    with pytest.raises(
+        CheckpointError, match=r"init_layers \(hidden9\|hidde\): matches no layer there; it has hidden1,"
+    ):
         async_loop(config, start=weights)
     other = run_config("dnn", hidden_units=[25])
     other.init_from, other.init_layers = "elsewhere", "hidden1"

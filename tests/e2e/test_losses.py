@@ -1,0 +1,182 @@
+"""Tasks that are lost: which role, by which signal, in which mode; the run ends exactly all the same."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command, task_process, wait_until
+
+STEPS = {"async": 12_000, "sync": 1_200}
+COMMON = [
+    "data=digits",
+    "model=softmax",
+    "watchdog_secs=10",
+    "train.log_every_steps=50",
+    "train.steps_per_execution=10",
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def start(command: Command, mode: str, *more: str) -> subprocess.Popen[str]:
+    return command.start(f"mode={mode}", *COMMON, f"train.steps={STEPS[mode]}", *more)
+
+
+def wait_for_step(command: Command, process: subprocess.Popen[str], step: int) -> None:
+    """Until the first worker has logged a global step of at least `step`."""
+    log = command.folder / "run" / "logs" / "worker-0.log"
+
+    def logged() -> bool:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        steps = [line.partition("global_step=")[2].partition(",")[0] for line in lines]
+        return any(int(step_text) >= step for step_text in steps if step_text)
+
+    wait_until(logged, process)
+
+
+def assert_exact(command: Command, mode: str, restarts: int) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((command.folder / "run" / "summary.json").read_text())
+    assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == STEPS[mode]
+    assert summary["restarts"] == restarts
+    assert summary["test_accuracy"] > 0.9
+    assert summary["test_examples"] == 360
+    return summary
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    ("mode", "task"),
+    [("async", "worker-1"), ("async", "ps-0"), ("async", "chief-0"), ("sync", "worker-0"), ("sync", "worker-1")],
+)
+def test_the_loss_of_a_task(command: Command, mode: str, task: str, signum: signal.Signals) -> None:
+    process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 6}")
+    wait_for_step(command, process, STEPS[mode] // 4)
+    os.kill(task_process(command.folder / "run", task).pid, signum)
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 6 s"
+    lines = [line for line in finished.stderr.splitlines() if "warning" in line]
+    assert len(lines) == 1, finished
+    assert f"{task} {how}" in lines[0]
+    summary = assert_exact(command, mode, restarts=1)
+    if mode == "async" and task.startswith("worker"):
+        assert "starting it again" in lines[0]
+        assert sum(worker["local_steps"] for worker in summary["workers"]) == STEPS[mode]
+        log = (command.folder / "run" / "logs" / f"{task}.log").read_text()
+        assert "final accuracy" in log, "it took part again"
+    else:
+        assert f"from the checkpoint at step {STEPS[mode] // 6}" in lines[0]
+
+
+def test_all_workers_lost(command: Command) -> None:
+    process = start(command, "async")
+    wait_for_step(command, process, 2_000)
+    for index in range(3):
+        task_process(command.folder / "run", f"worker-{index}").kill()
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    assert finished.stderr.count("was killed by SIGKILL; starting it again") == 3
+    assert_exact(command, "async", restarts=3)
+
+
+def test_a_lost_worker_gets_its_share_again(command: Command) -> None:
+    """It takes part after its restart, and the updates of its first life are not lost."""
+    process = start(command, "async")
+    wait_for_step(command, process, 1_000)
+    log = command.folder / "run" / "logs" / "worker-2.log"
+    before = log.read_text().count("worker=2, epoch")
+    task_process(command.folder / "run", "worker-2").kill()
+    wait_until(lambda: log.read_text().count("worker=2, epoch") > before + 2, process)
+    assert command.finish(process).code == 0
+    assert assert_exact(command, "async", restarts=1)["workers"][2]["local_steps"] > 50 * (before + 2)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_restarts_come_to_an_end(command: Command, mode: str) -> None:
+    process = start(command, mode, "max_restarts=1")
+    for number in range(2):
+        wait_for_step(command, process, 100)
+        victim = task_process(command.folder / "run", "worker-1")
+        (command.folder / "run" / "logs" / "worker-0.log").write_text("")
+        victim.kill()
+        if number == 0:
+            wait_until(lambda: _has_another(command, victim.pid), process)
+    finished = command.finish(process)
+    assert finished.code == 138, finished
+    assert "worker-1: was killed by SIGKILL, after 1 restarts" in finished.stderr
+
+
+def _has_another(command: Command, pid: int) -> bool:
+    try:
+        return task_process(command.folder / "run", "worker-1").pid != pid
+    except LookupError:
+        return False
+
+
+def test_a_launcher_that_is_stopped_for_a_while_stops_nothing(command: Command) -> None:
+    process = start(command, "async", "watchdog_secs=5")
+    wait_for_step(command, process, 500)
+    process.send_signal(signal.SIGSTOP)
+    wait_for_step(command, process, 4_000)  # the tasks go on
+    time.sleep(5.0)  # longer than a task may be silent
+    process.send_signal(signal.SIGCONT)
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    assert_exact(command, "async", restarts=0)
+
+
+STUCK = """
+import os, threading
+from pathlib import Path
+import keras, tensorflow as tf
+from tf2dist.registry import register_model
+
+def wait_once():
+    mark = Path(os.environ["STUCK_MARK"])
+    if os.environ.get("STUCK_STEP") == str(step_of.setdefault("calls", 0)) and not mark.exists():
+        mark.write_text("stuck")
+        threading.Event().wait()
+    step_of["calls"] += 1
+    return 0.0
+
+step_of = {}
+
+class Stuck(keras.layers.Layer):
+    def call(self, inputs):
+        nothing = tf.py_function(wait_once, [], tf.float32)
+        nothing.set_shape([])
+        return inputs + tf.stop_gradient(nothing)
+
+@register_model("stuck")
+def stuck(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), Stuck(), layers.Dense(num_classes)])
+"""
+
+
+def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
+    """It shows signs of life, and makes no progress: the watchdog writes its stacks and begins again."""
+    (command.folder / "stuck.py").write_text(STUCK)
+    mark = command.folder / "mark"
+    process = command.start(
+        *("mode=sync", "cluster=local2", "data=digits", "plugins=[stuck.py]", "model=stuck", "train.steps=60"),
+        *("watchdog_secs=8", "train.steps_per_execution=5"),
+        env={"STUCK_MARK": str(mark), "STUCK_STEP": "33"},
+    )
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    assert mark.exists()
+    assert "made no progress for 8 s, see the stacks in its log; starting all tasks again" in finished.stderr
+    logs = "".join(path.read_text() for path in (command.folder / "run" / "logs").glob("worker-*.log"))
+    assert "in wait_once" in logs
+    summary = json.loads((command.folder / "run" / "summary.json").read_text())
+    assert (summary["global_step"], summary["restarts"]) == (60, 1)

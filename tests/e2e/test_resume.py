@@ -1,0 +1,123 @@
+"""The same command with the same run_dir goes on; nothing of a run is begun anew by accident."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import Command, wait_until
+
+SYNC_CNN = [
+    *("mode=sync", "cluster=local2", "data=digits", "model=cnn", "model.dropout=0.3", "model.batch_norm=true"),
+    *("train.steps=60", "train.batch_size_per_worker=20", "train.log_every_steps=5"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def arrays(run_dir: Path) -> dict[str, np.ndarray]:
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    with np.load(newest / "arrays.npz") as packed:
+        return dict(packed)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(command: Command) -> None:
+    assert command(*SYNC_CNN, run_dir="straight").code == 0
+    process = command.start(*SYNC_CNN)
+    log = command.folder / "run" / "logs" / "worker-0.log"
+    wait_until(lambda: log.exists() and "global_step=10," in log.read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    stopped = command.finish(process)
+    assert stopped.code == 143, stopped
+    assert "stopped by SIGTERM; saved at step " in stopped.stderr
+    assert not (command.folder / "run" / "summary.json").exists()
+    resumed = command(*SYNC_CNN)
+    assert resumed.code == 0, resumed
+    assert "going on at step " in resumed.stderr
+    straight, again = arrays(command.folder / "straight"), arrays(command.folder / "run")
+    assert straight.keys() == again.keys()
+    for name, array in straight.items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
+    summaries = [json.loads((command.folder / name / "summary.json").read_text()) for name in ("straight", "run")]
+    for key in ("global_step", "updates_applied", "examples_seen", "test_accuracy", "test_loss"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
+    common = ["data=digits", "model=dnn", "optimizer=adam"]
+    assert command("mode=async", "cluster=local3", "train.steps=400", *common).code == 0
+    again = command("mode=async", "cluster=local3", "train.steps=400", *common)
+    assert again.code == 0, "at its end already, it is evaluated once more"
+    for step, more in (
+        (500, ["mode=sync", "cluster=local2"]),
+        (900, ["mode=async", "cluster=local2", "cluster.num_ps=2"]),
+    ):
+        finished = command(f"train.steps={step}", *more, *common)
+        assert finished.code == 0, finished
+        summary = json.loads((command.folder / "run" / "summary.json").read_text())
+        assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == step
+    assert summary["test_accuracy"] > 0.9
+    names = [path.name for path in sorted((command.folder / "run" / "checkpoints").iterdir())]
+    assert names == ["step-0000000400", "step-0000000500", "step-0000000900"]
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_lost(command: Command) -> None:
+    run_dir = command.folder / "run"
+    small = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=20"]
+    assert command(*small).code == 0
+    before = {path: path.read_bytes() for path in (run_dir / "summary.json", run_dir / "config.yaml")}
+    for more, told in (
+        ("model=dnn", "is of another model; missing: model/hidden1/bias"),
+        ("optimizer=sgd", "is of another optimizer; extra: optimizer/logits_bias_momentum"),
+        ("train.steps=10", "train.steps (10): the run in run_dir is at step 20 already"),
+    ):
+        refused = command(*small, more)
+        assert refused.code == 2, refused
+        assert told in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert {path: path.read_bytes() for path in before} == before
+    (run_dir / "checkpoints" / "step-0000000020" / "arrays.npz").write_bytes(b"damaged")
+    refused = command(*small)
+    assert refused.code == 2, refused
+    assert "all 1 checkpoints are damaged" in refused.stderr
+
+
+def test_a_run_directory_serves_one_run_at_a_time(command: Command) -> None:
+    process = command.start("data=digits", "train.steps=100000000")
+    wait_until((command.folder / "run" / "metrics.jsonl").exists, process)
+    second = command("data=digits", "train.steps=5")
+    assert second.code == 2, second
+    assert "another run is using it" in second.stderr
+    process.send_signal(signal.SIGINT)
+    assert command.finish(process).code == 130
+
+
+def test_chosen_layers_of_another_run(command: Command) -> None:
+    small = ["data=digits", "mode=sync", "cluster=local1", "train.steps=20"]
+    assert command(*small, run_dir="donor").code == 0
+    finished = command(*small, "seed=1", f"init_from={command.folder / 'donor'}", "init_layers=hidden[123]")
+    assert finished.code == 0, finished
+    assert f"weights of hidden1, hidden2, hidden3 from {command.folder / 'donor'}" in finished.stderr
+    refused = command(*small, f"init_from={command.folder / 'donor'}", "init_layers=conv.*", run_dir="other")
+    assert refused.code == 2
+    assert (
+        "init_layers (conv.*): matches no layer there; it has hidden1, hidden2, hidden3, hidden4, logits"
+        in refused.stderr
+    )
+
+
+def test_a_damaged_newest_checkpoint_is_told(command: Command) -> None:
+    small = ["data=digits", "model=softmax", "mode=sync", "cluster=local1"]
+    assert command(*small, "train.steps=20", "checkpoint.every_steps=10").code == 0
+    (command.folder / "run" / "checkpoints" / "step-0000000020" / "manifest.json").write_text("{")
+    finished = command(*small, "train.steps=30")
+    assert finished.code == 0, finished
+    assert "step-0000000020" in finished.stderr
+    assert "going back to the checkpoint before it" in finished.stderr
+    assert "going on at step 10" in finished.stderr
