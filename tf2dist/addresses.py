@@ -98,16 +98,24 @@ def port_holder(port: int) -> str:
     """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be seen."""
     rows = [line.split() for table in ("tcp", "tcp6") for line in _lines(f"/proc/net/{table}")[1:]]
     inodes = {row[9] for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port}
-    for folder in Path("/proc").glob("[0-9]*") if inodes else ():
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
-            links = {os.readlink(entry) for entry in (folder / "fd").iterdir()}
-            command = (folder / "cmdline").read_bytes()
+            if not any(_target(entry) in sockets for entry in (folder / "fd").iterdir()):
+                continue
+            command = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
         except OSError:  # another user's, or gone
             continue
-        if links & {f"socket:[{inode}]" for inode in inodes}:
-            words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", command.decode("utf-8", "replace")).split())
-            return f"pid {folder.name} ({words[:80]})"
+        words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", command).split())
+        return f"pid {folder.name} ({words[:80]})"
     return ""
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def _lines(path: str) -> list[str]:

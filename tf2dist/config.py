@@ -9,6 +9,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -92,8 +93,15 @@ class RunConfig:
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The configuration that another process has checked and written."""
-    return to_typed(OmegaConf.create(text))
+    """The configuration that another process has checked and written.
+
+    Raises:
+        ConfigError: it is no such configuration; a YAML tag that would make an object is none.
+    """
+    try:
+        return to_typed(OmegaConf.create(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration is no plain YAML: {one_line(error)}") from None
 
 
 def to_typed(cfg: Any) -> RunConfig:

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 from tf2dist.arguments import Rule
 
@@ -21,8 +22,10 @@ def rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
     return found
 
 
-def is_path(text: str) -> bool:
+def is_path(text: Any) -> bool:
     """Whether a text can name a file at all; what can, may still not be there."""
+    if not isinstance(text, str):  # a list in a configuration may hold anything
+        return False
     try:
         os.lstat(os.path.expanduser(text))
     except OSError as error:
