@@ -99,19 +99,22 @@ def from_config(config: RunConfig, tf_config: str | None) -> tuple[Cluster, Task
         return _from_tf_config(tf_config, config.mode)
     lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
     jobs = {job: addresses for job, addresses in lists.items() if addresses}
-    if not jobs:
-        raise ClusterError("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
-    return _validated("cluster", jobs, _hosts_task(config.task), config.mode)
+    return _validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode)
 
 
-def _hosts_task(task: TaskConfig) -> dict[str, Any]:
+def _hosts_task(task: TaskConfig, jobs: dict[str, list[str]]) -> dict[str, Any]:
     given = {"type": task.type, "index": task.index}
     missing = [f"task.{key}" for key, value in given.items() if value is None]
+    problems = []
     if missing:
-        raise ClusterError(
+        problems.append(
             f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
             "give task.type=worker task.index=0"
         )
+    if not jobs:
+        problems.append("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
+    if problems:
+        raise ClusterError("\n".join(problems))
     return given
 
 

@@ -1,5 +1,6 @@
 """A configuration is data: whatever it says, nothing of it is run, built or looked up in the environment."""
 
+import ast
 import os
 import stat
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tf2dist import cli, compose, config
 from tf2dist.errors import ConfigError
 
@@ -99,6 +101,26 @@ def test_a_plugin_is_checked_without_being_run(folder: Path) -> None:
     plugin = folder / "plugin.py"
     plugin.write_text("import os\nos.system('touch ran')\n")
     assert compose.load([f"plugins=[{plugin}]"], None).plugins == [str(plugin)]
+
+
+RUNNERS = {"eval", "exec", "load_model", "instantiate", "from_config_file", "unsafe_load", "full_load"}
+
+
+@pytest.mark.parametrize("module", sorted((REPOSITORY / "tf2dist").glob("*.py")), ids=lambda path: path.stem)
+def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
+    """`registry` runs plugins, which are code, and `testing` sends functions to processes of the same test."""
+    imported: set[str] = set()
+    called: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.name for alias in node.names}
+            imported |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+        elif isinstance(node, ast.Call):
+            called.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+            assert not any(word.arg in ("allow_pickle", "shell", "safe_mode") for word in node.keywords)
+    assert not called & RUNNERS
+    allowed = {"testing": {"pickle", "cloudpickle"}, "registry": {"runpy"}}.get(module.stem, set())
+    assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
 
 
 def private(path: Path) -> bool:
