@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,10 +138,9 @@ def _from_tf_config(text: str, mode: str) -> tuple[Cluster, Task]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; of two members with one name, Python would take the last without a word."""
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ClusterError(f'TF_CONFIG: "{name}" is there twice; leave one of them out')
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ClusterError(f'TF_CONFIG: "{name}" is there {count} times; leave all but one out')
     return dict(pairs)
 
 

@@ -1,11 +1,13 @@
 """``python -m tf2dist.doctor [options] [--json]``: what would stand in the way of a run, one line a finding.
 
 Takes the options and the TF_CONFIG of ``python -m tf2dist``, starts nothing, makes nothing, and
-ends within two minutes. Exit code 0 when nothing failed, 2 when something did. With --json the
-output is one JSON array of {"level", "topic", "text", "fix"}. A peer that does not listen yet is
-a warning: it may start later. A name that nobody knows or a host without a route to it is a failure.
+ends within three minutes, however slow the names and TensorFlow are. Exit code 0 when nothing
+failed, 2 when something did. With --json the output is one JSON array of {"level", "topic",
+"text", "fix"}. A peer that does not listen yet is a warning: it may start later. A name that
+nobody knows or a host without a route to it is a failure.
 """
 
+import errno
 import json
 import os
 import sys
@@ -23,7 +25,7 @@ from tf2dist.errors import ClusterError, RequestError, first_line
 from tf2dist.findings import Finding
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
-NO_WAY = ("name unknown", os.strerror(113), os.strerror(101), os.strerror(100))  # EHOSTUNREACH, ENETUNREACH, ENETDOWN
+NO_WAY = ("name unknown", *map(os.strerror, (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)))
 Check = Callable[[], Iterator[Finding]]
 
 
@@ -134,11 +136,16 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
     """Whether this task can listen at its address, and who could reach it there."""
     address = cluster.address(task)
     host, port = addresses.split(address)
-    ips = ", ".join(f"{ip} (IPv{ip.version})" for ip in addresses.resolve(host))
+    ips = addresses.resolve(host)
+    if not ips:
+        level = "fail" if config.cluster.check_address else "warn"
+        yield Finding(level, "ports", f"{task} at {address}: this host does not know the name", "correct it, or add it")
+        return
     try:
         if config.cluster.check_address:
             peers.check_own_address(cluster, task)
-        yield Finding("ok", "ports", f"{task} can listen at {address}, which is {ips or 'unknown here'}")
+        means = ", ".join(f"{ip} (IPv{ip.version})" for ip in ips)
+        yield Finding("ok", "ports", f"{task} can listen at {address}, which is {means}")
     except ClusterError as error:
         yield from failures("ports", error)
     if port in (ephemeral := addresses.ephemeral_ports()):
@@ -155,10 +162,11 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
 def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
     """Who answers, all asked at once; who has not answered in time is told as such."""
     others = [task for task in cluster.tasks if task != this]
-    answers: dict[Task, tuple[str, str]] = {}
+    answers: dict[Task, tuple[list[addresses.Ip], str]] = {}
+    at_home = loopback(addresses.resolve(addresses.split(cluster.address(this))[0]))
 
     def ask(task: Task) -> None:
-        ips = ", ".join(map(str, addresses.resolve(addresses.split(cluster.address(task))[0])))
+        ips = addresses.resolve(addresses.split(cluster.address(task))[0])
         answers[task] = (ips, peers.problem(cluster.address(task)))
 
     threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in others]
@@ -168,9 +176,12 @@ def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for task in others:
-        ips, why = answers.get(task, ("", f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
-        where = f"{task} at {cluster.address(task)}" + (f" [{ips}]" if ips not in ("", cluster.address(task)) else "")
-        if not why:
+        ips, why = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
+        where = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")
+        if loopback(ips) and not at_home:
+            fix = "give the name by which the other hosts know it"
+            yield Finding("fail", "peers", f"{where} is a loopback address, which means another host on each", fix)
+        elif not why:
             yield Finding("ok", "peers", f"{where} answers")
         elif why in NO_WAY:
             fix = "correct the name, or add it to DNS" if why == NO_WAY[0] else "mend the route to that host"
@@ -178,6 +189,10 @@ def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
         else:
             fix = "start it, or open the port in the firewall"
             yield Finding("warn", "peers", f"{where} does not answer ({why})", fix)
+
+
+def loopback(ips: list[addresses.Ip]) -> bool:
+    return bool(ips) and all(ip.is_loopback for ip in ips)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ IN_TF_CONFIG: list[tuple[str, str]] = [
     ('{"a":' * 3000, "cannot be read"),
     ("\udcff\udcfe", "not valid JSON at character 1"),
     ("{'cluster': {}}", "not valid JSON"),
-    ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', '"worker" is there twice'),
+    ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', '"worker" is there 2 times'),
     (tf_config("a:1"), "must be a list"),
     (tf_config([["a:1"]]), "must be a list"),
     (tf_config({"0": "a:1"}), "must be a list"),

@@ -103,6 +103,17 @@ def test_a_peer_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch)
     assert "no answer in" in only(lines, "warn  peers: worker-1")[0]
 
 
+def test_a_loopback_address_among_hosts_is_a_failure() -> None:
+    options = ["data=digits", "mode=sync", "cluster.check_address=false"]
+    lines = examined(*options, tf_config=hosts("127.0.0.1:2222", "10.0.0.1:2222", index=1))
+    assert only(lines, "fail  peers: worker-0 at 127.0.0.1:2222")
+
+
+def test_a_name_of_its_own_that_nobody_knows() -> None:
+    lines = examined("data=digits", "mode=sync", tf_config=hosts("no-such-host.invalid:2222"))
+    assert only(lines, "fail  ports: worker-0 at no-such-host.invalid:2222: this host does not know the name")
+
+
 def test_a_taken_port_names_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{server.getsockname()[1]}"))
