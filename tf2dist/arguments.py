@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-Rule = tuple[str, Any, bool, str]  # name, value, whether it holds, what must be
+from tf2dist.rules import Rule
 
 SCHEDULES = ("constant", "cosine")
 MAX_UNITS = 1_000_000

@@ -7,64 +7,117 @@ worker died, or that runs past the end, is refused there update by update.
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
+from tf2dist import data, pulse
 from tf2dist.async_step import AsyncStep
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import NotFiniteError
 from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report, target_step
+from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model
 from tf2dist.parameter_server import MAX_STALENESS, TOTALS
+from tf2dist.saving import Snapshot
 from tf2dist.serving import say_farewell
+from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.strategy import parameter_server_strategy
 
 STEPS_PER_EXECUTION = 50
 POLL_SECS = 0.05
 FAREWELL_TIMEOUT_SECS = 5.0
+TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """Where the counters of the ps begin.
+
+    Attributes:
+        positions: of each worker's input, int [workers].
+        totals: of each worker, float64 [workers, len(TOTALS)]; zero if the snapshot has none for as many.
+        earlier_steps, earlier_examples: those of the run that `totals` does not hold.
+    """
+
+    step: int
+    positions: np.ndarray
+    totals: np.ndarray
+    staleness: np.ndarray
+    earlier_steps: int
+    earlier_examples: int
+
+    @classmethod
+    def of(cls, start: Snapshot | None, sharding: data.Sharding) -> "_Counters":
+        step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
+        totals = np.zeros((sharding.num_shards, len(TOTALS)))
+        staleness = np.zeros(MAX_STALENESS + 1, np.int64)
+        if start and start.arrays.get(TOTALS_ARRAY, np.empty(0)).shape == totals.shape:
+            totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
+        steps, _, _, seen = (int(value) for value in totals.sum(axis=0))
+        positions = np.array(input_positions(start, sharding))
+        return cls(step, positions, totals, staleness, step - steps, examples - seen)
 
 
 class AsyncLoop:
     """Runs on the coordinator; see `loop.Loop`."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, task: Task, splits: data.Splits, report: Report) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        task: Task,
+        splits: data.Splits,
+        start: Snapshot | None,
+        report: Report,
+    ) -> None:
         self._cluster, self._report = cluster, report
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = data.Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
-        self.target_step = target_step(config, self.updates_per_epoch)
+        self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
         self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
         self._strategy = parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
+        self._start = _Counters.of(start, self.sharding)
+        self._offsets = self._start.positions - self._start.totals[:, TOTALS.index("steps")].astype(int)
+        offsets = [int(offset) for offset in self._offsets]
         self._graphs = AsyncStep(
-            config, self.model, splits.image_shape, self.sharding, self._num_steps, self.target_step
+            config, self.model, splits.image_shape, self.sharding, offsets, self._num_steps, self.target_step
         )
+        variables = [variable for server in self._graphs.servers for variable in server.variables]
+        self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
+        self.begun_with = begin(self._named, start, config)
+        for server in self._graphs.servers:
+            server.begin(self._start.step, self._start.totals, self._start.staleness)
         self._iterator = iter(self._coordinator.create_per_worker_dataset(self._graphs.dataset))
         self._train_function = self._graphs.train_function()
         self._evaluate_functions: dict[str, Any] = {}
-        self.progress = Progress(0, (0,) * num_workers, 0, math.nan, math.nan)
-        self._reported, self._read_at, self._steps_per_sec = np.zeros(len(TOTALS)), time.monotonic(), 0.0
+        local_steps = tuple(int(row[0]) for row in self._start.totals)
+        examples = self._start.earlier_examples + int(self._start.totals[:, TOTALS.index("examples")].sum())
+        self.progress = Progress(self._start.step, local_steps, examples, math.nan, math.nan)
+        self._reported, self._read_at = self._start.totals.sum(axis=0), time.monotonic()
+        self._steps_per_sec = 0.0
 
     @property
     def updates_per_epoch(self) -> int:
         return self.sharding.updates_per_epoch
 
-    def train(self, until_step: int) -> None:
+    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
-        limit = tf.constant(until_step, tf.int64)
+        limit, wished = tf.constant(until_step, tf.int64), Wish.NOTHING
         scheduled = first_admitted = 0
         while True:
             idle = self._coordinator.done()  # raises what a worker has raised
             admitted = self._read()
             missing = until_step - self.progress.global_step
-            if missing <= 0:
+            if missing <= 0 or (wished := wish()):
                 break
             if idle:
                 for server in self._graphs.servers:
@@ -76,8 +129,22 @@ class AsyncLoop:
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
                 scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
             time.sleep(POLL_SECS)
-        self._coordinator.join()  # calls that have nothing left to do
+        self._coordinator.join()  # calls that have nothing left to do, or that a wish lets run out
         self._read()
+        if wished:
+            self._level()
+        return wished
+
+    def _level(self) -> None:
+        """Brings all ps to the same count: a worker that died may have pushed to some of them only."""
+        counts = [int(server.applied.numpy()) for server in self._graphs.servers]
+        for server in self._graphs.servers:
+            server.forget_refused()
+        if min(counts) < max(counts):
+            self.train(max(counts))
+
+    def agree(self, wish: Wish) -> Wish:
+        return wish
 
     def _window(self) -> int:
         """Steps to keep in flight: two calls for each worker, and what is done between three looks."""
@@ -98,7 +165,7 @@ class AsyncLoop:
             self.progress = Progress(
                 global_step=applied,
                 local_steps=tuple(int(row[0]) for row in totals),
-                examples=int(examples),
+                examples=self._start.earlier_examples + int(examples),
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
                 accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
             )
@@ -112,12 +179,28 @@ class AsyncLoop:
             self._evaluate_functions[split] = self._graphs.evaluate_function(split)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in chunks(self._sizes[split])]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
-        self._coordinator.join()
-        return Evaluation.of_sums(np.sum(self._coordinator.fetch(sums), axis=0), self._sizes[split])
+        total = np.zeros(3)
+        for part in sums:
+            total += self._coordinator.fetch(part)
+            pulse.beat()
+        return Evaluation.of_sums(total, self._sizes[split])
 
     def updates_applied(self) -> int:
         """What every worker's steps add up to; the global step is the ps's own count."""
-        return int(self._graphs.servers[0].totals.numpy()[:, TOTALS.index("steps")].sum())
+        return self._start.earlier_steps + int(self._graphs.servers[0].totals.numpy()[:, TOTALS.index("steps")].sum())
+
+    def snapshot(self) -> Snapshot:
+        first = self._graphs.servers[0]
+        totals = first.totals.numpy()
+        positions = self._offsets + totals[:, TOTALS.index("steps")].astype(int)
+        facts = {
+            "mode": "async",
+            "local_steps": list(self.progress.local_steps),
+            "examples": self.progress.examples,
+            "input": input_facts(self.sharding, [int(position) for position in positions]),
+        }
+        own = {TOTALS_ARRAY: totals, STALENESS_ARRAY: first.staleness.numpy()}
+        return Snapshot(self.progress.global_step, values(self._named) | own, facts)
 
     def facts(self) -> dict[str, Any]:
         """How many updates others applied between a worker's pull and its push, at every update."""
@@ -127,7 +210,7 @@ class AsyncLoop:
         largest = int(values[histogram > 0].max(initial=0))
         return {"staleness": {"mean": float((histogram * values).sum() / total), **quantiles, "max": largest}}
 
-    def finish(self, accuracy: float) -> None:
+    def finish(self, accuracy: float | None) -> None:
         say_farewell(self._cluster, {"final_accuracy": accuracy}, FAREWELL_TIMEOUT_SECS)
 
     def abandon(self, reason: str) -> None:

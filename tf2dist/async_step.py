@@ -28,6 +28,7 @@ class AsyncStep:
     Args:
         model: its variables lie on parameter servers.
         sharding: of the training set.
+        offsets: of each worker, from the steps that the ps have counted to those of its input.
         steps_per_execution: steps of one call.
         total_steps: updates in the whole run.
     """
@@ -38,12 +39,14 @@ class AsyncStep:
         model: keras.Model,
         image_shape: tuple[int, ...],
         sharding: data.Sharding,
+        offsets: list[int],
         steps_per_execution: int,
         total_steps: int,
     ) -> None:
         self._config, self._sharding, self._num_steps = config, sharding, steps_per_execution
         self._step = ModelStep(model)
         self._image_shape = image_shape
+        self._offsets = offsets
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
             ParameterServer(
@@ -62,7 +65,10 @@ class AsyncStep:
         images = remote_array("train", "images", self._image_shape)
         labels = remote_array("train", "labels", (), tf.int32)
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        return data.blocks(images, labels, self._sharding, worker, self._num_steps)
+        # A worker that was lost begins again where its updates ended.
+        taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
+        first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
+        return data.blocks(images, labels, self._sharding, worker, self._num_steps, first_step)
 
     def train_function(self) -> Any:
         """``function(iterator, limit)``: steps of which those above `limit` updates are refused."""

@@ -1,11 +1,13 @@
 """Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +22,7 @@ from tf2dist.errors import ClusterError, ConfigError, RequestError, TfDistError
 from tf2dist.help import help_text
 from tf2dist.paths import make_private
 from tf2dist.peers import check_own_address
+from tf2dist.saving import Checkpoints
 from tf2dist.supervisor import supervise
 
 MAX_LINE_CHARS = 300
@@ -92,37 +95,56 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     if this is None or this[1].job != "ps":
         config.data = sources.resolve(config.data, console.warn)
     sources.check_batch_size(config, num_workers)  # again: the data may have become another
-    run_dir = make_run_dir(config, leads=this is None or this[1] == this[0].leader)
-    summary = supervise(config, run_dir, this, console, started_at)
+    leads = this is None or this[1] == this[0].leader
+    run_dir = make_run_dir(config)
+    with the_only_run(run_dir) if leads else contextlib.nullcontext():
+        if leads:
+            Checkpoints(run_dir / "checkpoints").clean()  # of what a killed run has left
+        summary = supervise(config, run_dir, this, console, started_at)
     if summary:
         print(result_lines(summary, str(run_dir)), flush=True)
 
 
-def make_run_dir(config: RunConfig, leads: bool) -> Path:
-    """The folder of this run, readable by its owner alone, with `logs` and the leader's config.yaml in it.
+def make_run_dir(config: RunConfig) -> Path:
+    """The folder of this run, readable by its owner alone, with `logs` in it.
 
     Raises:
-        ConfigError: it holds a run already, or cannot be made.
+        ConfigError: it cannot be made.
     """
     try:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else new_default_dir(config)
-        if leads and any((run_dir / name).exists() for name in ("metrics.jsonl", "summary.json")):
-            raise ConfigError(f"run_dir ({config.run_dir}): holds a run already; name another directory, or remove it")
-        if leads and (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
+        if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(
                 f"run_dir ({config.run_dir}): has a config.yaml of something else; name another directory"
             )
         make_private(run_dir)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
-        if leads:
-            (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({reason}); name another directory"
         ) from None
     return run_dir
+
+
+@contextlib.contextmanager
+def the_only_run(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory for as long as this process lives, however it ends.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    with open(run_dir / ".lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run_dir ({run_dir}): another run is using it; wait for its end, or name another directory"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def new_default_dir(config: RunConfig) -> Path:

@@ -17,6 +17,7 @@ from tf2dist.config import RunConfig, check, one_line, to_typed
 from tf2dist.errors import ConfigError
 
 CONF_MODULE = "tf2dist.conf"
+VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 PLUGIN_GROUPS = ("model", "data", "optimizer")
 MAX_OVERRIDE_CHARS = 4096
 # What Hydra and its parser raise; a number of 5,000 digits and 500 brackets are among the last two.
@@ -124,6 +125,9 @@ def _hydra(overrides: list[str]) -> Any:
 def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     """Checks ``group=name``; a name that only a plugin can know becomes the group's plugin file."""
     key, separator, value = override.partition("=")
+    if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return [f"{key}='{quoted}'"]  # to Hydra's grammar brackets and spaces mean something
     names = options().get(key)
     if override == "experiment=null":
         return []

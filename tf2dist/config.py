@@ -4,7 +4,6 @@ Mistakes become one `ConfigError` that names the option, its value, the rule and
 Nothing in a configuration is ever executed or instantiated.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,15 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist import arguments, paths
-from tf2dist.arguments import Rule
 from tf2dist.errors import ConfigError
+from tf2dist.rules import Rule, at_least_one, is_pattern, positive_secs
 
 MODES = ("async", "sync")
 CLUSTER_KINDS = ("local", "hosts", "tf_config")
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
-MAX_COUNT = 10**12  # of steps: far more than anyone trains, far less than 64 bits hold
 MAX_EPOCHS = 10**6
-MAX_SECS = 366 * 24 * 3600.0  # a year; the system's calls take no endless waits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,6 +61,13 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every_secs: float | None = 600.0
+    every_steps: int | None = None
+    keep: int = 3
+
+
+@dataclass(kw_only=True, slots=True)
 class DevicesConfig:
     gpu_memory_fraction: float | None = None
     xla: bool = False
@@ -81,11 +85,16 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=lambda: {"name": "dnn"})
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     plugins: list[str] = field(default_factory=list)
     run_dir: str | None = None
+    init_from: str | None = None
+    init_layers: str | None = None
     seed: int = 0
     startup_timeout_secs: float = 60.0
+    watchdog_secs: float = 120.0
+    max_restarts: int = 3
     grace_secs: float = 10.0
 
     def to_yaml(self) -> str:
@@ -153,7 +162,7 @@ def check(config: RunConfig) -> None:
     fraction = devices.gpu_memory_fraction
     rules: list[Rule] = [
         ("mode", config.mode, config.mode in MODES, "must be async or sync"),
-        _at_least_one("train.steps", train.steps),
+        at_least_one("train.steps", train.steps),
         ("train.epochs", train.epochs, train.epochs is None or train.epochs > 0, "must be more than 0"),
         ("train.epochs", train.epochs, not (train.epochs or 0) > MAX_EPOCHS, f"must be at most {MAX_EPOCHS:,}"),
         (
@@ -162,12 +171,12 @@ def check(config: RunConfig) -> None:
             train.epochs is None or train.steps is None,
             f"train.steps is {train.steps}; give one of the two",
         ),
-        _at_least_one("train.batch_size_per_worker", train.batch_size_per_worker),
-        _at_least_one("train.log_every_steps", train.log_every_steps),
-        _at_least_one("train.eval_every_steps", train.eval_every_steps),
-        _at_least_one("train.steps_per_execution", train.steps_per_execution),
+        at_least_one("train.batch_size_per_worker", train.batch_size_per_worker),
+        at_least_one("train.log_every_steps", train.log_every_steps),
+        at_least_one("train.eval_every_steps", train.eval_every_steps),
+        at_least_one("train.steps_per_execution", train.steps_per_execution),
         ("cluster.kind", cluster.kind, cluster.kind in CLUSTER_KINDS, f"must be one of {', '.join(CLUSTER_KINDS)}"),
-        _at_least_one("cluster.num_workers", cluster.num_workers),
+        at_least_one("cluster.num_workers", cluster.num_workers),
         ("cluster.num_ps", cluster.num_ps, cluster.num_ps >= 0, "must be at least 0"),
         *_check_local(config),
         (
@@ -179,7 +188,7 @@ def check(config: RunConfig) -> None:
         *_check_hosts(config),
         ("data.offline", data.offline, data.offline in ("fallback", "fail"), "must be fallback or fail"),
         ("data.num_validation", data.num_validation, data.num_validation >= 0, "must be at least 0"),
-        _positive("data.download_timeout_secs", data.download_timeout_secs),
+        positive_secs("data.download_timeout_secs", data.download_timeout_secs),
         (
             "devices.gpu_memory_fraction",
             fraction,
@@ -193,8 +202,11 @@ def check(config: RunConfig) -> None:
             "must be float32 or bfloat16",
         ),
         ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
-        _positive("startup_timeout_secs", config.startup_timeout_secs),
-        _positive("grace_secs", config.grace_secs),
+        positive_secs("startup_timeout_secs", config.startup_timeout_secs),
+        positive_secs("watchdog_secs", config.watchdog_secs),
+        ("max_restarts", config.max_restarts, config.max_restarts >= 0, "must be at least 0"),
+        positive_secs("grace_secs", config.grace_secs),
+        *_check_checkpoints(config),
         *arguments.rules("model", config.model, builtin=not config.plugins),
         *arguments.rules("optimizer", config.optimizer, builtin=not config.plugins),
         *paths.rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
@@ -224,13 +236,13 @@ def _check_local(config: RunConfig) -> list[Rule]:
     return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]
 
 
-def _at_least_one(name: str, value: int | None) -> Rule:
-    if value is None or value < 1:
-        return (name, value, value is None, "must be at least 1")
-    return (name, value, value <= MAX_COUNT, f"must be at most {MAX_COUNT:,}")
-
-
-def _positive(name: str, value: float) -> Rule:
-    if value > MAX_SECS and value != math.inf:
-        return (name, value, False, f"must be at most {MAX_SECS:.0f}, a year")
-    return (name, value, 0 < value <= MAX_SECS, "must be more than 0 and finite")
+def _check_checkpoints(config: RunConfig) -> list[Rule]:
+    source, layers = config.init_from, config.init_layers
+    return [
+        positive_secs("checkpoint.every_secs", config.checkpoint.every_secs),
+        at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
+        at_least_one("checkpoint.keep", config.checkpoint.keep),
+        ("init_from", source, source is None or paths.is_folder(source), "there is no such run directory"),
+        ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
+        ("init_layers", layers, is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
+    ]

@@ -51,7 +51,8 @@ class Console:
     def progress(self, event: dict[str, Any]) -> None:
         """Shows a progress event: step, target_step, loss."""
         now, step, target = time.monotonic(), event["step"], event["target_step"]
-        self._first = self._first or (now, step)
+        if self._first is None or step < self._first[1]:  # a restart goes back
+            self._first = (now, step)
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
         line = progress_line(step, target, event["loss"], rate)
         if self._live:

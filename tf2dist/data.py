@@ -204,32 +204,42 @@ class Sharding:
         return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
 
 
-def batches(images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor) -> tf.data.Dataset:
+def batches(
+    images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0
+) -> tf.data.Dataset:
     """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
 
-    Batches are gathered whole from the tensors: shuffling elements one by one costs several times more.
+    It begins at the worker's own step `first_step`. Batches are gathered whole from the tensors:
+    shuffling elements one by one costs several times more.
     """
-    return _gathered(_rows(sharding, shard), images, labels)
+    return _gathered(_rows(sharding, shard, first_step), images, labels)
 
 
 def blocks(
-    images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor, size: int
+    images: tf.Tensor,
+    labels: tf.Tensor,
+    sharding: Sharding,
+    shard: int | tf.Tensor,
+    size: int,
+    first_step: int | tf.Tensor = 0,
 ) -> tf.data.Dataset:
     """Like `batches`, `size` steps an element: one call of the iterator for many steps.
 
     A step that has no example of its own for this worker is left out: its update would do nothing.
     """
-    rows = _rows(sharding, shard).filter(lambda _, weights: weights[0] > 0)
+    rows = _rows(sharding, shard, first_step).filter(lambda _, weights: weights[0] > 0)
     return _gathered(rows.batch(size, drop_remainder=True), images, labels)
 
 
-def _rows(sharding: Sharding, shard: int | tf.Tensor) -> tf.data.Dataset:
-    shard = tf.cast(shard, tf.int32)
+def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
+    shard, first_step = tf.cast(shard, tf.int32), tf.cast(first_step, tf.int64)
 
     def epoch_dataset(epoch: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(sharding.epoch_rows(tf.cast(epoch, tf.int32), shard))
 
-    return tf.data.Dataset.range(np.iinfo(np.int32).max).flat_map(epoch_dataset)
+    first_epoch = first_step // sharding.steps_per_epoch
+    epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int32).max)
+    return epochs.flat_map(epoch_dataset).skip(first_step % sharding.steps_per_epoch)
 
 
 def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:

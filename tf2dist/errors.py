@@ -4,7 +4,8 @@
     |- RequestError                  2     the request is wrong: asking again will not help
     |  |- ConfigError                      an option, a key or a value
     |  |- ClusterError                     TF_CONFIG, a host list, a role
-    |  `- DataError                        data that is not there or cannot be used
+    |  |- DataError                        data that is not there or cannot be used
+    |  `- CheckpointError                  a checkpoint of another model, or none that is whole
     |- TrainingError                 1     the training code failed
     |- TaskFailure            its task's   one or more tasks of this host failed
     |- NotFiniteError                3     the loss is not a finite number
@@ -43,6 +44,10 @@ class DataError(RequestError):
     pass
 
 
+class CheckpointError(RequestError):
+    pass
+
+
 class TrainingError(TfDistError):
     exit_code = 1
 
@@ -58,8 +63,9 @@ class TaskLostError(TfDistError):
 class Interrupted(TfDistError):
     """Stopped by a signal; the exit code is the shell's, 128 plus the signal's number."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__({2: "stopped by Ctrl-C", 15: "stopped by SIGTERM"}.get(signum, f"stopped by signal {signum}"))
+    def __init__(self, signum: int, more: str = "") -> None:
+        what = {2: "stopped by Ctrl-C", 15: "stopped by SIGTERM"}.get(signum, f"stopped by signal {signum}")
+        super().__init__(what + more)
         self.exit_code = 128 + signum
 
 
@@ -96,14 +102,15 @@ class TaskFailure(TfDistError):
 
     Args:
         records: one for each task that failed, the earliest first.
+        more: to be said of the first.
     """
 
-    def __init__(self, records: list[FailureRecord]) -> None:
+    def __init__(self, records: list[FailureRecord], more: str = "") -> None:
         first, *others = records
-        lines = [f"{first.task}: {first.message}"]
+        lines = [f"{first.task}: {first.message}" + (f", {more}" if more else "")]
         if first.details:
             lines.insert(0, first.details)
-        lines += [f"  then {other.task}: {other.message}" for other in others]
+        lines += [f"  then {other.task}: {other.message}" for other in others if other.message != first.message]
         super().__init__("\n".join(lines))
         self.records = records
         self.exit_code = first.exit_code

@@ -32,10 +32,16 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def sender(sock: socket.socket, name: str) -> Send:
-    """Returns a function that sends one packet marked with the task's `name`."""
+    """Returns a function that sends one packet marked with the task's `name`.
+
+    A task must not wait for a launcher that somebody has stopped for a while: what will be said
+    again anyway is dropped then.
+    """
 
     def send(packet: dict[str, Any]) -> None:
-        sock.send(json.dumps({"task": name, **packet}).encode())
+        flags = socket.MSG_DONTWAIT if packet["event"] in ("alive", "progress") else 0
+        with contextlib.suppress(BlockingIOError):
+            sock.send(json.dumps({"task": name, **packet}).encode(), flags)
 
     return send
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -151,17 +151,24 @@ class Launcher:
 
     def stop(self) -> None:
         """TERM to every task, at most `grace_secs` for all to end, KILL to the rest."""
-        self._end_all(signal.SIGTERM, lambda: self.grace_secs)
-        self._end_all(signal.SIGKILL, lambda: KILL_TIMEOUT_SECS)
+        if self.grace_secs > 0:
+            self._end_all(signal.SIGTERM, self.grace_secs)
+        self.kill_all()
 
-    def _end_all(self, signum: int, wait_secs: Callable[[], float]) -> None:
-        start = time.monotonic()
+    def kill_all(self) -> list[Event]:
+        """KILL to every task; returns what was still told, when all have ended."""
+        return self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
+
+    def _end_all(self, signum: int, wait_secs: float) -> list[Event]:
+        deadline, told = time.monotonic() + wait_secs, []
         for name in list(self.tasks):
             self.signal(name, signum)
-        while self.tasks and time.monotonic() < start + wait_secs():
+        while self.tasks and time.monotonic() < deadline:
             for event in self.events(0.1):
+                told.append(event)
                 if event["event"] == "started":  # it was on its way when the signal went out
                     self.signal(event["task"], signum)
+        return told
 
     def __exit__(self, *_: object) -> None:
         try:

@@ -1,15 +1,18 @@
 """What the two training loops have in common: the signature, and what they tell about themselves."""
 
+import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import keras
 
 from tf2dist.config import RunConfig
 from tf2dist.data import Sharding
+from tf2dist.errors import ConfigError
 from tf2dist.evaluate import Evaluation
+from tf2dist.saving import Snapshot
 from tf2dist.sources import DEFAULT_EPOCHS
 
 
@@ -20,7 +23,8 @@ class Progress:
     Attributes:
         global_step: updates applied to the model.
         local_steps: steps of each worker that are part of them.
-        examples: seen by all workers.
+            Those taken before by a cluster of another mode or size are not.
+        examples: seen by all workers, in the whole run.
         loss: mean over the steps since the last report; NaN if there were none.
         accuracy: on the training examples of these steps.
     """
@@ -35,28 +39,69 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def target_step(config: RunConfig, updates_per_epoch: int) -> int:
-    """The global step at which the run ends."""
+class Wish(enum.Flag):
+    """Why a training should pause."""
+
+    NOTHING = 0
+    SAVE = enum.auto()
+    STOP = enum.auto()
+
+
+def target_step(config: RunConfig, sharding: Sharding, updates_per_epoch: int, start: Snapshot | None) -> int:
+    """The global step at which the run ends.
+
+    Raises:
+        ConfigError: the run is beyond it already.
+    """
+    step = start.step if start else 0
     if config.train.steps is not None:
+        if config.train.steps < step:
+            raise ConfigError(
+                f"train.steps ({config.train.steps}): the run in run_dir is at step {step} already; ask for more, or "
+                "name another run_dir"
+            )
         return config.train.steps
     epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
-    return max(1, math.ceil(epochs * updates_per_epoch))
+    target = max(1, math.ceil(epochs * updates_per_epoch))
+    if start is None or not start.is_resumed or start.facts["input"]["sharding"] == asdict(sharding):
+        return max(target, step)
+    # Another cluster has made some of the passes, in steps of another size.
+    done: float = start.facts["examples"] / start.facts["input"]["sharding"]["num_examples"]
+    return step + max(0, math.ceil((epochs - done) * updates_per_epoch))
 
 
 class Loop(Protocol):
-    """One task's view of the training; made with ``(config, cluster, task, splits, report)``."""
+    """One task's view of the training; made with ``(config, cluster, task, splits, start, report)``.
+
+    Attributes:
+        begun_with: how it has made use of `start`, for the user.
+    """
 
     model: keras.Model
     sharding: Sharding
     progress: Progress
     target_step: int
+    begun_with: str
 
     @property
     def updates_per_epoch(self) -> int:
         """Global steps in which the whole cluster passes over the training set once."""
 
-    def train(self, until_step: int) -> None:
-        """Trains until exactly `until_step` updates have been applied."""
+    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
+        """Trains until exactly `until_step` updates have been applied, or until a wish.
+
+        Args:
+            wish: asked every now and then; answered soon, at an exact step where all tasks stand.
+
+        Returns:
+            What was wished for by whatever task; nothing if `until_step` was reached.
+        """
+
+    def agree(self, wish: Wish) -> Wish:
+        """The wishes of all tasks that drive the training; to be called by all while none trains."""
+
+    def snapshot(self) -> Snapshot:
+        """The state at `progress.global_step`; on the leader, while none trains."""
 
     def evaluate(self, split: str) -> Evaluation:
         """Evaluates "test" or "validation", every example exactly once."""
@@ -67,8 +112,8 @@ class Loop(Protocol):
     def facts(self) -> dict[str, Any]:
         """What only this mode can tell, for summary.json."""
 
-    def finish(self, accuracy: float) -> None:
-        """Ends the training on every task; each logs the final accuracy."""
+    def finish(self, accuracy: float | None) -> None:
+        """Ends the training on every task; each logs the final accuracy, None if it was stopped before."""
 
     def abandon(self, reason: str) -> None:
         """Tells those who wait for this task that it has failed, as far as it can."""

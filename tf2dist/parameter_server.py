@@ -157,6 +157,13 @@ class ParameterServer:
         heads = [tf.cast(v.read_value(), tf.float64) for v in (self.admitted, self.applied)]
         return tf.concat([tf.stack(heads), tf.reshape(self.totals, [-1])], 0)
 
+    def begin(self, step: int, totals: np.ndarray, staleness: np.ndarray) -> None:
+        """Sets the counters to those of a run that has applied `step` updates; to be called before any push."""
+        self.admitted.assign(step)
+        self.applied.assign(step)
+        self.totals.assign(totals)
+        self.staleness.assign(staleness)
+
     def forget_refused(self) -> None:
         """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""
         self.admitted.assign(self.applied)

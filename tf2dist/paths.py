@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tf2dist.arguments import Rule
+from tf2dist.rules import Rule
 
 
 def rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
@@ -34,6 +34,10 @@ def is_path(text: Any) -> bool:
     except ValueError:  # a null byte, or half a character
         return False
     return bool(text) and (not text.startswith("~") or os.path.expanduser(text) != text)
+
+
+def is_folder(text: str) -> bool:
+    return is_path(text) and Path(text).expanduser().is_dir()
 
 
 def _syntax_problem(path: str) -> str:

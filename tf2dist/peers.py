@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tf2dist import pulse
 from tf2dist.addresses import port_holder
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import ClusterError, TaskLostError
@@ -84,6 +85,7 @@ def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tel
         if time.monotonic() - told > TELL_EVERY_SECS:
             told = time.monotonic()
             tell(f"waiting for {names}, {waited:.0f} s")
+        pulse.beat(pulse.START_SECS)
         time.sleep(0.05)
 
 

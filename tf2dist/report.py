@@ -1,7 +1,5 @@
 """The leader's report: progress to the launcher, numbers to the writers, the result to summary.json."""
 
-import json
-import os
 import platform
 import time
 from pathlib import Path
@@ -41,7 +39,7 @@ class NoReporter:
     def on_result(
         self, config: RunConfig, cluster: Cluster, loop: Loop, validation: Evaluation | None, test: Evaluation
     ) -> None:
-        """Writes summary.json, whole or not at all, and sends it to the launcher."""
+        """Sends what summary.json is to hold to the launcher, which adds what it alone knows."""
 
 
 class Reporter(NoReporter):
@@ -114,7 +112,6 @@ class Reporter(NoReporter):
             "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),
             "wall_secs": round(time.time() - self._started_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],
-            "restarts": 0,
             **loop.facts(),
             "versions": {
                 "python": platform.python_version(),
@@ -122,7 +119,4 @@ class Reporter(NoReporter):
                 "keras": keras.__version__,
             },
         }
-        part = self._run_dir / "summary.json.part"
-        part.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(part, self._run_dir / "summary.json")
         self._send({"event": "result", "summary": summary})

@@ -1,21 +1,24 @@
 """One task's life, from the cluster that it belongs to, to the result."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 
-from tf2dist import data, devices, peers, serving
+from tf2dist import data, devices, peers, pulse, serving
 from tf2dist.async_loop import AsyncLoop
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
-from tf2dist.errors import first_line
+from tf2dist.errors import CheckpointError, Interrupted, first_line
 from tf2dist.evaluate import Evaluation
 from tf2dist.forkserver import Send
-from tf2dist.loop import Loop
+from tf2dist.loop import Loop, Progress, Wish
 from tf2dist.report import NoReporter, Reporter
+from tf2dist.saving import Checkpoints, NoSaver, Saver, Snapshot, Tell
 from tf2dist.sources import check_shard
-from tf2dist.stopping import end_on_sigterm
+from tf2dist.stopping import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.sync_loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
@@ -49,35 +52,94 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
         return
 
-    # The others drive the training: an asynchronous coordinator, or every synchronous worker.
+    # The others drive the training: an asynchronous coordinator, or every synchronous worker. Their
+    # leader reads and writes the run directory.
+    start, saver, reporter = None, NoSaver(), NoReporter()
+    if task == cluster.leader:
+        start = first_snapshot(config, run_dir, tell)
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        saver = Saver(checkpoints, config.checkpoint.every_secs, send, facts_of(config))
+        reporter = Reporter(run_dir, task, send, started_at)
     if cluster.mode == "async":
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         peers.wait_for_peers(cluster, servers, config.startup_timeout_secs, tell)
-    with Reporter(run_dir, task, send, started_at) if task == cluster.leader else NoReporter() as reporter:
-        loop = LOOPS[config.mode](config, cluster, task, splits, reporter.on_progress)
+    with reporter:
+
+        def on_progress(progress: Progress) -> None:
+            pulse.beat()
+            reporter.on_progress(progress)
+
+        loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress)
         reporter.target_step = loop.target_step
+        send({"event": "begun"})
+        if start:
+            tell(loop.begun_with)
         end_on_sigterm()
+        stop_when_asked()
         try:
-            drive(config, cluster, loop, reporter, has_validation=len(splits.validation) > 0)
+            drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
         except Exception as error:
             if config.cluster.kind != "local":  # there the launcher stops the others, with a better reason
                 loop.abandon(first_line(str(error)))
             raise
 
 
-def drive(config: RunConfig, cluster: Cluster, loop: Loop, reporter: NoReporter, has_validation: bool) -> None:
-    """From the first step to the result."""
+def first_snapshot(config: RunConfig, run_dir: Path, tell: Tell) -> Snapshot | None:
+    """Where the run goes on, or the weights that it begins with; None for the model's own.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used.
+    """
+    snapshot = Checkpoints(run_dir / "checkpoints").newest(tell)
+    if snapshot or not config.init_from:
+        return snapshot
+    source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(tell)
+    if source is None:
+        raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
+    return Snapshot(0, source.of_model())
+
+
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint tells of its run, beside what the loop knows."""
+    return {"data": config.data.name, "model": config.model, "optimizer": config.optimizer, "seed": config.seed}
+
+
+def drive(
+    config: RunConfig, cluster: Cluster, loop: Loop, saver: NoSaver, reporter: NoReporter, has_validation: bool
+) -> None:
+    """From the first step to the result.
+
+    Raises:
+        Interrupted: a task was asked to stop; the run is saved.
+    """
+
+    def wish() -> Wish:
+        return (Wish.STOP if asked_to_stop() else Wish.NOTHING) | (Wish.SAVE if saver.due() else Wish.NOTHING)
+
+    def stop_if(wished: Wish) -> None:
+        if Wish.STOP in wished:
+            saver.save(loop.snapshot)
+            loop.finish(None)
+            raise Interrupted(signal.SIGTERM)
 
     def evaluate(split: str) -> Evaluation:
         evaluation = loop.evaluate(split)
         reporter.on_evaluation(split, loop.progress.global_step, evaluation)
+        stop_if(loop.agree(wish()))
         return evaluation
 
-    # Train, with an evaluation wherever one is due.
-    every = config.train.eval_every_steps or loop.target_step
-    while (step := loop.progress.global_step) < loop.target_step:
-        loop.train(min(loop.target_step, (step // every + 1) * every))
-        if loop.progress.global_step < loop.target_step and has_validation:
+    # Train; save and evaluate wherever that is due.
+    target = loop.target_step
+    evaluate_every, save_every = config.train.eval_every_steps or target, config.checkpoint.every_steps or target
+    while (step := loop.progress.global_step) < target:
+        boundaries = [(step // every + 1) * every for every in (evaluate_every, save_every)]
+        wished = loop.train(min(target, *boundaries), wish)
+        step = loop.progress.global_step
+        if Wish.SAVE in wished or step == target or step % save_every == 0:
+            saver.save(loop.snapshot)
+            pulse.beat()
+        stop_if(wished)
+        if step < target and step % evaluate_every == 0 and has_validation:
             evaluate("validation")
 
     # The result.

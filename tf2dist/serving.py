@@ -7,16 +7,17 @@ the arrays that it has loaded itself, wherever they lie on its host.
 """
 
 import json
+import signal
 import threading
 import time
 from typing import Any
 
 import tensorflow as tf
 
-from tf2dist import peers
+from tf2dist import peers, pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.data import Arrays, Splits
-from tf2dist.errors import TaskLostError
+from tf2dist.errors import Interrupted, TaskLostError
 from tf2dist.strategy import start_server
 
 RAM = "ram://tf2dist"
@@ -46,13 +47,16 @@ def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs
 
     Raises:
         TaskLostError: the coordinator did not come in time, is gone, or has failed.
+        Interrupted: it was stopped.
     """
     start_server(cluster, task, server_config)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the coordinator saves first, and says when we may go
     chief, seen = cluster.leader, False
     last_seen = time.monotonic()
     next_look = last_seen
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
+        pulse.beat()
         now = time.monotonic()
         if now < next_look:
             continue
@@ -64,6 +68,8 @@ def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs
             raise TaskLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
     if "failure" in farewell:
         raise TaskLostError(f"{chief} has failed: {farewell['failure']}")
+    if farewell["final_accuracy"] is None:
+        raise Interrupted(signal.SIGTERM)
     return farewell
 
 

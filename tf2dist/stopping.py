@@ -6,10 +6,12 @@ import threading
 
 EXIT_CODE = 128 + signal.SIGTERM
 _write_end: list[int] = []
+_asked = threading.Event()
+_may_ask = threading.Event()
 
 
 def end_on_sigterm() -> None:
-    """Makes SIGTERM end this process at once, wherever it is.
+    """Makes SIGTERM end this process at once, wherever it is; after `stop_when_asked` only the second.
 
     A Python handler waits until the main thread runs Python again, which a thread inside a
     collective never does; but the C handler writes a byte first, and a thread reads it. To be
@@ -20,12 +22,24 @@ def end_on_sigterm() -> None:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         _write_end.append(write_end)
-        threading.Thread(target=_end_when_told, args=(read_end,), name="end_on_sigterm", daemon=True).start()
+        threading.Thread(target=_listen, args=(read_end,), name="end_on_sigterm", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(_write_end[0], warn_on_full_buffer=False)
 
 
-def _end_when_told(read_end: int) -> None:
-    while os.read(read_end, 1)[0] != signal.SIGTERM:
-        pass
-    os._exit(EXIT_CODE)
+def stop_when_asked() -> None:
+    """From now on there is something to save: the first SIGTERM is a question, see `asked_to_stop`."""
+    _may_ask.set()
+
+
+def asked_to_stop() -> bool:
+    return _asked.is_set()
+
+
+def _listen(read_end: int) -> None:
+    while True:
+        if os.read(read_end, 1)[0] != signal.SIGTERM:
+            continue
+        if not _may_ask.is_set() or _asked.is_set():
+            os._exit(EXIT_CODE)
+        _asked.set()

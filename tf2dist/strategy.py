@@ -3,6 +3,7 @@
 import os
 import re
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
@@ -64,6 +65,23 @@ def multi_worker_mirrored_strategy(
         raise TaskLostError(
             f"after {timeout_secs:.0f} s still waiting for {names}; see startup_timeout_secs"
         ) from error
+
+
+def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:
+    """Gives every synchronous worker the leader's bytes; to be called by all.
+
+    The initial value of a variable is the first worker's, whatever the others ask for. Bytes
+    travel as float32, which every device and transport can send; nobody computes with them.
+    """
+
+    def of_leader(value: np.ndarray) -> np.ndarray:
+        with strategy.scope():
+            array: np.ndarray = tf.Variable(value, trainable=False).numpy()
+        return array
+
+    size = int(of_leader(np.array(len(packed), np.int64)))
+    padded = packed[:size].ljust(-(-size // 4) * 4, b"\0")
+    return of_leader(np.frombuffer(padded, np.float32)).tobytes()[:size] if size else b""
 
 
 def barrier(name: str, timeout_secs: float) -> None:

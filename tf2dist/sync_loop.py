@@ -4,31 +4,56 @@ One all-reduce a step carries everything: the gradients, the changes of the stat
 for the log, packed into one vector. All replicas then apply the same update to their own copy.
 """
 
+import functools
 import math
+import operator
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data, peers
+from tf2dist import data, peers, pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report, target_step
+from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model, build_optimizer
+from tf2dist.saving import Snapshot
+from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
-from tf2dist.strategy import barrier, multi_worker_mirrored_strategy
+from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy
 
-STEPS_PER_EXECUTION = 50
+MAX_STEPS_PER_CALL = 50
+CALL_SECS = 1.0  # how long a wish to stop or save may have to wait
 FINISH_TIMEOUT_SECS = 60.0
 LEAVE_TIMEOUT_SECS = 10.0
+
+
+def _to_floats(wish: Wish) -> list[float]:
+    """A wish as something that can be added up: the sum is not zero where one worker's is not."""
+    return [float(one in wish) for one in Wish]
+
+
+def _from_floats(sums: list[float]) -> Wish:
+    wished = [one for one, total in zip(Wish, sums, strict=True) if total > 0]
+    return functools.reduce(operator.or_, wished, Wish.NOTHING)
 
 
 class SyncLoop:
     """Runs on every worker; see `loop.Loop`."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, task: Task, splits: data.Splits, report: Report) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        task: Task,
+        splits: data.Splits,
+        start: Snapshot | None,
+        report: Report,
+    ) -> None:
         self._config, self._report = config, report
         self._task, self._cluster = task, cluster
         self._strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs)
@@ -41,7 +66,13 @@ class SyncLoop:
                 f"{local_replicas} GPUs of a worker"
             )
         self.sharding = data.Sharding(len(splits.train), batch_size, num_replicas, config.seed, whole_batch_loss=True)
-        self.target_step = target_step(config, self.updates_per_epoch)
+        shared = broadcast(self._strategy, start.to_bytes() if start else b"")
+        start = Snapshot.from_bytes(shared) if shared else None
+        self._begin_step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
+        self._begin_position = input_positions(start, self.sharding)[0]
+        local_steps = start.facts.get("local_steps", []) if start and start.facts.get("mode") == "sync" else []
+        self._earlier_steps = self._begin_step - (local_steps[0] if len(local_steps) == cluster.num_workers else 0)
+        self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
         self._splits = splits
         with self._strategy.scope():
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
@@ -54,13 +85,18 @@ class SyncLoop:
         self._optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         self._step = ModelStep(self.model)
         self._compute = tf.function(self._step, autograph=False, jit_compile=True) if config.devices.xla else self._step
-        self._packing = Packing([*self._step.trainable, *self._step.state])
+        variables = [*self._step.trainable, *self._step.state]
+        self._named = named_variables(self.model, variables, [self._optimizer])
+        self.begun_with = begin(self._named, start, config)
+        self._applied.assign(self._begin_step)
+        self._optimizer.iterations.assign(self._begin_step)
+        self._packing = Packing(variables)
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
         self._train = tf.function(self._train_steps)
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
         self._reduce = tf.function(self._sum_over_workers, autograph=False)
-        self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
-        self.progress = Progress(0, (0,) * cluster.num_workers, 0, math.nan, math.nan)
+        self._secs_per_step = self._own_secs = 0.0  # of all workers and of this one, not known yet
+        self.progress = Progress(self._begin_step, self._local_steps(self._begin_step), examples, math.nan, math.nan)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -71,28 +107,49 @@ class SyncLoop:
         images, labels = tf.constant(self._splits.train.images), tf.constant(self._splits.train.labels)
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
-        shards = [data.batches(images, labels, self.sharding, first + i) for i in range(count)]
+        begin_at = self._begin_position
+        shards = [data.batches(images, labels, self.sharding, first + i, begin_at) for i in range(count)]
         if count == 1:
             return shards[0]
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
 
-    def train(self, until_step: int) -> None:
+    def _local_steps(self, step: int) -> tuple[int, ...]:
+        return (step - self._earlier_steps,) * self._cluster.num_workers
+
+    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Runs exactly as many steps as are missing; every worker must ask for the same."""
-        while self.progress.global_step < until_step:
-            count = min(self._num_steps, until_step - self.progress.global_step)
-            loss, correct, examples = self._train(self._iterator, tf.constant(count)).numpy()
+        wished = Wish.NOTHING
+        while self.progress.global_step < until_step and not wished:
+            count = min(self._steps_per_call(), until_step - self.progress.global_step)
+            started = time.monotonic()
+            shared = tf.constant([*_to_floats(wish()), self._own_secs / self._strategy.num_replicas_in_sync])
+            loss, correct, examples, *wishes, secs = self._train(self._iterator, tf.constant(count), shared).numpy()
+            wished, self._secs_per_step = _from_floats(wishes), secs / count
+            self._own_secs = (time.monotonic() - started) / count
             step = int(self._applied.numpy())
             if not np.isfinite(loss):
                 raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
             self.progress = Progress(
                 global_step=step,
-                local_steps=(step,) * self._cluster.num_workers,
+                local_steps=self._local_steps(step),
                 examples=self.progress.examples + int(examples),
                 loss=float(loss / count),
                 accuracy=float(correct / examples),
             )
             self._log(count)
             self._report(self.progress)
+        return wished
+
+    def _steps_per_call(self) -> int:
+        """All workers must come to the same number, so it follows from the mean of their times."""
+        if self._config.train.steps_per_execution:
+            return self._config.train.steps_per_execution
+        if not self._secs_per_step:
+            return 1
+        return max(1, min(MAX_STEPS_PER_CALL, int(CALL_SECS / self._secs_per_step)))
+
+    def agree(self, wish: Wish) -> Wish:
+        return _from_floats(list(self._reduce(tf.constant(_to_floats(wish))).numpy()))
 
     def _log(self, count: int) -> None:
         """The worker's line, whenever it passes a multiple of log_every_steps."""
@@ -102,15 +159,19 @@ class SyncLoop:
             loss = self.progress.loss
             print(f"worker={worker}, epoch={epoch}, global_step={step}, local_step={step}, loss={loss:.4f}", flush=True)
 
-    def _train_steps(self, iterator: Any, num_steps: tf.Tensor) -> tf.Tensor:
-        """`num_steps` steps; returns the sums of loss, correct and examples over them, float64 [3]."""
-        sums = tf.zeros([3], tf.float64)
+    def _train_steps(self, iterator: Any, num_steps: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
+        """`num_steps` steps; returns the sums over them of loss, correct, examples and `shared`, float64 [6].
+
+        Args:
+            shared: what every worker tells the others, float32 [3].
+        """
+        sums = tf.zeros([6], tf.float64)
         for _ in tf.range(num_steps):
-            per_replica = self._strategy.run(self._replica_step, args=(*next(iterator),))
+            per_replica = self._strategy.run(self._replica_step, args=(*next(iterator), shared))
             sums += tf.cast(self._strategy.experimental_local_results(per_replica)[0], tf.float64)
         return sums
 
-    def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         trainable, state = (
             [tf.convert_to_tensor(v.value) for v in variables] for variables in (self._step.trainable, self._step.state)
@@ -118,7 +179,7 @@ class SyncLoop:
         seed = step_seed(self._config.seed, context.replica_id_in_sync_group, self._applied.read_value())
         output = self._compute(trainable, state, Batch(images, labels, weights), seed)
         changes = [(new - old) / self.sharding.num_shards for new, old in zip(output.state, state, strict=True)]
-        packed = self._packing.pack([*output.gradients, *changes], output.sums)
+        packed = self._packing.pack([*output.gradients, *changes], output.sums, shared)
         tensors, sums = self._packing.unpack(context.all_reduce(tf.distribute.ReduceOp.SUM, packed))
         gradients, changes = tensors[: len(trainable)], tensors[len(trainable) :]
         self._optimizer.apply(gradients, self._step.trainable)
@@ -141,6 +202,7 @@ class SyncLoop:
         sums = np.zeros(3)
         for first, last in chunks(len(arrays), worker, num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
+            pulse.beat()
         return Evaluation.of_sums(self._reduce(tf.constant(sums)).numpy(), len(arrays))
 
     def _sum_over_workers(self, values: tf.Tensor) -> tf.Tensor:
@@ -157,17 +219,28 @@ class SyncLoop:
         """What the optimizer has counted; the global step is a counter of our own."""
         return int(self._optimizer.iterations.numpy())
 
+    def snapshot(self) -> Snapshot:
+        position = self._begin_position + self.progress.global_step - self._begin_step
+        facts = {
+            "mode": "sync",
+            "local_steps": list(self.progress.local_steps),
+            "examples": self.progress.examples,
+            "input": input_facts(self.sharding, [position] * self.sharding.num_shards),
+        }
+        return Snapshot(self.progress.global_step, values(self._named), facts)
+
     def abandon(self, reason: str) -> None:
         """Nothing: TensorFlow's heartbeats tell the others."""
 
     def facts(self) -> dict[str, Any]:
         return {}
 
-    def finish(self, accuracy: float) -> None:
+    def finish(self, accuracy: float | None) -> None:
         # A worker that ends cuts off what its neighbours still read of the last all-reduce.
         barrier("finished", FINISH_TIMEOUT_SECS)
         worker = self._cluster.training_tasks.index(self._task)
-        print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)
+        if accuracy is not None:
+            print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)
         if self._task == self._cluster.leader:
             # It hosts the coordination service: who still listens to it must leave first.
             others = [task for task in self._cluster.training_tasks if task != self._task]

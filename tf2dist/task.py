@@ -4,20 +4,36 @@ Importing this module imports TensorFlow, Keras and everything that a task needs
 the fork server preloads it.
 """
 
+import contextlib
+import io
 import re
 import signal
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from tf2dist import config, registry
+from tf2dist import config, pulse, registry
 from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import FailureRecord, TaskLostError, first_line
+from tf2dist.errors import FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.forkserver import Send
 from tf2dist.run import run_task
 from tf2dist.stopping import end_on_sigterm
+
+
+class LossyLog(io.TextIOWrapper):
+    """A task's output: on a full disk it loses lines, and the training goes on."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def main(payload: dict[str, Any], send: Send) -> int:
@@ -29,22 +45,27 @@ def main(payload: dict[str, Any], send: Send) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which stops us with SIGTERM
     end_on_sigterm()
+    sys.stdout, sys.stderr = (LossyLog(stream.buffer) for stream in (sys.stdout, sys.stderr))
     cluster = Cluster(payload["mode"], {job: tuple(addresses) for job, addresses in payload["jobs"].items()})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
         run_config = config.from_yaml(payload["config"])
+        pulse.start(send, run_config.watchdog_secs)
         registry.load_plugins(run_config.plugins)
         run_task(run_config, cluster, task, run_dir, send, payload["started_at"])
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))
-        record.write(run_dir / "logs")
+        with contextlib.suppress(OSError):  # a full disk; the launcher sees the exit code
+            record.write(run_dir / "logs")
         return record.exit_code
     return 0
 
 
 def in_our_terms(error: BaseException) -> BaseException:
-    """TensorFlow's ways to say that a peer is gone, as one."""
+    """TensorFlow's ways to say that a peer is gone, or the memory, as one."""
+    if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
+        return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(str(error))})")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
     if lost and re.search(r"/job:|peer|[Ss]ocket|heartbeat", str(error)):
         return TaskLostError(f"lost another task: {first_line(str(error))}")

@@ -8,6 +8,7 @@ import pytest
 from tests.replica.small_runs import run_config
 from tf2dist.config import RunConfig
 from tf2dist.netns import unused_ports
+from tf2dist.saving import Snapshot
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
 
@@ -28,11 +29,11 @@ def async_loop(cluster: PsCluster) -> Callable[..., Any]:
     from tf2dist.async_loop import AsyncLoop
     from tf2dist.cluster import Cluster
 
-    def make(config: RunConfig, num_workers: int = 4, num_ps: int = 2) -> AsyncLoop:
+    def make(config: RunConfig, num_workers: int = 4, num_ps: int = 2, start: Snapshot | None = None) -> AsyncLoop:
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
         part = Cluster("async", jobs)
-        return AsyncLoop(config, part, COORDINATOR, data.load(config.data), lambda progress: None)
+        return AsyncLoop(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None)
 
     return make

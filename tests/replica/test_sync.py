@@ -17,7 +17,7 @@ def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
 
     losses = []
     loop = SyncLoop(
-        config, worker.cluster, worker.task, data.load(config.data), lambda progress: losses.append(progress.loss)
+        config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: losses.append(progress.loss)
     )
     loop.train(steps)
     evaluation = loop.evaluate("test")
@@ -82,7 +82,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist import data
     from tf2dist.sync_loop import SyncLoop
 
-    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), lambda progress: None)
+    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
     return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1)).graph.as_graph_def())
 
 

@@ -73,7 +73,7 @@ def test_a_tag_in_the_file_that_tasks_read_is_refused(folder: Path, text: str) -
     [
         "run_dir=${oc.env:A_SECRET}",
         "run_dir='${oc.env:A_SECRET}'",
-        r"run_dir=$\{oc.env:A_SECRET\}",
+        r"++run_dir=$\{oc.env:A_SECRET\}",
         "run_dir=x${oc.env:A_SECRET}",
         "data.dir=${oc.env:A_SECRET}",
         "+model.x=${oc.env:A_SECRET}",
@@ -117,7 +117,8 @@ def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
             imported |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
         elif isinstance(node, ast.Call):
             called.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
-            assert not any(word.arg in ("allow_pickle", "shell", "safe_mode") for word in node.keywords)
+            loose = [word for word in node.keywords if word.arg in ("allow_pickle", "shell")]
+            assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
     assert not called & RUNNERS
     allowed = {"testing": {"pickle", "cloudpickle"}, "registry": {"runpy"}}.get(module.stem, set())
     assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
@@ -136,14 +137,14 @@ def lax_umask() -> Iterator[None]:
 
 @pytest.mark.usefixtures("lax_umask")
 def test_a_run_directory_is_private_and_so_are_those_on_the_way_to_it(folder: Path) -> None:
-    made = cli.make_run_dir(config.RunConfig(run_dir="a/b/c"), leads=True)
+    made = cli.make_run_dir(config.RunConfig(run_dir="a/b/c"))
     assert made == folder / "a" / "b" / "c"
     assert all(private(folder / path) for path in ("a", "a/b", "a/b/c", "a/b/c/logs"))
 
 
 @pytest.mark.usefixtures("lax_umask")
 def test_the_default_run_directory_is_private(folder: Path) -> None:
-    made = cli.make_run_dir(config.RunConfig(), leads=True)
+    made = cli.make_run_dir(config.RunConfig())
     assert made.parent == folder / "outputs"
     assert private(made)
     assert private(folder / "outputs")
@@ -153,5 +154,5 @@ def test_an_empty_directory_becomes_private_and_a_full_one_stays(folder: Path) -
     (folder / "empty").mkdir(mode=0o755)
     (folder / "full").mkdir(mode=0o755)
     (folder / "full" / "notes").touch()
-    assert private(cli.make_run_dir(config.RunConfig(run_dir="empty"), leads=True))
-    assert not private(cli.make_run_dir(config.RunConfig(run_dir="full"), leads=True))
+    assert private(cli.make_run_dir(config.RunConfig(run_dir="empty")))
+    assert not private(cli.make_run_dir(config.RunConfig(run_dir="full")))

@@ -1,0 +1,58 @@
+"""A process that is killed while it saves leaves a whole checkpoint, and nothing else after a cleaning."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tf2dist.saving import Checkpoints
+
+KILLS = 50
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+import numpy as np
+from tf2dist.saving import Checkpoints, Snapshot
+
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+newest = checkpoints.newest(print)
+step = newest.step if newest else 0
+print("begun", flush=True)
+while True:
+    step += 1
+    arrays = {f"model/{i}": np.full(30_000, step, np.float32) for i in range(5)}
+    checkpoints.save(Snapshot(step, arrays, {"examples": step}))
+"""
+
+
+def test_fifty_kills(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print("seed", seed)
+    generator = random.Random(seed)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    before, left_something = 0, 0
+    for _ in range(KILLS):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(generator.uniform(0.0, 0.05))  # the random moment
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+        process.stdout.close()
+        damaged: list[str] = []
+        newest = checkpoints.newest(damaged.append)
+        assert not damaged
+        assert (newest.step if newest else 0) >= before
+        if newest:
+            before = newest.step
+            assert all((array == newest.step).all() for array in newest.arrays.values())
+        left_something += len(list(checkpoints.folder.glob(".part-*"))) > 0
+        checkpoints.clean()
+        assert {path.name for path in checkpoints.folder.glob("*")} <= {path.name for path in checkpoints.paths()}
+        assert len(checkpoints.paths()) <= 3, "one too many only between the saving and the removing"
+    assert before > KILLS / 2, "it did save"
+    assert left_something > 0, "some kills came in the middle"

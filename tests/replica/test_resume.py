@@ -1,0 +1,220 @@
+"""A run that goes on: exactly in the same mode and size, and at the right place in any other.
+
+TensorFlow can use only the newest coordinator of a process: what an earlier loop holds is taken
+before the next one is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import run_config
+from tf2dist.config import RunConfig
+from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.saving import Snapshot
+from tf2dist.testing import SyncWorker, SyncWorkers
+
+MakeLoop = Callable[..., Any]
+DATA = {"data": "digits"}
+
+
+def taken(loop: Any) -> Snapshot:
+    """As it comes back from a file."""
+    snapshot = loop.snapshot()
+    return Snapshot.from_bytes(replace(snapshot, facts=snapshot.facts | DATA).to_bytes())
+
+
+def assert_same_arrays(one: Snapshot, other: Snapshot, prefixes: tuple[str, ...]) -> None:
+    names = {name for name in one.arrays if name.startswith(prefixes)}
+    assert names == {name for name in other.arrays if name.startswith(prefixes)}
+    for name in names:
+        np.testing.assert_array_equal(one.arrays[name], other.arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("num_workers", "num_ps"), [(4, 2), (4, 1), (2, 2), (1, 1)])
+def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_workers: int, num_ps: int) -> None:
+    config = run_config("cnn", "adam", steps_per_execution=5, batch_norm=True)
+    config.optimizer["learning_rate"] = 0.001
+    first = async_loop(config)
+    first.train(40)
+    snapshot = taken(first)
+    assert snapshot.step == 40
+    assert "optimizer/conv1_kernel_velocity" in snapshot.arrays
+    assert "model/norm1/moving_mean" in snapshot.arrays
+
+    second = async_loop(config, num_workers=num_workers, num_ps=num_ps, start=snapshot)
+    assert second.begun_with == "going on at step 40"
+    assert_same_arrays(taken(second), snapshot, ("model/", "optimizer/"))
+    assert second.progress.global_step == second.updates_applied() == 40
+    assert second.progress.examples == first.progress.examples
+    second.train(71)
+    assert second.progress.global_step == second.updates_applied() == 71
+    assert second.progress.examples > first.progress.examples
+    for server in second._graphs.servers:
+        assert server.applied.numpy() == 71
+    same_size = num_workers == 4
+    assert sum(second.progress.local_steps) == (71 if same_size else 31)
+    assert sum(taken(second).facts["input"]["positions"]) >= 71 - 40
+
+
+def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
+    config = run_config(steps_per_execution=5)
+    first = async_loop(config)
+    first.train(60)
+    snapshot = taken(first)
+    assert snapshot.facts["input"]["positions"] == list(first.progress.local_steps)
+    fewer = async_loop(config, num_workers=2, start=snapshot)
+    epochs = first.progress.examples / 1257
+    expected = round(epochs * fewer.sharding.steps_per_epoch)
+    assert taken(fewer).facts["input"]["positions"] == [expected, expected], "the same part of the same pass"
+
+
+def test_a_wish_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
+    from tf2dist.loop import Wish
+
+    loop = async_loop(run_config(steps_per_execution=5))
+    assert loop.train(200, lambda: Wish.SAVE if loop.progress.global_step > 50 else Wish.NOTHING) is Wish.SAVE
+    step = loop.progress.global_step
+    assert 50 < step <= 200
+    assert {int(server.applied.numpy()) for server in loop._graphs.servers} == {step}
+    assert loop.train(step + 20) is Wish.NOTHING
+    assert loop.progress.global_step == loop.updates_applied() == step + 20
+
+
+def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
+    """A worker that dies between its pushes to two ps has updated one of them only."""
+    from tf2dist.loop import Wish
+
+    loop = async_loop(run_config(steps_per_execution=5))
+    loop.train(20)
+    first = loop._graphs.servers[0]
+    for counter in (first.admitted, first.applied):
+        counter.assign_add(1)
+    first.totals.scatter_nd_add([[0, 0]], [1.0])
+    assert loop.train(100, lambda: Wish.SAVE) is Wish.SAVE
+    assert {int(server.applied.numpy()) for server in loop._graphs.servers} == {loop.progress.global_step}
+
+
+def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> None:
+    snapshot = taken(async_loop(run_config()))
+    for config, told in (
+        (run_config("dnn", hidden_units=[20]), r"another model; missing: model/hidden1/bias.*\[784, 10\] there"),
+        (run_config(optimizer="momentum"), r"another optimizer|train"),
+    ):
+        if config.optimizer["name"] == "momentum":
+            config.optimizer["momentum"] = 0.9
+        with pytest.raises(CheckpointError, match=told):
+            async_loop(config, start=snapshot)
+    elsewhere = replace(snapshot, facts=snapshot.facts | {"data": "mnist"})
+    with pytest.raises(CheckpointError, match="trained on mnist, and data is digits"):
+        async_loop(run_config(), start=elsewhere)
+
+
+def test_a_target_that_has_been_passed_is_refused(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    loop.train(30)
+    config = run_config()
+    config.train.steps = 20
+    with pytest.raises(ConfigError, match=r"train.steps \(20\): the run in run_dir is at step 30 already"):
+        async_loop(config, start=taken(loop))
+
+
+def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
+    donor = async_loop(run_config("dnn", hidden_units=[20, 15, 12]))
+    donor.train(30)
+    trained = taken(donor)
+    weights = Snapshot(0, trained.of_model())
+    config = run_config("dnn", hidden_units=[20, 15, 12])
+    config.seed, config.init_from, config.init_layers = 1, "elsewhere", "hidden[12]"
+    fresh = taken(async_loop(replace(config, init_from=None, init_layers=None)))
+    loop = async_loop(config, start=weights)
+    assert loop.begun_with == "weights of hidden1, hidden2 from elsewhere"
+    assert loop.progress.global_step == 0
+    begun = taken(loop)
+    assert_same_arrays(begun, trained, ("model/hidden1/", "model/hidden2/"))
+    assert_same_arrays(begun, fresh, ("model/hidden3/", "model/logits/", "optimizer/"))
+    config.init_layers = "hidden9|hidde"
+    with pytest.raises(CheckpointError, match=r"init_layers \(hidden9\|hidde\): matches no layer there; it has hidden1,"):
+        async_loop(config, start=weights)
+    other = run_config("dnn", hidden_units=[25])
+    other.init_from, other.init_layers = "elsewhere", "hidden1"
+    with pytest.raises(CheckpointError, match=r"model/hidden1/kernel is \[784, 20\] there and \[784, 25\] here"):
+        async_loop(other, start=weights)
+
+
+def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    variable = loop.model.trainable_variables[0].value
+    variable.assign(variable * np.nan)
+    with pytest.raises(NotFiniteError, match="model/logits/kernel is not finite"):
+        loop.snapshot()
+
+
+def sync_run(
+    worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
+) -> dict[str, Any]:
+    """Trains on from `start`, which the first worker alone has; worker `stopper` wishes to stop soon."""
+    from tf2dist import data
+    from tf2dist.loop import Wish
+    from tf2dist.sync_loop import SyncLoop
+
+    mine = start if worker.index == 0 else None
+    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)
+    wish = Wish.STOP if worker.index == stopper else Wish.NOTHING
+    wished = loop.train(until, lambda: wish if loop.progress.global_step >= 10 else Wish.NOTHING)
+    snapshot = loop.snapshot()
+    agreed = loop.agree(Wish.SAVE if worker.index == 0 else Wish.NOTHING)
+    return {
+        "snapshot": replace(snapshot, facts=snapshot.facts | DATA),
+        "wished": wished.name,
+        "agreed": agreed.name,
+        "updates": loop.updates_applied(),
+    }
+
+
+def small_cnn() -> RunConfig:
+    config = run_config("cnn", "adam", steps_per_execution=4, dropout=0.3, batch_norm=True)
+    config.optimizer["learning_rate"] = 0.001
+    return config
+
+
+def test_sync_goes_on_as_if_it_had_never_stopped(sync_workers: SyncWorkers) -> None:
+    """Dropout, moving averages, Adam and an epoch's uneven last step included: equal to the bit."""
+    config = small_cnn()
+    straight = sync_workers(sync_run, 2, (config, None, 31))[0]["snapshot"]
+    stopped = sync_workers(sync_run, 2, (config, None, 14))[0]["snapshot"]
+    resumed = sync_workers(sync_run, 2, (config, Snapshot.from_bytes(stopped.to_bytes()), 31))
+    for result in resumed:
+        assert result["snapshot"].step == result["updates"] == 31
+        assert_same_arrays(result["snapshot"], straight, ("model/", "optimizer/"))
+        assert result["snapshot"].facts == straight.facts
+
+
+def test_one_workers_wish_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
+    results = sync_workers(sync_run, 3, (run_config(steps_per_execution=4), None, 1000, 1))
+    assert {result["wished"] for result in results} == {"STOP"}
+    assert {result["agreed"] for result in results} == {"SAVE"}
+    steps = {result["snapshot"].step for result in results}
+    assert len(steps) == 1
+    assert steps.pop() < 40
+
+
+def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_loop: MakeLoop) -> None:
+    config = run_config("dnn", "adam", steps_per_execution=5, hidden_units=[20])
+    config.train.epochs = 20
+    begun = sync_workers(sync_run, 2, (config, None, 26))[0]["snapshot"]  # two epochs of 13 steps
+    loop = async_loop(replace(config, mode="async"), num_workers=3, start=begun)
+    assert_same_arrays(taken(loop), begun, ("model/", "optimizer/"))
+    assert loop.progress.examples == 2 * 1257
+    updates_per_epoch = loop.sharding.updates_per_epoch
+    assert loop.target_step == 26 + 18 * updates_per_epoch, "the passes that are left, in updates of the new size"
+    assert taken(loop).facts["input"]["positions"] == [2 * loop.sharding.steps_per_epoch] * 3
+    loop.train(26 + updates_per_epoch)
+    assert loop.updates_applied() == 26 + updates_per_epoch
+    back = sync_workers(sync_run, 2, (config, taken(loop), 80))[1]
+    assert back["snapshot"].step == back["updates"] == 80
+    position = back["snapshot"].facts["input"]["positions"][0]
+    assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1

@@ -1,0 +1,168 @@
+"""Checkpoints: whole or invisible, checked before they are believed, and the damaged ones told."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tf2dist.errors import CheckpointError
+from tf2dist.saving import ARRAYS, MANIFEST, Checkpoints, Saver, Snapshot, differences
+
+
+def snapshot(step: int) -> Snapshot:
+    arrays = {
+        "model/hidden1/kernel": np.full((3, 2), step, np.float32),
+        "optimizer/hidden1_kernel_momentum": np.array([step, -1], np.float64),
+        "totals": np.arange(4),
+    }
+    return Snapshot(step, arrays, {"mode": "sync", "examples": 10 * step})
+
+
+def assert_same(found: Snapshot | None, expected: Snapshot) -> None:
+    assert found
+    assert (found.step, found.arrays.keys()) == (expected.step, expected.arrays.keys())
+    assert expected.facts.items() <= found.facts.items()
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+        assert found.arrays[name].dtype == array.dtype
+
+
+def fail(text: str) -> None:
+    pytest.fail(f"nothing is damaged, but: {text}")
+
+
+def test_what_is_saved_is_found(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    assert checkpoints.newest(fail) is None
+    for step in (5, 9, 10, 100, 99_999_999_999):
+        checkpoints.save(snapshot(step))
+        assert_same(checkpoints.newest(fail), snapshot(step))
+    assert [path.name for path in checkpoints.paths()] == ["step-0000000010", "step-0000000100", "step-99999999999"]
+    assert [path.stat().st_mode & 0o077 for path in checkpoints.folder.iterdir()] == [0, 0, 0], "nobody else's"
+
+
+def test_a_snapshot_travels_as_bytes() -> None:
+    assert_same(Snapshot.from_bytes(snapshot(7).to_bytes()), snapshot(7))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+    (ARRAYS, truncate),
+    (ARRAYS, flip_a_bit),
+    (ARRAYS, empty),
+    (ARRAYS, Path.unlink),
+    (MANIFEST, truncate),
+    (MANIFEST, empty),
+    (MANIFEST, Path.unlink),
+    (MANIFEST, lambda path: path.write_text("[]") and None),
+    (MANIFEST, lambda path: path.write_text('{"format": 1}') and None),
+    (MANIFEST, lambda path: path.write_text('{"format": 99, "step": 2}') and None),
+]
+
+
+@pytest.mark.parametrize(("file", "damage"), DAMAGES)
+def test_a_damaged_one_gives_way_to_the_one_before_it(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(snapshot(1))
+    damage(checkpoints.save(snapshot(2)) / file)
+    told: list[str] = []
+    assert_same(checkpoints.newest(told.append), snapshot(1))
+    assert len(told) == 1
+    assert "step-0000000002" in told[0]
+    assert "going back" in told[0]
+    checkpoints.save(snapshot(2))  # the run comes by here again
+    assert_same(checkpoints.newest(fail), snapshot(2))
+
+
+def test_damaged_ones_alone_are_no_new_beginning(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        truncate(checkpoints.save(snapshot(step)) / ARRAYS)
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged.*begin anew"):
+        checkpoints.newest(lambda text: None)
+
+
+def test_the_manifest_describes_the_checkpoint(tmp_path: Path) -> None:
+    manifest = json.loads((Checkpoints(tmp_path).save(snapshot(3)) / MANIFEST).read_text())
+    assert manifest["step"] == 3
+    assert manifest["arrays"]["model/hidden1/kernel"] == {"shape": [3, 2], "dtype": "float32"}
+    assert manifest["files"][ARRAYS].keys() == {"bytes", "sha256"}
+
+
+def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    before = checkpoints.save(snapshot(3)).stat().st_ino
+    assert checkpoints.save(snapshot(3)).stat().st_ino == before
+
+
+class Disk(Checkpoints):
+    """A disk that is full for a while."""
+
+    full = True
+
+    def save(self, snapshot: Snapshot) -> Path:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().save(snapshot)
+
+
+def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
+    now, sent = [0.0], []
+    disk = Disk(tmp_path)
+
+    def send(event: dict[str, Any]) -> None:
+        sent.append(event)
+
+    saver = Saver(disk, 600.0, send, {"data": "digits"}, clock=lambda: now[0])
+    now[0] = 599.0
+    assert not saver.due()
+    now[0] = 600.0
+    assert saver.due()
+    saver.save(lambda: snapshot(1))
+    assert sent[-1]["event"] == "warning"
+    assert "step 1 could not be saved (No space left on device)" in sent[-1]["text"]
+    assert not saver.due()
+    now[0] += 30.0
+    assert saver.due(), "tried again soon"
+    disk.full = False
+    saver.save(lambda: snapshot(2))
+    assert sent[-1] == {"event": "saved", "step": 2}
+    assert not saver.due()
+    found = disk.newest(fail)
+    assert found
+    assert found.facts["data"] == "digits"
+
+
+def test_never_by_time(tmp_path: Path) -> None:
+    assert not Saver(Checkpoints(tmp_path), None, lambda event: None, {}, clock=lambda: 1e9).due()
+
+
+def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
+    found = {"a": (1, 2), "b": (3,), "c": ()}
+    assert differences(found, found) == []
+    assert differences(found, {"a": (1, 3), "b": (3,), "d": ()}) == [
+        "missing: d",
+        "extra: c",
+        "a is [1, 2] there and [1, 3] here",
+    ]
+    many = {f"v{i}": (1,) for i in range(9)}
+    assert differences(many, {}) == ["extra: v0, v1, v2, v3, v4, v5 and 3 more"]

@@ -1,0 +1,77 @@
+"""What to do when a task is lost: pure logic, without processes."""
+
+import enum
+
+from tf2dist.errors import FailureRecord, TaskLostError
+
+
+class Verdict(enum.Enum):
+    FAIL = "fail"
+    RESTART_TASK = "restart task"
+    RESTART_ALL = "restart all"
+
+
+class RestartPolicy:
+    """Judges the ends of tasks.
+
+    An asynchronous worker holds nothing that is not on a ps, so it is started again alone. Any
+    other task takes with it what the others need, so all begin again from the last checkpoint.
+
+    Attributes:
+        restarts: made so far.
+
+    Args:
+        whole_cluster: whether all tasks are this launcher's; one task of a cluster of many hosts
+            cannot restart the others, and leaves that to who has started them all.
+    """
+
+    def __init__(self, mode: str, max_restarts: int, whole_cluster: bool) -> None:
+        self._mode, self._max_restarts, self._whole_cluster = mode, max_restarts, whole_cluster
+        self.restarts = 0
+
+    def judge(self, failure: FailureRecord) -> Verdict:
+        """What the end of one task asks for; a restart counts."""
+        if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
+            return Verdict.FAIL
+        if self._mode == "async" and failure.task.startswith("worker-"):
+            verdict = Verdict.RESTART_TASK
+        elif self._whole_cluster:
+            verdict = Verdict.RESTART_ALL
+        else:
+            return Verdict.FAIL
+        self.restarts += 1
+        return verdict
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._max_restarts > 0 and self.restarts >= self._max_restarts
+
+
+class Vitals:
+    """When each task last showed that it lives, and which of them must be taken for frozen.
+
+    Args:
+        frozen_secs: of silence.
+    """
+
+    def __init__(self, frozen_secs: float) -> None:
+        self._frozen_secs = frozen_secs
+        self._seen: dict[str, float] = {}
+        self._looked_at: float | None = None
+
+    def saw(self, task: str, now: float) -> None:
+        self._seen[task] = now
+
+    def forget(self, task: str) -> None:
+        self._seen.pop(task, None)
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def frozen(self, now: float) -> list[str]:
+        """The tasks that have been silent for too long; to be asked every second or so."""
+        if self._looked_at is not None and now - self._looked_at > self._frozen_secs / 2:
+            # It is the launcher that was stopped for a while; what it did not hear is no silence.
+            self._seen = dict.fromkeys(self._seen, now)
+        self._looked_at = now
+        return [task for task, seen in self._seen.items() if now - seen > self._frozen_secs]

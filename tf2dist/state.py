@@ -1,0 +1,155 @@
+"""The state of a run by name: which variables there are, and how a snapshot goes into them.
+
+Neither the mode nor the number of workers or ps shows in the names: "model/hidden1/kernel",
+"optimizer/hidden1_kernel_momentum".
+"""
+
+import re
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist.config import RunConfig
+from tf2dist.data import Sharding
+from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.saving import Snapshot, differences
+
+Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
+COUNTERS = ("iteration", "learning_rate")  # the global step tells the one, the configuration the other
+
+
+def named_variables(model: keras.Model, variables: list[keras.Variable], optimizers: list[keras.Optimizer]) -> Named:
+    """The variables that a checkpoint holds.
+
+    Args:
+        variables: those of the model that count.
+        optimizers: one, or one for each ps.
+
+    Raises:
+        ConfigError: two variables of the model have one name.
+    """
+    named: Named = {}
+    for variable in variables:
+        name = f"model/{variable.path.removeprefix(f'{model.name}/')}"
+        if name in named:
+            raise ConfigError(f"model: two variables are called {variable.path}; give their layers different names")
+        named[name] = [variable]
+    for optimizer in optimizers:
+        seen: Counter[str] = Counter()
+        for slot in optimizer.variables:
+            if slot.name in COUNTERS:
+                continue
+            name = f"optimizer/{slot.name.removeprefix(f'{model.name}_')}"
+            seen[name] += 1
+            numbered = f"{name}#{seen[name]}" if seen[name] > 1 else name
+            named.setdefault(numbered, []).append(slot)
+    return named
+
+
+def values(named: Named) -> dict[str, np.ndarray]:
+    """The values of all variables.
+
+    Raises:
+        NotFiniteError: one is not finite; saved, it would be of no use.
+    """
+    arrays = {name: variables[0].value.numpy() for name, variables in named.items()}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files do not know; float32 holds it exactly
+            arrays[name] = array.astype(np.float32)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise NotFiniteError(f"{name} is not finite any more; try a lower learning rate")
+    return arrays
+
+
+def assign(named: Named, arrays: dict[str, np.ndarray]) -> None:
+    """Puts the arrays into the variables of their names."""
+    for name, array in arrays.items():
+        for variable in named[name]:
+            variable.value.assign(array.astype(variable.dtype) if variable.dtype != "bfloat16" else array)
+
+
+def check_same(named: Named, snapshot: Snapshot, data: str) -> None:
+    """Refuses the checkpoint of another model, optimizer or data set.
+
+    Raises:
+        CheckpointError: saying what is missing, extra or of another shape.
+    """
+    way_out = "name another run_dir; init_from takes over weights alone"
+    trained_on = snapshot.facts.get("data", data)
+    if trained_on != data:
+        raise CheckpointError(f"run_dir: was trained on {trained_on}, and data is {data} now; {way_out}")
+    found = {name: array.shape for name, array in snapshot.arrays.items()}
+    wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
+    for group in ("model/", "optimizer/"):
+        mine, theirs = (
+            {name: shape for name, shape in all_of_them.items() if name.startswith(group)}
+            for all_of_them in (wanted, found)
+        )
+        if problems := differences(theirs, mine):
+            raise CheckpointError(
+                f"run_dir: its checkpoint at step {snapshot.step} is of another {group.removesuffix('/')}; "
+                f"{'; '.join(problems)}; {way_out}"
+            )
+
+
+def chosen(named: Named, source: Snapshot, layers: str | None) -> dict[str, np.ndarray]:
+    """The arrays of those layers of the model whose whole name matches the pattern; all for None.
+
+    Raises:
+        CheckpointError: there is none, or one has another shape.
+    """
+    arrays = {}
+    for name, array in source.of_model().items():
+        *parents, _ = name.removeprefix("model/").split("/")
+        if layers is None or any(re.fullmatch(layers, parent) for parent in parents):
+            arrays[name] = array
+    wanted = {name: tuple(variables[0].shape) for name, variables in named.items() if name in arrays}
+    problems = differences({name: array.shape for name, array in arrays.items()}, wanted)
+    if not arrays:
+        known = sorted({name.split("/")[-2] for name in source.of_model()})
+        raise CheckpointError(f"init_layers ({layers}): matches no layer there; it has {', '.join(known)}")
+    if problems:
+        raise CheckpointError(
+            f"init_from: the layers differ; {'; '.join(problems)}; choose those that agree with init_layers"
+        )
+    return arrays
+
+
+def begin(named: Named, start: Snapshot | None, config: RunConfig) -> str:
+    """Puts a snapshot into the variables, whole or the layers asked for; returns what to tell of it.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    if start is None:
+        return ""
+    if start.is_resumed:
+        check_same(named, start, config.data.name)
+        assign(named, {name: start.arrays[name] for name in named})
+        return f"going on at step {start.step}"
+    arrays = chosen(named, start, config.init_layers)
+    assign(named, arrays)
+    layers = dict.fromkeys(name.removeprefix("model/").rpartition("/")[0] for name in arrays)
+    return f"weights of {', '.join(layers)} from {config.init_from}"
+
+
+def input_facts(sharding: Sharding, positions: list[int]) -> dict[str, Any]:
+    """Where every worker's input stands, for the facts of a snapshot."""
+    return {"sharding": asdict(sharding), "positions": positions}
+
+
+def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
+    """The local step at which each worker's input goes on.
+
+    Cut in the same way it goes on exactly; cut in another, at the same part of the same pass over the data.
+    """
+    if snapshot is None or not snapshot.is_resumed:
+        return [0] * sharding.num_shards
+    before = snapshot.facts["input"]
+    if before["sharding"] == asdict(sharding):
+        return list(before["positions"])
+    epochs = snapshot.facts["examples"] / before["sharding"]["num_examples"]
+    return [round(epochs * sharding.steps_per_epoch)] * sharding.num_shards
