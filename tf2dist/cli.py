@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from tf2dist import __version__, cluster, compose, sources
+from tf2dist.addresses import check_not_public, exposure
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console, result_lines
-from tf2dist.errors import ClusterError, ConfigError, TfDistError
+from tf2dist.errors import ClusterError, ConfigError, RequestError, TfDistError
 from tf2dist.help import help_text
+from tf2dist.paths import make_private
 from tf2dist.peers import check_own_address
 from tf2dist.supervisor import supervise
+
+MAX_LINE_CHARS = 300
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -30,7 +34,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         run(arguments, started_at)
     except TfDistError as error:
-        print(f"tf2dist: error: {error}", file=sys.stderr, flush=True)
+        text = brief(str(error)) if isinstance(error, RequestError) else str(error)
+        print(f"tf2dist: error: {text}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,6 +43,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:  # before there was anything to stop
         sys.exit(130)
     sys.exit(0)
+
+
+def brief(text: str) -> str:
+    """At most three lines of at most `MAX_LINE_CHARS`, without control characters that a value may hold."""
+    lines = text.splitlines()
+    if len(lines) > 3:
+        lines = [*lines[:2], f"and {len(lines) - 2} more; python -m tf2dist.doctor with the same options shows all"]
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
+    half = MAX_LINE_CHARS // 2 - 2  # the name is at the beginning, the way out at the end
+    return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[:half]}...{line[-half:]}" for line in lines)
 
 
 def run(arguments: list[str], started_at: float) -> None:
@@ -64,15 +79,21 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
     if this and this[1].job == "evaluator":
         raise ClusterError("task evaluator: follows the checkpoints of a run, and this version does not write any yet")
-    if this and config.cluster.check_address:
-        check_own_address(*this)
+    num_workers = this[0].num_workers if this else config.cluster.num_workers
+    sources.check_batch_size(config, num_workers)
+    if this:
+        check_not_public(*this, allow_public=config.cluster.allow_public)
+        if config.cluster.check_address:
+            check_own_address(*this)
     console = Console()
     if this:
+        if text := exposure(*this):
+            console.warn(text)
         # Every host sees its own data alone: to fall back is for all of them or none.
         config.data = replace(config.data, offline="fail")
     if this is None or this[1].job != "ps":
         config.data = sources.resolve(config.data, console.warn)
-    sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
+    sources.check_batch_size(config, num_workers)  # again: the data may have become another
     leads = this is None or this[1] == this[0].leader
     run_dir = make_run_dir(config)
     with the_only_run(run_dir) if leads else contextlib.nullcontext():
@@ -89,12 +110,17 @@ def make_run_dir(config: RunConfig) -> Path:
     """
     try:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else new_default_dir(config)
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
+            raise ConfigError(
+                f"run_dir ({config.run_dir}): has a config.yaml of something else; name another directory"
+            )
+        make_private(run_dir)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({error.strerror}); name another directory"
+            f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({reason}); name another directory"
         ) from None
     return run_dir
 

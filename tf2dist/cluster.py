@@ -1,7 +1,9 @@
 """The cluster as a small validated value: who exists, where, and which of them this process is."""
 
+import ipaddress
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,33 +100,48 @@ def from_config(config: RunConfig, tf_config: str | None) -> tuple[Cluster, Task
         return _from_tf_config(tf_config, config.mode)
     lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
     jobs = {job: addresses for job, addresses in lists.items() if addresses}
-    return _validated("cluster", jobs, _hosts_task(config.task), config.mode)
+    return _validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode)
 
 
-def _hosts_task(task: TaskConfig) -> dict[str, Any]:
+def _hosts_task(task: TaskConfig, jobs: dict[str, list[str]]) -> dict[str, Any]:
     given = {"type": task.type, "index": task.index}
     missing = [f"task.{key}" for key, value in given.items() if value is None]
+    problems = []
     if missing:
-        raise ClusterError(
+        problems.append(
             f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
             "give task.type=worker task.index=0"
         )
+    if not jobs:
+        problems.append("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
+    if problems:
+        raise ClusterError("\n".join(problems))
     return given
 
 
 def _from_tf_config(text: str, mode: str) -> tuple[Cluster, Task]:
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 12) : error.pos + 12]
         raise ClusterError(
             f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; "
             f"it looks like {EXAMPLE}"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 100,000 brackets
+        raise ClusterError(f"TF_CONFIG: cannot be read ({error}); it looks like {EXAMPLE}") from None
     for key in ("cluster", "task"):
         if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
             raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
     return _validated("TF_CONFIG", parsed["cluster"], parsed["task"], mode)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two members with one name, Python would take the last without a word."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ClusterError(f'TF_CONFIG: "{name}" is there {count} times; leave all but one out')
+    return dict(pairs)
 
 
 def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> tuple[Cluster, Task]:
@@ -134,7 +151,7 @@ def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: st
         problems += _count_problems(jobs, mode)
     problems += _task_problems(task, jobs)
     if problems:
-        raise ClusterError("\n".join(f"{source}: {problem}" for problem in problems))
+        raise ClusterError("\n".join(" ".join(f"{source}: {problem}".split()) for problem in problems))
     cluster = Cluster(mode, {job: tuple(addresses) for job, addresses in jobs.items() if addresses})
     return cluster, Task(task["type"], int(task["index"]))
 
@@ -157,15 +174,26 @@ def _address_problems(jobs: dict[str, Any]) -> list[str]:
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses if isinstance(addresses, list) else []):
             name = f"{job} {index} ({address})"
-            match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d+)", str(address))
-            if not match:
+            match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,9})", str(address))
+            if not match or not _is_host(match[1]):
                 problems.append(f"{name}: must be host:port, such as host1:2222")
             elif not 1 <= int(match[2]) <= 65535:
                 problems.append(f"{name}: the port must be from 1 to 65535")
-            elif address in seen:
-                problems.append(f"{name}: the same address as {seen[address]}; every task needs its own")
-            seen.setdefault(str(address), f"{job} {index}")
+            else:
+                same = f"{match[1].lower()}:{int(match[2])}"
+                if same in seen:
+                    problems.append(f"{name}: the same address as {seen[same]}; every task needs its own")
+                seen.setdefault(same, f"{job} {index}")
     return problems
+
+
+def _is_host(host: str) -> bool:
+    """Whether a text can be the name or address of one host; 0.0.0.0 stands for none and for all."""
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
 
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
@@ -188,9 +216,9 @@ def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     job, index = task.get("type"), task.get("index")
     if not isinstance(job, str) or job not in jobs:
         return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
-    if isinstance(index, str) and index.isdecimal():
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # TensorFlow takes "0" too
     count = len(jobs[job]) if isinstance(jobs[job], list) else 0
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
-        return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {count - 1}"]
+        return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
     return []

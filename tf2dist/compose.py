@@ -1,6 +1,7 @@
 """The command line and ``conf/``, composed by Hydra into one checked `RunConfig`."""
 
 import difflib
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from tf2dist.errors import ConfigError
 CONF_MODULE = "tf2dist.conf"
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 PLUGIN_GROUPS = ("model", "data", "optimizer")
+MAX_OVERRIDE_CHARS = 4096
+# What Hydra and its parser raise; a number of 5,000 digits and 500 brackets are among the last two.
+UNREADABLE = (HydraException, OmegaConfBaseException, ValueError, RecursionError)
 
 
 def load(overrides: list[str], tf_config: str | None) -> RunConfig:
@@ -32,7 +36,12 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     """
     if tf_config and not any(override.startswith("cluster=") for override in overrides):
         overrides = [*overrides, "cluster=tf_config"]
-    config = to_typed(_compose(overrides))
+    for override in overrides:
+        _check_form(override)
+    composed = _compose(overrides)
+    check_literal(OmegaConf.to_container(composed, resolve=False))
+    config = to_typed(composed)
+    _check_names(config)
     if tf_config and config.cluster.kind == "local":
         raise ConfigError(
             "cluster (local): the environment variable TF_CONFIG is set, so this process is one task of another "
@@ -41,6 +50,51 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     check(config)
     config.plugins = [str(Path(path).resolve()) for path in config.plugins]
     return config
+
+
+def _check_form(override: str) -> None:
+    """What Hydra would take and this command does not: see each line."""
+    key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
+    group, _, argument = key.partition(".")
+    shown = f"{override[:60]}..." if len(override) > 60 else override
+    if len(override) > MAX_OVERRIDE_CHARS:
+        raise ConfigError(f"{shown}: is longer than {MAX_OVERRIDE_CHARS} characters; shorten it")
+    if override.startswith("~"):
+        raise ConfigError(f"{shown}: options cannot be removed; leave it out for the default")
+    if group.partition("/")[0] == "hydra" or "@" in override.partition("=")[0]:
+        raise ConfigError(f"{shown}: there is no such option; see --help")
+    if override.startswith("+") and key in options():
+        raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
+    if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
+        raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
+
+
+def check_literal(node: Any, name: str = "") -> None:
+    """Values are taken as they are written: nothing looks into the environment or into other options.
+
+    Raises:
+        ConfigError: a value with ``${...}``, or one that is missing.
+    """
+    if isinstance(node, dict):
+        for key, value in node.items():
+            check_literal(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(node, list):
+        for value in node:
+            check_literal(value, name)
+    elif isinstance(node, str) and "${" in node:
+        raise ConfigError(f"{name} ({node}): nothing is filled in for ${{...}}; give the value itself")
+    elif node == "???":
+        raise ConfigError(f"{name} (???): is missing; give a value")
+
+
+def _check_names(config: RunConfig) -> None:
+    """The names become part of file names, and without plugins only those in conf/ exist."""
+    chosen = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
+    for group, name in chosen.items():
+        if isinstance(name, str) and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name):
+            raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
+        if not config.plugins and name not in options()[group]:
+            raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
 
 
 def options() -> dict[str, list[str]]:
@@ -58,7 +112,7 @@ def _compose(overrides: list[str]) -> Any:
     parsed = [part for override in overrides for part in _checked_choice(override, overrides)]
     try:
         return _hydra(parsed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except UNREADABLE as error:
         raise ConfigError(_explain(error, parsed)) from None
 
 
@@ -82,6 +136,8 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}=plugin", f"{key}.name={value}"]
     public = [name for name in names if name not in ("plugin", "default")]
+    if not public:
+        raise ConfigError(f"{key} ({value}): holds several options; give them one by one, see --help")
     raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}{_nearest(value, public)}")
 
 
@@ -96,12 +152,12 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException:
-            return f"{text}: cannot be read; options look like train.steps=1000"
+        except UNREADABLE:
+            return f"{' '.join(text.split())}: cannot be read; options look like train.steps=1000"
     groups = list(options())
     try:
         known = groups + _keys(_hydra([text for text in overrides if text.partition("=")[0] in groups]))
-    except (HydraException, OmegaConfBaseException, ValueError):
+    except UNREADABLE:
         return one_line(error)
     for override in parsed:
         if override.key_or_group not in known and not override.is_add():

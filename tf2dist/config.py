@@ -4,19 +4,22 @@ Mistakes become one `ConfigError` that names the option, its value, the rule and
 Nothing in a configuration is ever executed or instantiated.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tf2dist import arguments, paths
 from tf2dist.errors import ConfigError
+from tf2dist.rules import Rule, at_least_one, is_pattern, positive_secs
 
 MODES = ("async", "sync")
-SCHEDULES = ("constant", "cosine")
+CLUSTER_KINDS = ("local", "hosts", "tf_config")
+MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
+MAX_EPOCHS = 10**6
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +32,7 @@ class ClusterConfig:
     worker: list[str] = field(default_factory=list)
     evaluator: list[str] = field(default_factory=list)
     check_address: bool = True
+    allow_public: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,8 +102,15 @@ class RunConfig:
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The configuration that another process has checked and written."""
-    return to_typed(OmegaConf.create(text))
+    """The configuration that another process has checked and written.
+
+    Raises:
+        ConfigError: it is no such configuration; a YAML tag that would make an object is none.
+    """
+    try:
+        return to_typed(OmegaConf.create(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration is no plain YAML: {one_line(error)}") from None
 
 
 def to_typed(cfg: Any) -> RunConfig:
@@ -111,15 +122,33 @@ def to_typed(cfg: Any) -> RunConfig:
     return config
 
 
+KINDS = {
+    "int": "a whole number",
+    "Integer": "a whole number",
+    "float": "a number",
+    "Float": "a number",
+    "bool": "true or false",
+    "str": "a word or a path",
+    "list": "a list such as [a,b]",
+}
+
+
 def one_line(error: Exception) -> str:
     """OmegaConf's and Hydra's messages, shortened to "name (value): rule"."""
     text = str(error)
     key = re.search(r"full_key: (\S+)", text)
-    wrong = re.search(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", text)
-    kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    if key and wrong:
-        return f"{key[1]} ({wrong[1]}): must be {kinds.get(wrong[2], wrong[2])}"
-    first = text.strip().splitlines()[0]
+    if key:
+        if wrong := re.search(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", text):
+            return f"{key[1]} ({wrong[1]}): must be {KINDS.get(wrong[2], wrong[2])}"
+        if wrong := re.search(r"Incompatible value 'None' for field of type '(\w+)'|NoneType is not a subclass", text):
+            return f"{key[1]} (null): must be {KINDS.get(wrong[1] or 'str', wrong[1])}"
+        if wrong := re.search(r"Cannot convert '\w+' to string: '(.*)'", text):
+            return f"{key[1]} ({wrong[1]}): must be {KINDS['str']}"
+        if "is not a ListConfig" in text or "is not Optional" in text:
+            return f"{key[1]}: must be {KINDS['list']}"
+        if re.search(r"Key '.*' not in '\w+'", text):
+            return f"{key[1]}: there is no such option; see --help"
+    first = " ".join((text.strip().splitlines() or [type(error).__name__])[0].split())
     return f"{key[1]}: {first}" if key else first
 
 
@@ -131,31 +160,35 @@ def check(config: RunConfig) -> None:
     """
     train, cluster, devices, data = config.train, config.cluster, config.devices, config.data
     fraction = devices.gpu_memory_fraction
-    rules: list[tuple[str, Any, bool, str]] = [
+    rules: list[Rule] = [
         ("mode", config.mode, config.mode in MODES, "must be async or sync"),
-        ("train.steps", train.steps, train.steps is None or train.steps >= 1, "must be at least 1"),
-        ("train.epochs", train.epochs, train.epochs is None or 0 < train.epochs < math.inf, "must be more than 0"),
+        at_least_one("train.steps", train.steps),
+        ("train.epochs", train.epochs, train.epochs is None or train.epochs > 0, "must be more than 0"),
+        ("train.epochs", train.epochs, not (train.epochs or 0) > MAX_EPOCHS, f"must be at most {MAX_EPOCHS:,}"),
         (
             "train.epochs",
             train.epochs,
             train.epochs is None or train.steps is None,
             f"train.steps is {train.steps}; give one of the two",
         ),
-        _at_least_one("train.batch_size_per_worker", train.batch_size_per_worker),
-        _at_least_one("train.log_every_steps", train.log_every_steps),
-        _at_least_one("train.eval_every_steps", train.eval_every_steps),
-        _at_least_one("train.steps_per_execution", train.steps_per_execution),
-        _at_least_one("cluster.num_workers", cluster.num_workers),
+        at_least_one("train.batch_size_per_worker", train.batch_size_per_worker),
+        at_least_one("train.log_every_steps", train.log_every_steps),
+        at_least_one("train.eval_every_steps", train.eval_every_steps),
+        at_least_one("train.steps_per_execution", train.steps_per_execution),
+        ("cluster.kind", cluster.kind, cluster.kind in CLUSTER_KINDS, f"must be one of {', '.join(CLUSTER_KINDS)}"),
+        at_least_one("cluster.num_workers", cluster.num_workers),
+        ("cluster.num_ps", cluster.num_ps, cluster.num_ps >= 0, "must be at least 0"),
+        *_check_local(config),
         (
             "cluster.num_ps",
             cluster.num_ps,
-            config.mode == "sync" or cluster.num_ps >= 1,
+            config.mode == "sync" or cluster.num_ps != 0,
             "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync",
         ),
         *_check_hosts(config),
         ("data.offline", data.offline, data.offline in ("fallback", "fail"), "must be fallback or fail"),
         ("data.num_validation", data.num_validation, data.num_validation >= 0, "must be at least 0"),
-        _positive("data.download_timeout_secs", data.download_timeout_secs),
+        positive_secs("data.download_timeout_secs", data.download_timeout_secs),
         (
             "devices.gpu_memory_fraction",
             fraction,
@@ -169,21 +202,21 @@ def check(config: RunConfig) -> None:
             "must be float32 or bfloat16",
         ),
         ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
-        _positive("startup_timeout_secs", config.startup_timeout_secs),
-        _positive("watchdog_secs", config.watchdog_secs),
+        positive_secs("startup_timeout_secs", config.startup_timeout_secs),
+        positive_secs("watchdog_secs", config.watchdog_secs),
         ("max_restarts", config.max_restarts, config.max_restarts >= 0, "must be at least 0"),
-        _positive("grace_secs", config.grace_secs),
+        positive_secs("grace_secs", config.grace_secs),
         *_check_checkpoints(config),
-        *_check_arguments("model", config.model),
-        *_check_arguments("optimizer", config.optimizer),
-        *[("plugins", path, Path(path).is_file(), "there is no such Python file") for path in config.plugins],
+        *arguments.rules("model", config.model, builtin=not config.plugins),
+        *arguments.rules("optimizer", config.optimizer, builtin=not config.plugins),
+        *paths.rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
     ]
-    broken = [f"{name} ({value}): {rule}" for name, value, holds, rule in rules if not holds]
+    broken = [" ".join(f"{name} ({value}): {rule}".split()) for name, value, holds, rule in rules if not holds]
     if broken:
         raise ConfigError("\n".join(broken))
 
 
-def _check_hosts(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
+def _check_hosts(config: RunConfig) -> list[Rule]:
     """Host lists and a task that are not looked at would mean a host that trains alone."""
     given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
     given |= {"task.type": config.task.type, "task.index": config.task.index}
@@ -191,49 +224,25 @@ def _check_hosts(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
     return [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
 
 
-def _check_checkpoints(config: RunConfig) -> list[tuple[str, Any, bool, str]]:
+def _check_local(config: RunConfig) -> list[Rule]:
+    """A local cluster has an end; the larger of the two numbers is named."""
+    cluster = config.cluster
+    counts = {"cluster.num_workers": cluster.num_workers}
+    if config.mode == "async":
+        counts["cluster.num_ps"] = cluster.num_ps
+    largest = max(counts, key=lambda name: counts[name])
+    fits = sum(counts.values()) + (config.mode == "async") <= MAX_LOCAL_TASKS
+    rule = f"a local cluster has at most {MAX_LOCAL_TASKS} tasks; use several hosts for more"
+    return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]
+
+
+def _check_checkpoints(config: RunConfig) -> list[Rule]:
     source, layers = config.init_from, config.init_layers
-    every_secs = config.checkpoint.every_secs
     return [
-        ("checkpoint.every_secs", every_secs, every_secs is None or 0 < every_secs < math.inf, "must be more than 0"),
-        _at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
-        _at_least_one("checkpoint.keep", config.checkpoint.keep),
-        ("init_from", source, source is None or Path(source).expanduser().is_dir(), "there is no such run directory"),
+        positive_secs("checkpoint.every_secs", config.checkpoint.every_secs),
+        at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
+        at_least_one("checkpoint.keep", config.checkpoint.keep),
+        ("init_from", source, source is None or paths.is_folder(source), "there is no such run directory"),
         ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
-        ("init_layers", layers, _is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
+        ("init_layers", layers, is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
     ]
-
-
-def _is_pattern(text: str | None) -> bool:
-    try:
-        re.compile(text or "")
-    except re.error:
-        return False
-    return True
-
-
-def _at_least_one(name: str, value: int | None) -> tuple[str, Any, bool, str]:
-    return (name, value, value is None or value >= 1, "must be at least 1")
-
-
-def _positive(name: str, value: float) -> tuple[str, Any, bool, str]:
-    return (name, value, 0 < value < math.inf, "must be more than 0")
-
-
-def _check_arguments(group: str, arguments: dict[str, Any]) -> list[tuple[str, Any, bool, str]]:
-    """Arguments of models and optimizers are numbers, switches, or lists of numbers."""
-    rules: list[tuple[str, Any, bool, str]] = []
-    for key, value in arguments.items():
-        items = value if isinstance(value, list) else [value]
-        if (group, key) == ("optimizer", "schedule"):
-            rules.append((f"{group}.{key}", value, value in SCHEDULES, f"must be {' or '.join(SCHEDULES)}"))
-            continue
-        if key == "name":
-            rules.append((f"{group}.name", value, isinstance(value, str), "must be a name"))
-            continue
-        plain = all(item is None or isinstance(item, int | float) for item in items)
-        rules.append((f"{group}.{key}", value, plain, "must be a number, true or false, or null"))
-        if key in ("learning_rate", "hidden_units") and plain:
-            positive = all(item is not None and 0 < item < math.inf for item in items)
-            rules.append((f"{group}.{key}", value, positive, "must be more than 0"))
-    return rules

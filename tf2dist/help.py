@@ -18,6 +18,8 @@ TAIL = """
   --help       this text
   --cfg        the configuration that the other arguments make, and nothing else
   --version    the version
+
+python -m tf2dist.doctor, with the same arguments, starts nothing and says what would stand in the way.
 """
 GROUPS_WITH_OPTIONS = {"cluster": "local", "data": "mnist", "train": "default", "devices": "default"}
 LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")

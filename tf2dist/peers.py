@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tf2dist import pulse
+from tf2dist.addresses import port_holder
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import ClusterError, TaskLostError
 
@@ -25,10 +26,11 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
     name = f"{task.job} {task.index} ({address})"
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", int(port))), *(_bind_error(i[0], i[4]) for i in infos)):
-        raise ClusterError(f"{name}: the port is taken on this host; does the same task run here already?")
+        by = f" by {holder}" if (holder := port_holder(int(port))) else ""
+        raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
     if all(_bind_error(info[0], info[4]) == errno.EADDRNOTAVAIL for info in infos):
         raise ClusterError(
             f"{name}: is not an address of this host, so this is another task; correct task type and index, or give "
@@ -52,7 +54,7 @@ def problem(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECS).close()
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return "name unknown"
     except ConnectionRefusedError:
         return "connection refused"

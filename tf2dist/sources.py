@@ -11,6 +11,7 @@ from tf2dist.config import DataConfig, RunConfig
 from tf2dist.errors import ConfigError, DataError
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
+MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 
@@ -23,6 +24,15 @@ def has_mnist(folder: Path) -> bool:
     return any(folder.glob("mnist/3.*/dataset_info.json"))
 
 
+def check_dir(config: DataConfig) -> None:
+    """Raises ConfigError if `data.dir` is given and does not exist."""
+    if config.dir is not None and not Path(config.dir).expanduser().is_dir():
+        raise ConfigError(
+            f"data.dir ({config.dir}): there is no such directory; create it, or leave the option out to use "
+            "TFDS_DATA_DIR or ~/tensorflow_datasets"
+        )
+
+
 def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
     """The data that will really be used, by every task: as asked, or `digits` with a warning.
 
@@ -32,11 +42,7 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
         ConfigError: `data.dir` is given and does not exist.
         DataError: the data cannot be had and `data.offline` is fail.
     """
-    if config.dir is not None and not Path(config.dir).expanduser().is_dir():
-        raise ConfigError(
-            f"data.dir ({config.dir}): there is no such directory; create it, or leave the option out to use "
-            "TFDS_DATA_DIR or ~/tensorflow_datasets"
-        )
+    check_dir(config)
     if config.name != "mnist":
         return config
     folder = mnist_dir(config).resolve()
@@ -56,17 +62,22 @@ def check_batch_size(config: RunConfig, num_workers: int) -> None:
     Raises:
         ConfigError: it does not.
     """
-    total = NUM_TRAIN.get(config.data.name)
+    total, taken = NUM_TRAIN.get(config.data.name), config.data.num_validation
+    if total is not None and taken >= total:
+        raise ConfigError(
+            f"data.num_validation ({taken}): data={config.data.name} has {total} examples to train on; give fewer"
+        )
     if total is not None:
-        check_shard(config.train.batch_size_per_worker, total - config.data.num_validation, num_workers)
+        check_shard(config.train.batch_size_per_worker, total - taken, num_workers)
 
 
 def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
     share = max(0, num_examples) // num_workers
     if batch_size > share:
+        way_out = f"give at most {share}" if share else "use fewer workers"
         raise ConfigError(
             f"train.batch_size_per_worker ({batch_size}): each of {num_workers} workers has only {share} of the "
-            f"{max(0, num_examples)} training examples; give at most {share}"
+            f"{max(0, num_examples)} training examples; {way_out}"
         )
 
 

@@ -91,7 +91,7 @@ BAD = [
     (["devices.precision=int8"], "devices.precision (int8)"),
     (["model=null"], "model (null): must be one of"),
     (["mode=null"], "mode (null): must be one of"),
-    (["model.name=null"], "model.name (None): must be a name"),
+    (["model.name=null"], "model.name=null: is set by another option; choose with model=NAME"),
     (["mode=sync", "cluster.worker=[a:1,b:1]"], "cluster.worker (['a:1', 'b:1']): is for cluster=hosts"),
     (["task.type=worker", "task.index=0"], "task.type (worker): is for cluster=hosts; add that"),
     (["optimizer.schedule=linear"], "optimizer.schedule (linear): must be constant or cosine"),

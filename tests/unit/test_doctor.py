@@ -1,0 +1,215 @@
+"""The doctor: a line for each finding, with the fix; nothing is started and nothing is made."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tf2dist import addresses, doctor, findings, netns, peers, sources
+from tf2dist.config import DataConfig
+from tf2dist.findings import Finding
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without TensorFlow, in an empty directory that stays empty."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr(findings, "gpus", lambda: iter(()))
+    yield
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def examined(*overrides: str, tf_config: Any = None) -> list[str]:
+    text = json.dumps(tf_config) if isinstance(tf_config, dict) else tf_config
+    return [str(finding) for finding in doctor.examine(list(overrides), text)]
+
+
+def hosts(*workers: str, index: int = 0) -> dict[str, Any]:
+    return {"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": index}}
+
+
+def only(lines: list[str], beginning: str) -> list[str]:
+    return [line for line in lines if line.startswith(beginning)]
+
+
+def test_a_healthy_local_cluster() -> None:
+    lines = examined("data=digits", "mode=sync", "cluster=local1")
+    assert not only(lines, "fail")
+    for words in ("ok    configuration: mode=sync", "ok    versions: tensorflow", "ok    data: digits", "memory: "):
+        assert any(words in line for line in lines), words
+    assert any("isolation: " in line for line in lines)
+
+
+def test_all_mistakes_of_a_configuration_are_told() -> None:
+    lines = examined("train.steps=0", "seed=-1", "grace_secs=0", "data.offline=x")
+    assert len(only(lines, "fail  configuration: ")) == 4
+    assert only(lines, "ok    versions: python"), "the rest is looked at, too"
+
+
+def test_a_mistake_has_its_fix_apart() -> None:
+    _, _, found = doctor.request(["data.dir=/no/such/folder"], None)
+    assert found == [
+        Finding(
+            "fail",
+            "configuration",
+            "data.dir (/no/such/folder): there is no such directory",
+            "create it, or leave the option out to use TFDS_DATA_DIR or ~/tensorflow_datasets",
+        )
+    ]
+
+
+def test_the_cluster_is_looked_at_even_if_the_options_are_wrong() -> None:
+    lines = examined("mode=sync", "stepss=1", tf_config=hosts("localhost", "localhost:99999"))
+    assert len(only(lines, "fail  cluster: TF_CONFIG: worker")) == 2
+    assert only(lines, "fail  configuration: stepss")
+
+
+def test_peers_that_answer_that_do_not_yet_and_that_never_will() -> None:
+    mine, quiet = netns.unused_ports(2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"localhost:{server.getsockname()[1]}"
+        workers = (f"localhost:{mine}", there, f"localhost:{quiet}", "no-such-host.invalid:1")
+        lines = examined("data=digits", "mode=sync", tf_config=hosts(*workers))
+    assert only(lines, "ok    cluster: 4 worker; this is worker-0")
+    assert only(lines, f"ok    ports: worker-0 can listen at localhost:{mine}")
+    assert only(lines, f"ok    peers: worker-1 at {there}")
+    assert "start it, or open the port" in only(lines, f"warn  peers: worker-2 at localhost:{quiet}")[0]
+    assert "correct the name" in only(lines, "fail  peers: worker-3 at no-such-host.invalid:1")[0]
+
+
+@pytest.mark.parametrize("why", ["No route to host", "Network is unreachable"])
+def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "problem", lambda address: why)
+    mine, other = netns.unused_ports(2)
+    lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
+    assert "mend the route" in only(lines, "fail  peers: worker-1")[0]
+
+
+def test_a_peer_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gate:
+        monkeypatch.setattr(doctor, "PEERS_TIMEOUT_SECS", 0.1)
+        monkeypatch.setattr(peers, "problem", lambda address: str(gate.accept()))
+        mine, other = netns.unused_ports(2)
+        lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
+        socket.create_connection(gate.getsockname()).close()  # lets the thread go
+    assert "no answer in" in only(lines, "warn  peers: worker-1")[0]
+
+
+def test_a_loopback_address_among_hosts_is_a_failure() -> None:
+    options = ["data=digits", "mode=sync", "cluster.check_address=false"]
+    lines = examined(*options, tf_config=hosts("127.0.0.1:2222", "10.0.0.1:2222", index=1))
+    assert only(lines, "fail  peers: worker-0 at 127.0.0.1:2222")
+
+
+def test_a_name_of_its_own_that_nobody_knows() -> None:
+    lines = examined("data=digits", "mode=sync", tf_config=hosts("no-such-host.invalid:2222"))
+    assert only(lines, "fail  ports: worker-0 at no-such-host.invalid:2222: this host does not know the name")
+
+
+def test_a_taken_port_names_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{server.getsockname()[1]}"))
+    assert f"is taken on this host by pid {os.getpid()} (" in only(lines, "fail  ports: ")[0]
+
+
+def test_a_port_for_outgoing_connections_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = netns.unused_ports(1)
+    monkeypatch.setattr(addresses, "ephemeral_ports", lambda: range(port, port + 10))
+    lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{port}"))
+    assert "choose a lower one" in only(lines, f"warn  ports: port {port} of worker-0")[0]
+
+
+def test_a_public_address_is_a_failure_and_a_private_one_is_told() -> None:
+    options = ["data=digits", "mode=sync", "cluster.check_address=false"]
+    assert "cluster.allow_public=true" in only(examined(*options, tf_config=hosts("8.8.8.8:2222")), "fail  exposure")[0]
+    assert "private network" in only(examined(*options, tf_config=hosts("10.0.0.1:2222")), "warn  exposure")[0]
+
+
+@pytest.mark.parametrize(("offline", "level"), [("fallback", "warn"), ("fail", "fail")])
+def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MNIST_HOST", "no-such-host.invalid")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+    assert (finding.level, finding.topic) == (level, "data")
+    (tmp_path / "mnist" / "3.0.1").mkdir(parents=True)
+    (tmp_path / "mnist" / "3.0.1" / "dataset_info.json").touch()
+    assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    levels = [next(findings.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
+    assert levels == ["ok", "fail", "fail", "fail"]
+
+
+def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"tensorflow": "2.20.0", "keras": "3.15.1", "numpy": "2.0.0"}
+    monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
+    wrong = [finding for finding in findings.versions() if finding.level == "fail"]
+    assert [finding.text.partition(" is")[0] for finding in wrong] == ["tensorflow 2.20.0"]
+    assert "install tensorflow" in wrong[0].fix
+
+
+def test_too_many_tasks_for_the_machine() -> None:
+    levels = {finding.topic: finding.level for finding in findings.processors(10**6, 10**6)}
+    assert levels == {"cores": "warn", "memory": "warn"}
+
+
+def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "versions", lambda: iter([1 // 0]))
+    assert only(examined("data=digits"), "warn  doctor: could not look: ZeroDivisionError")
+
+
+def test_json_and_nothing_else(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--json"])
+    assert ended.value.code == 2
+    array = json.loads(capsys.readouterr().out)
+    assert all(set(finding) == {"level", "topic", "text", "fix"} for finding in array)
+    assert any("not valid JSON" in finding["text"] for finding in array if finding["level"] == "fail")
+
+
+def test_exit_code_without_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["data=digits", "cluster=local1"])
+    assert ended.value.code == 0
+    assert all(line[:6] in ("ok    ", "warn  ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.report(["--jsn"]) == 2
+    assert "--jsn: there is no such flag" in capsys.readouterr().err
+    assert doctor.report(["--help"]) == 0
+
+
+@pytest.mark.parametrize(("interrupt", "code"), [(True, 130), (False, 0)])
+def test_interrupted_or_cut_off_it_leaves_no_traceback(interrupt: bool, code: int) -> None:
+    """In a process of its own, with findings that never end."""
+    script = "from tf2dist import doctor; doctor.examine = lambda *a: iter(lambda: 'x' * 999, 1); doctor.main([])"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline().startswith("xxx")
+        if interrupt:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == code
+
+
+def test_the_whole_command_never_imports_tensorflow_itself() -> None:
+    code = "import sys, tf2dist.doctor; sys.exit(sum(m in sys.modules for m in ('tensorflow', 'keras', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,158 @@
+"""A configuration is data: whatever it says, nothing of it is run, built or looked up in the environment."""
+
+import ast
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tf2dist import cli, compose, config
+from tf2dist.errors import ConfigError
+
+SECRET = "s3cret-of-the-environment"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, in which a command that was run leaves the file `ran`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("A_SECRET", SECRET)
+    yield tmp_path
+    assert not (tmp_path / "ran").exists()
+
+
+ATTEMPTS = [
+    ["+_target_=os.system", "+command='touch ran'"],
+    ["+_target_=logging.os.system"],
+    *[
+        [f"{plus}{group}.{key}={value}"]
+        for plus in ("+", "++")
+        for group in ("model", "optimizer", "data", "train", "cluster", "task", "devices")
+        for key, value in (
+            ("_target_", "os.system"),
+            ("_target_", "logging.os.system"),
+            ("inner", "{_target_: os.system, command: 'touch ran'}"),
+            ("inner", "[{_target_: os.system, _args_: ['touch ran']}]"),
+        )
+    ],
+    ["model.hidden_units=[{_target_: os.system, command: 'touch ran'}]"],
+    ["optimizer.learning_rate={_target_: os.system, command: 'touch ran'}"],
+    ["optimizer.schedule={_target_: os.system, command: 'touch ran'}"],
+    ["plugins=[{_target_: os.system, command: 'touch ran'}]"],
+    ["seed=!!python/object/apply:os.system ['touch ran']"],
+    ["seed='!!python/object/apply:os.system [touch ran]'"],
+    ["+model.x='!!python/object/apply:os.system [touch ran]'"],
+    ["+model.x='!!python/name:os.system'"],
+]
+
+
+@pytest.mark.parametrize("overrides", ATTEMPTS, ids=[" ".join(attempt) for attempt in ATTEMPTS])
+def test_what_could_be_run_is_refused(folder: Path, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        compose.load(overrides, None)
+
+
+def test_a_yaml_tag_in_a_text_stays_a_text(folder: Path) -> None:
+    tag = "!!python/object/apply:os.system [touch ran]"
+    made = compose.load([f"run_dir='{tag}'"], None)
+    assert made.run_dir == tag
+    assert config.from_yaml(made.to_yaml()) == made
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system ''"])
+def test_a_tag_in_the_file_that_tasks_read_is_refused(folder: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        config.from_yaml(f"seed: {text}\n")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=${oc.env:A_SECRET}",
+        "run_dir='${oc.env:A_SECRET}'",
+        r"++run_dir=$\{oc.env:A_SECRET\}",
+        "run_dir=x${oc.env:A_SECRET}",
+        "data.dir=${oc.env:A_SECRET}",
+        "+model.x=${oc.env:A_SECRET}",
+        "+model.x=[1,${oc.env:A_SECRET}]",
+        "+optimizer.x=${oc.decode:${oc.env:A_SECRET}}",
+        "cluster.worker=['${oc.env:A_SECRET}:1']",
+        "plugins=['${oc.env:A_SECRET}']",
+        "model=${oc.env:A_SECRET}",
+        "experiment=${oc.env:A_SECRET}",
+        "seed=${oc.env:A_SECRET}",
+        "run_dir=${hydra:runtime.cwd}",
+        "run_dir=${seed}",
+    ],
+)
+def test_nothing_is_taken_from_the_environment(folder: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--cfg", override])
+    assert ended.value.code == 2
+    output = capsys.readouterr()
+    assert SECRET not in output.out + output.err
+    assert list(folder.iterdir()) == []
+
+
+def test_a_plugin_is_checked_without_being_run(folder: Path) -> None:
+    plugin = folder / "plugin.py"
+    plugin.write_text("import os\nos.system('touch ran')\n")
+    assert compose.load([f"plugins=[{plugin}]"], None).plugins == [str(plugin)]
+
+
+RUNNERS = {"eval", "exec", "load_model", "instantiate", "from_config_file", "unsafe_load", "full_load"}
+
+
+@pytest.mark.parametrize("module", sorted((REPOSITORY / "tf2dist").glob("*.py")), ids=lambda path: path.stem)
+def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
+    """`registry` runs plugins, which are code, and `testing` sends functions to processes of the same test."""
+    imported: set[str] = set()
+    called: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.name for alias in node.names}
+            imported |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+        elif isinstance(node, ast.Call):
+            called.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+            loose = [word for word in node.keywords if word.arg in ("allow_pickle", "shell")]
+            assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
+    assert not called & RUNNERS
+    allowed = {"testing": {"pickle", "cloudpickle"}, "registry": {"runpy"}}.get(module.stem, set())
+    assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
+
+
+def private(path: Path) -> bool:
+    return stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def lax_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("lax_umask")
+def test_a_run_directory_is_private_and_so_are_those_on_the_way_to_it(folder: Path) -> None:
+    made = cli.make_run_dir(config.RunConfig(run_dir="a/b/c"))
+    assert made == folder / "a" / "b" / "c"
+    assert all(private(folder / path) for path in ("a", "a/b", "a/b/c", "a/b/c/logs"))
+
+
+@pytest.mark.usefixtures("lax_umask")
+def test_the_default_run_directory_is_private(folder: Path) -> None:
+    made = cli.make_run_dir(config.RunConfig())
+    assert made.parent == folder / "outputs"
+    assert private(made)
+    assert private(folder / "outputs")
+
+
+def test_an_empty_directory_becomes_private_and_a_full_one_stays(folder: Path) -> None:
+    (folder / "empty").mkdir(mode=0o755)
+    (folder / "full").mkdir(mode=0o755)
+    (folder / "full" / "notes").touch()
+    assert private(cli.make_run_dir(config.RunConfig(run_dir="empty")))
+    assert not private(cli.make_run_dir(config.RunConfig(run_dir="full")))

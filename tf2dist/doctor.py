@@ -1,0 +1,199 @@
+"""``python -m tf2dist.doctor [options] [--json]``: what would stand in the way of a run, one line a finding.
+
+Takes the options and the TF_CONFIG of ``python -m tf2dist``, starts nothing, makes nothing, and
+ends within three minutes, however slow the names and TensorFlow are. Exit code 0 when nothing
+failed, 2 when something did. With --json the output is one JSON array of {"level", "topic",
+"text", "fix"}. A peer that does not listen yet is a warning: it may start later. A name that
+nobody knows or a host without a route to it is a failure.
+"""
+
+import errno
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import NoReturn
+
+from tf2dist import addresses, compose, findings, peers, sources
+from tf2dist import cluster as clusters
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import MODES, RunConfig
+from tf2dist.errors import ClusterError, RequestError, first_line
+from tf2dist.findings import Finding
+
+PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
+NO_WAY = ("name unknown", *map(os.strerror, (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)))
+Check = Callable[[], Iterator[Finding]]
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Prints the findings of one command line as they come, and exits."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        sys.exit(report(arguments))
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        os._exit(130)  # a look-up of a name that still hangs is left behind
+
+
+def report(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    overrides = [argument for argument in arguments if argument not in flags]
+    if flags & {"--help", "-h"}:
+        print(__doc__)
+        return 0
+    if unknown := sorted(flags - {"--json"}):
+        print(f"tf2dist: error: {unknown[0]}: there is no such flag; the doctor has --json and --help", file=sys.stderr)
+        return 2
+    found = []
+    for finding in examine(overrides, os.environ.get("TF_CONFIG") or None):
+        found.append(finding)
+        if "--json" not in flags:
+            print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(finding)), flush=True)
+    if "--json" in flags:
+        print(json.dumps([asdict(finding) for finding in found], indent=1), flush=True)
+    return 2 if any(finding.level == "fail" for finding in found) else 0
+
+
+def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
+    """All findings, the quick ones first."""
+    config, this, mistakes = request(overrides, tf_config)
+    yield from mistakes
+    local = config is not None and config.cluster.kind == "local"
+    checks: list[Check] = [findings.versions]
+    if config:
+        checks += [lambda: data(config, this), lambda: findings.run_folder(config.run_dir)]
+    if config and this:
+        checks += [lambda: own_address(config, *this), lambda: other_addresses(*this)]
+    if config and local:
+        checks += [lambda: findings.processors(*num_local_tasks(config)), findings.isolation]
+    elif this:
+        checks += [lambda: findings.processors(1, int(this[1] in this[0].training_tasks))]
+    for check in [*checks, findings.gpus]:
+        try:
+            yield from check()
+        except Exception as error:  # of a system that is set up in a way nobody thought of; the rest is still told
+            yield Finding("warn", "doctor", f"could not look: {type(error).__name__}: {first_line(str(error))}")
+
+
+def request(
+    overrides: list[str], tf_config: str | None
+) -> tuple[RunConfig | None, tuple[Cluster, Task] | None, list[Finding]]:
+    """The configuration and this process's task, as far as they can be read, and what is wrong with them."""
+    config, this, found = None, None, []
+    try:
+        config = compose.load(overrides, tf_config)
+        sources.check_dir(config.data)
+        found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
+    except RequestError as error:
+        found += failures("configuration", error)
+    kind = config.cluster.kind if config else "tf_config" if tf_config else "local"
+    mode = config.mode if config else next((mode for mode in MODES if f"mode={mode}" in overrides), MODES[0])
+    if kind == "local":
+        return config, None, found
+    try:
+        asked = config or RunConfig(mode=mode)
+        asked.cluster.kind = kind
+        this = clusters.from_config(asked, tf_config)
+        counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(this[0].jobs.items()))
+        found.append(Finding("ok", "cluster", f"{counts}; this is {this[1]}"))
+    except RequestError as error:
+        found += failures("cluster", error)
+    return config, this, found
+
+
+def failures(topic: str, error: RequestError) -> list[Finding]:
+    """One finding a line; what follows the last semicolon is the way out."""
+    parts = [line.rpartition("; ") for line in str(error).splitlines()]
+    return [Finding("fail", topic, text or fix, fix if text else "") for text, _, fix in parts]
+
+
+def num_local_tasks(config: RunConfig) -> tuple[int, int]:
+    """How many tasks a local cluster has, and how many of them compute gradients."""
+    workers = config.cluster.num_workers
+    return workers + (1 + config.cluster.num_ps if config.mode == "async" else 0), workers
+
+
+def data(config: RunConfig, this: tuple[Cluster, Task] | None) -> Iterator[Finding]:
+    """The data, and whether each worker's share of it fills a batch."""
+    try:
+        sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
+    except RequestError as error:
+        yield from failures("data", error)
+    if this is None:
+        yield from findings.training_data(config.data)
+    elif this[1].job != "ps":  # hosts fall back all or none, so this one does not
+        yield from findings.training_data(replace(config.data, offline="fail"))
+
+
+def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding]:
+    """Whether this task can listen at its address, and who could reach it there."""
+    address = cluster.address(task)
+    host, port = addresses.split(address)
+    ips = addresses.resolve(host)
+    if not ips:
+        level = "fail" if config.cluster.check_address else "warn"
+        yield Finding(level, "ports", f"{task} at {address}: this host does not know the name", "correct it, or add it")
+        return
+    try:
+        if config.cluster.check_address:
+            peers.check_own_address(cluster, task)
+        means = ", ".join(f"{ip} (IPv{ip.version})" for ip in ips)
+        yield Finding("ok", "ports", f"{task} can listen at {address}, which is {means}")
+    except ClusterError as error:
+        yield from failures("ports", error)
+    if port in (ephemeral := addresses.ephemeral_ports()):
+        text = f"port {port} of {task} is from the range {ephemeral[0]} to {ephemeral[-1]} of outgoing connections"
+        yield Finding("warn", "ports", text, "choose a lower one, or it may be taken")
+    try:
+        addresses.check_not_public(cluster, task, allow_public=config.cluster.allow_public)
+        if text := addresses.exposure(cluster, task):
+            yield Finding("warn", "exposure", *text.rsplit("; ", 1))
+    except ClusterError as error:
+        yield from failures("exposure", error)
+
+
+def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
+    """Who answers, all asked at once; who has not answered in time is told as such."""
+    others = [task for task in cluster.tasks if task != this]
+    answers: dict[Task, tuple[list[addresses.Ip], str]] = {}
+    at_home = loopback(addresses.resolve(addresses.split(cluster.address(this))[0]))
+
+    def ask(task: Task) -> None:
+        ips = addresses.resolve(addresses.split(cluster.address(task))[0])
+        answers[task] = (ips, peers.problem(cluster.address(task)))
+
+    threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in others]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PEERS_TIMEOUT_SECS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for task in others:
+        ips, why = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
+        where = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")
+        if loopback(ips) and not at_home:
+            fix = "give the name by which the other hosts know it"
+            yield Finding("fail", "peers", f"{where} is a loopback address, which means another host on each", fix)
+        elif not why:
+            yield Finding("ok", "peers", f"{where} answers")
+        elif why in NO_WAY:
+            fix = "correct the name, or add it to DNS" if why == NO_WAY[0] else "mend the route to that host"
+            yield Finding("fail", "peers", f"{where} cannot be reached ({why})", fix)
+        else:
+            fix = "start it, or open the port in the firewall"
+            yield Finding("warn", "peers", f"{where} does not answer ({why})", fix)
+
+
+def loopback(ips: list[addresses.Ip]) -> bool:
+    return bool(ips) and all(ip.is_loopback for ip in ips)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What the doctor finds on this machine: versions, processors, memory, folders, a private network, GPUs.
+
+Nothing here imports TensorFlow; what needs it, or changes its process, runs in a process of its
+own with a time limit.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tf2dist import sources
+from tf2dist.addresses import resolve
+from tf2dist.config import DataConfig
+
+PACKAGES = ("tensorflow", "keras", "numpy")
+MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
+RUN_DIR_MB = 200
+GPU_TIMEOUT_SECS = 60.0
+ISOLATION_TIMEOUT_SECS = 20.0
+# Ends with the doctor however that ends, and says in one line what TensorFlow sees.
+LIST_GPUS = """
+import json, os
+from tf2dist.forkserver import die_with_parent
+die_with_parent(os.getppid())
+import tensorflow as tf
+print(json.dumps([gpu.name for gpu in tf.config.list_physical_devices("GPU")]))
+"""
+TRY_ISOLATION = "import sys; from tf2dist import netns; sys.exit(0 if netns.enter_private_network() else 3)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor. `level` is ok, warn or fail; `fix` is the way out of the last two."""
+
+    level: str
+    topic: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<5} {self.topic}: {self.text}{'; ' if self.fix else ''}{self.fix}"
+
+
+def versions() -> Iterator[Finding]:
+    """Python and the packages that matter most, against what this project requires."""
+    try:
+        about = metadata.metadata("tf2dist")
+        wanted = [Requirement(line) for line in metadata.requires("tf2dist") or []]
+    except metadata.PackageNotFoundError:
+        yield Finding("warn", "versions", "tf2dist is not installed, so its requirements are unknown", "pip install .")
+        return
+    allowed = {need.name: need.specifier for need in wanted if not need.marker or need.marker.evaluate({"extra": ""})}
+    yield _version("python", platform.python_version(), SpecifierSet(about["Requires-Python"] or ""))
+    for package in PACKAGES:
+        try:
+            yield _version(package, metadata.version(package), allowed.get(package, SpecifierSet()))
+        except metadata.PackageNotFoundError:
+            yield Finding("fail", "versions", f"{package} is not installed", "install tf2dist with its requirements")
+
+
+def _version(name: str, there: str, allowed: SpecifierSet) -> Finding:
+    if allowed.contains(there, prereleases=True):
+        return Finding("ok", "versions", f"{name} {there}")
+    return Finding("fail", "versions", f"{name} {there} is not {allowed}", f"install {name}{allowed}")
+
+
+def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
+    """Cores and memory, against the tasks that this machine is to run."""
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} cores for {num_training} tasks that compute"
+    few = Finding("warn", "cores", text, "good for trying out; use fewer workers or more hosts for speed")
+    yield few if num_training > cores else Finding("ok", "cores", text)
+    free, needed = _free_memory_mb(), MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
+    text = f"{free:,} MB free, about {needed:,} MB needed by {num_tasks} tasks"
+    little = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
+    yield little if free < needed else Finding("ok", "memory", text)
+
+
+def _free_memory_mb() -> int:
+    """What the system has free, or what the control group may still use if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, int(limit) - int(used))
+    return max(0, free) >> 20
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def run_folder(run_dir: str | None) -> Iterator[Finding]:
+    """Whether the run's directory could be made, without making it."""
+    wanted = Path(run_dir or "outputs").expanduser().absolute()
+    there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        yield Finding("fail", "run_dir", f"{there} is not a directory", "name another directory with run_dir=")
+        return
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield Finding("fail", "run_dir", f"{there} cannot be written", "name another directory with run_dir=")
+        return
+    free = shutil.disk_usage(there).free >> 20
+    text = f"{wanted} can be written, {free:,} MB free"
+    full = Finding("warn", "run_dir", text, "make room, or name another directory with run_dir=")
+    yield full if free < RUN_DIR_MB else Finding("ok", "run_dir", text)
+
+
+def training_data(config: DataConfig) -> Iterator[Finding]:
+    """Whether the data is there or could be downloaded, without downloading it."""
+    folder = sources.mnist_dir(config)
+    if config.name == "digits":
+        yield Finding("ok", "data", "digits comes with scikit-learn")
+    elif config.name != "mnist":
+        yield Finding("ok", "data", f"{config.name} comes from a plugin, which is not run here")
+    elif sources.has_mnist(folder):
+        yield Finding("ok", "data", f"MNIST is in {folder}")
+    elif set(urllib.request.getproxies()) - {"no"} or resolve(sources.MNIST_HOST):
+        yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {sources.MNIST_HOST}")
+    else:
+        level = "fail" if config.offline == "fail" else "warn"
+        text = f"MNIST is not in {folder}, and the name {sources.MNIST_HOST} is unknown here"
+        yield Finding(level, "data", text, "set TFDS_DATA_DIR to where it is, or give data=digits")
+
+
+def isolation() -> Iterator[Finding]:
+    """Whether a local cluster gets a network of its own."""
+    command = [sys.executable, "-c", TRY_ISOLATION]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS)
+        private = done.returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        private = False
+    if private:
+        yield Finding("ok", "isolation", "a local cluster gets a private network; nobody else can reach it")
+        return
+    text = "this system allows no private network: other hosts can reach the ports of a local cluster"
+    yield Finding("warn", "isolation", text, "allow user namespaces, or close the ports in the firewall")
+
+
+def gpus() -> Iterator[Finding]:
+    """What TensorFlow sees, which takes it some seconds to say, beside what the driver sees."""
+    seen = _driver_gpus()
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        command = [sys.executable, "-c", LIST_GPUS]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_SECS, env=environment)
+        names = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        yield Finding("warn", "gpu", f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s", "try again when idle")
+        return
+    except (OSError, ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        yield Finding("fail", "gpu", f"TensorFlow cannot be imported ({last[:150]})", "install tf2dist again")
+        return
+    if seen and not names:
+        text = f"the driver has {seen} GPUs and TensorFlow sees none"
+        yield Finding("warn", "gpu", text, "install tf2dist[gpu], and look at CUDA_VISIBLE_DEVICES")
+    else:
+        yield Finding("ok", "gpu", f"TensorFlow sees {len(names)}" if names else "none; the processors do the work")
+
+
+def _driver_gpus() -> int:
+    """How many GPUs nvidia-smi lists; 0 where there is no such program."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

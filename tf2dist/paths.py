@@ -1,0 +1,73 @@
+"""The rules for paths in a configuration, and directories that their owner alone can read."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+from tf2dist.rules import Rule
+
+
+def rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
+    """Paths that the system would not even look up, and plugins that are no Python."""
+    found: list[Rule] = [
+        (name, path, path is None or is_path(path), "is no name of a directory; leave it out for the default")
+        for name, path in folders.items()
+    ]
+    for path in plugins:
+        there = is_path(path) and Path(path).is_file()
+        found.append(("plugins", path, there, "there is no such Python file"))
+        if there and (problem := _syntax_problem(path)):
+            found.append(("plugins", path, False, f"{problem}; correct the file"))
+    return found
+
+
+def is_path(text: Any) -> bool:
+    """Whether a text can name a file at all; what can, may still not be there."""
+    if not isinstance(text, str):  # a list in a configuration may hold anything
+        return False
+    try:
+        os.lstat(os.path.expanduser(text))
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+    except ValueError:  # a null byte, or half a character
+        return False
+    return bool(text) and (not text.startswith("~") or os.path.expanduser(text) != text)
+
+
+def is_folder(text: str) -> bool:
+    return is_path(text) and Path(text).expanduser().is_dir()
+
+
+def _syntax_problem(path: str) -> str:
+    """Why a file is no Python, or ""; it is read and not run."""
+    try:
+        compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"cannot be read ({error})"
+    return ""
+
+
+def make_private(folder: Path) -> None:
+    """Makes a directory, and those on the way to it, readable by their owner alone.
+
+    An empty directory that is there already becomes private as well; one that holds something is
+    left as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for path in reversed([folder, *folder.parents]):
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        except OSError:  # a file system that is read-only says so of what is there, too
+            if not path.is_dir():
+                raise
+    if not any(folder.iterdir()):
+        folder.chmod(0o700)
