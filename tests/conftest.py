@@ -79,8 +79,14 @@ class Command:
             pytest.fail(f"not done in {timeout_secs} s\n{Finished(-9, stdout, stderr, self.folder / run_dir)}")
         return Finished(process.returncode, stdout, stderr, self.folder / run_dir)
 
-    def __call__(self, *arguments: str, timeout_secs: float = 120.0, env: dict[str, str] | None = None) -> Finished:
-        return self.finish(self.start(*arguments, env=env), timeout_secs=timeout_secs)
+    def __call__(
+        self,
+        *arguments: str,
+        run_dir: str = "run",
+        timeout_secs: float = 120.0,
+        env: dict[str, str] | None = None,
+    ) -> Finished:
+        return self.finish(self.start(*arguments, run_dir=run_dir, env=env), run_dir, timeout_secs)
 
 
 @pytest.fixture

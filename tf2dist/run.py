@@ -16,7 +16,8 @@ from tf2dist.evaluate import Evaluation
 from tf2dist.forkserver import Send
 from tf2dist.loop import Loop, Progress, Wish
 from tf2dist.report import NoReporter, Reporter
-from tf2dist.saving import Checkpoints, NoSaver, Saver, Snapshot, Tell
+from tf2dist.saver import NoSaver, Saver
+from tf2dist.saving import Checkpoints, Snapshot, Tell
 from tf2dist.sources import check_shard
 from tf2dist.stopping import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.sync_loop import SyncLoop

@@ -13,13 +13,11 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ from tf2dist.errors import CheckpointError
 FORMAT = 1
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 TEMPORARY = ".part-"
-MAX_NAMES = 6  # of variables in a message
-RETRY_SECS = 30.0  # after an attempt to save that failed
 Tell = Callable[[str], None]
 
 
@@ -147,54 +143,6 @@ class Checkpoints:
         return None
 
 
-class NoSaver:
-    """What the tasks save that are not the leader: nothing."""
-
-    def due(self) -> bool:
-        """Whether it is time to save."""
-        return False
-
-    def save(self, take: Callable[[], Snapshot]) -> None:
-        """Saves what `take` gives, as far as the disk allows."""
-
-
-class Saver(NoSaver):
-    """Saves at the times asked for, and goes on if it cannot.
-
-    Args:
-        every_secs: None for never by time.
-        send: takes {"event": "saved", "step"} to the launcher, and warnings.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        every_secs: float | None,
-        send: Callable[[dict[str, Any]], None],
-        facts: dict[str, Any],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._checkpoints, self._send, self._facts, self._clock = checkpoints, send, facts, clock
-        self._every_secs = math.inf if every_secs is None else every_secs
-        self._due_at = clock() + self._every_secs
-
-    def due(self) -> bool:
-        return self._clock() >= self._due_at
-
-    def save(self, take: Callable[[], Snapshot]) -> None:
-        snapshot = take()
-        snapshot = replace(snapshot, facts=snapshot.facts | self._facts)
-        self._due_at = self._clock() + self._every_secs
-        try:
-            self._checkpoints.save(snapshot)
-        except OSError as error:  # a full disk: what was saved before stays, and may have company later
-            self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
-            text = f"step {snapshot.step} could not be saved ({error.strerror or error}); the training goes on"
-            self._send({"event": "warning", "text": text})
-        else:
-            self._send({"event": "saved", "step": snapshot.step})
-
-
 def _is_whole(path: Path) -> bool:
     try:
         read(path)
@@ -268,20 +216,3 @@ def read(path: Path) -> Snapshot:
         raise ValueError(f"{ARRAYS} has been changed: its hash is not the manifest's")
     with np.load(path / ARRAYS, allow_pickle=False) as packed:
         return Snapshot(step, {name: packed[name] for name in arrays}, manifest)
-
-
-def differences(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    """What a checkpoint lacks, has too much, or has in another shape, a line each."""
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [
-        f"{name} is {list(found[name])} there and {list(wanted[name])} here"
-        for name in sorted(found.keys() & wanted.keys())
-        if found[name] != wanted[name]
-    ]
-    lists = [f"{what} {_some(names)}" for what, names in (("missing:", missing), ("extra:", extra)) if names]
-    return [*lists, *([_some(shapes)] if shapes else [])]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

@@ -15,9 +15,10 @@ import numpy as np
 from tf2dist.config import RunConfig
 from tf2dist.data import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.saving import Snapshot, differences
+from tf2dist.saving import Snapshot
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
+MAX_NAMES = 6  # of variables in a message
 COUNTERS = ("iteration", "learning_rate")  # the global step tells the one, the configuration the other
 
 
@@ -69,6 +70,23 @@ def assign(named: Named, arrays: dict[str, np.ndarray]) -> None:
     for name, array in arrays.items():
         for variable in named[name]:
             variable.value.assign(array.astype(variable.dtype) if variable.dtype != "bfloat16" else array)
+
+
+def differences(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+    """What a checkpoint lacks, has too much, or has in another shape, a line each."""
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    shapes = [
+        f"{name} is {list(found[name])} there and {list(wanted[name])} here"
+        for name in sorted(found.keys() & wanted.keys())
+        if found[name] != wanted[name]
+    ]
+    lists = [f"{what} {_some(names)}" for what, names in (("missing:", missing), ("extra:", extra)) if names]
+    return [*lists, *([_some(shapes)] if shapes else [])]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def check_same(named: Named, snapshot: Snapshot, data: str) -> None:

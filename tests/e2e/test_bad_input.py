@@ -56,15 +56,6 @@ def test_a_wrong_request_is_refused(command: Command, arguments: list[str], env:
     assert list(command.folder.iterdir()) == [], "nothing is half-made"
 
 
-def test_a_run_directory_that_holds_a_run(command: Command) -> None:
-    (command.folder / "run").mkdir()
-    (command.folder / "run" / "summary.json").write_text("{}")
-    finished = command("data=digits")
-    assert finished.code == 2, finished
-    assert "holds a run already" in finished.stderr
-    assert [path.name for path in finished.run_dir.iterdir()] == ["summary.json"]
-
-
 def test_a_run_directory_that_cannot_be_made(command: Command) -> None:
     (command.folder / "file").touch()
     finished = command.finish(command.start("data=digits", run_dir="file/run"))

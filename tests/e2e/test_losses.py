@@ -1,5 +1,6 @@
 """Tasks that are lost: which role, by which signal, in which mode; the run ends exactly all the same."""
 
+import functools
 import json
 import os
 import signal
@@ -12,11 +13,11 @@ import pytest
 
 from tests.conftest import Command, task_process, wait_until
 
-STEPS = {"async": 12_000, "sync": 1_200}
+STEPS = {"async": 6_000, "sync": 600}
 COMMON = [
     "data=digits",
     "model=softmax",
-    "watchdog_secs=10",
+    "watchdog_secs=8",
     "train.log_every_steps=50",
     "train.steps_per_execution=10",
 ]
@@ -63,7 +64,7 @@ def test_the_loss_of_a_task(command: Command, mode: str, task: str, signum: sign
     os.kill(task_process(command.folder / "run", task).pid, signum)
     finished = command.finish(process)
     assert finished.code == 0, finished
-    how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 6 s"
+    how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
     lines = [line for line in finished.stderr.splitlines() if "warning" in line]
     assert len(lines) == 1, finished
     assert f"{task} {how}" in lines[0]
@@ -79,7 +80,7 @@ def test_the_loss_of_a_task(command: Command, mode: str, task: str, signum: sign
 
 def test_all_workers_lost(command: Command) -> None:
     process = start(command, "async")
-    wait_for_step(command, process, 2_000)
+    wait_for_step(command, process, 1_500)
     for index in range(3):
         task_process(command.folder / "run", f"worker-{index}").kill()
     finished = command.finish(process)
@@ -109,7 +110,7 @@ def test_restarts_come_to_an_end(command: Command, mode: str) -> None:
         (command.folder / "run" / "logs" / "worker-0.log").write_text("")
         victim.kill()
         if number == 0:
-            wait_until(lambda: _has_another(command, victim.pid), process)
+            wait_until(functools.partial(_has_another, command, victim.pid), process)
     finished = command.finish(process)
     assert finished.code == 138, finished
     assert "worker-1: was killed by SIGKILL, after 1 restarts" in finished.stderr
@@ -126,7 +127,7 @@ def test_a_launcher_that_is_stopped_for_a_while_stops_nothing(command: Command) 
     process = start(command, "async", "watchdog_secs=5")
     wait_for_step(command, process, 500)
     process.send_signal(signal.SIGSTOP)
-    wait_for_step(command, process, 4_000)  # the tasks go on
+    wait_for_step(command, process, 2_000)  # the tasks go on
     time.sleep(5.0)  # longer than a task may be silent
     process.send_signal(signal.SIGCONT)
     finished = command.finish(process)

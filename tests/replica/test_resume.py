@@ -220,3 +220,17 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     assert back["snapshot"].step == back["updates"] == 80
     position = back["snapshot"].facts["input"]["positions"][0]
     assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1
+
+
+def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
+    from tf2dist.state import differences
+
+    found: dict[str, tuple[int, ...]] = {"a": (1, 2), "b": (3,), "c": ()}
+    assert differences(found, found) == []
+    assert differences(found, {"a": (1, 3), "b": (3,), "d": ()}) == [
+        "missing: d",
+        "extra: c",
+        "a is [1, 2] there and [1, 3] here",
+    ]
+    many: dict[str, tuple[int, ...]] = {f"v{i}": (1,) for i in range(9)}
+    assert differences(many, {}) == ["extra: v0, v1, v2, v3, v4, v5 and 3 more"]

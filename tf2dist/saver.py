@@ -1,0 +1,60 @@
+"""When to save, and what to do when it fails."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tf2dist.forkserver import Send
+from tf2dist.saving import Checkpoints, Snapshot
+
+RETRY_SECS = 30.0  # after an attempt to save that failed
+
+
+class NoSaver:
+    """What the tasks save that are not the leader: nothing."""
+
+    def due(self) -> bool:
+        """Whether it is time to save."""
+        return False
+
+    def save(self, take: Callable[[], Snapshot]) -> None:
+        """Saves what `take` gives, as far as the disk allows."""
+
+
+class Saver(NoSaver):
+    """Saves at the times asked for, and goes on if it cannot.
+
+    Args:
+        every_secs: None for never by time.
+        send: takes {"event": "saved", "step"} to the launcher, and warnings.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        every_secs: float | None,
+        send: Send,
+        facts: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checkpoints, self._send, self._facts, self._clock = checkpoints, send, facts, clock
+        self._every_secs = math.inf if every_secs is None else every_secs
+        self._due_at = clock() + self._every_secs
+
+    def due(self) -> bool:
+        return self._clock() >= self._due_at
+
+    def save(self, take: Callable[[], Snapshot]) -> None:
+        snapshot = take()
+        snapshot = replace(snapshot, facts=snapshot.facts | self._facts)
+        self._due_at = self._clock() + self._every_secs
+        try:
+            self._checkpoints.save(snapshot)
+        except OSError as error:  # a full disk: what was saved before stays, and may have company later
+            self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
+            text = f"step {snapshot.step} could not be saved ({error.strerror or error}); the training goes on"
+            self._send({"event": "warning", "text": text})
+        else:
+            self._send({"event": "saved", "step": snapshot.step})
