@@ -39,6 +39,17 @@ class Signals:
             signal.signal(number, handler)
 
 
+def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
+    """The cluster of this host, after so many restarts of all tasks.
+
+    In a private network the ports are its own. Elsewhere another program may have taken one since
+    they were found to be free: a restart takes others.
+    """
+    num_tasks = len(clusters.local(config.mode, config.cluster, launcher.ports).tasks)
+    first = 0 if launcher.isolated else restarts * num_tasks % (len(launcher.ports) - num_tasks + 1)
+    return clusters.local(config.mode, config.cluster, launcher.ports[first:])
+
+
 def supervise(
     config: RunConfig, run_dir: Path, this: tuple[Cluster, Task] | None, console: Console, started_at: float
 ) -> dict[str, Any]:
@@ -69,12 +80,13 @@ def supervise(
         if this:
             cluster, tasks = this[0], [this[1]]
         else:
-            cluster = clusters.local(config.mode, config.cluster, launcher.ports)
+            cluster = local_cluster(config, launcher, 0)
             tasks = cluster.tasks
             if not launcher.isolated:
                 console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
 
-        def start(name: str) -> None:
+        def start(name: str, restarts: int) -> None:
+            cluster = this[0] if this else local_cluster(config, launcher, restarts)
             job, _, index = name.rpartition("-")
             payload = {
                 "config": config.to_yaml(),

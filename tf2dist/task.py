@@ -66,6 +66,8 @@ def in_our_terms(error: BaseException) -> BaseException:
     """TensorFlow's ways to say that a peer is gone, or the memory, as one."""
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
         return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(str(error))})")
+    if "Could not start gRPC server" in str(error):
+        return TaskLostError("could not open its port; another program may have taken it in this moment")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
     if lost and re.search(r"/job:|peer|[Ss]ocket|heartbeat", str(error)):
         return TaskLostError(f"lost another task: {first_line(str(error))}")

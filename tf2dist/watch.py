@@ -47,6 +47,7 @@ class Watch:
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
         self._restarted_at = -float("inf")
+        self._generation = 0
         self._summary: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._stop_by: float | None = None
@@ -63,11 +64,11 @@ class Watch:
             if time.monotonic() > deadline:
                 raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
 
-    def run(self, tasks: list[str], leader: str, start: Callable[[str], None]) -> dict[str, Any]:
+    def run(self, tasks: list[str], leader: str, start: Callable[[str, int], None]) -> dict[str, Any]:
         """Starts the tasks, and follows them to the end.
 
         Args:
-            start: starts the task of this name.
+            start: starts the task of this name; told how often all have been restarted.
 
         Returns:
             What the leader has sent as the result; empty if it runs elsewhere.
@@ -78,7 +79,7 @@ class Watch:
         """
         self._leader, self._tasks, self._start = leader, tasks, start
         for task in tasks:
-            start(task)
+            start(task, 0)
         while self._launcher.tasks:
             self._step()
             if self._received or self._stop_by:
@@ -174,7 +175,7 @@ class Watch:
         self._restarted_at = time.monotonic()
         if verdict is Verdict.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
-            self._start(lost.task)
+            self._start(lost.task, self._generation)
         else:
             self._restart_all(lost)
 
@@ -188,8 +189,9 @@ class Watch:
         self._summary = {}
         where = "step 0" if self._saved_step is None else f"the checkpoint at step {self._saved_step}"
         self._console.warn(f"{lost.task} {lost.message}; starting all tasks again from {where}")
+        self._generation += 1
         for task in self._tasks:
-            self._start(task)
+            self._start(task, self._generation)
 
     def _failed(self) -> TaskFailure:
         self._failures.sort(key=lambda failure: failure.time)

@@ -95,3 +95,47 @@ def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> N
                 assert probe.connect_ex((address, port)) != 0, f"{address}:{port} is open"
     process.terminate()
     assert command.finish(process, timeout_secs=30).code == 143
+
+
+BUSY = {
+    "saving": ["checkpoint.every_steps=1"],
+    "evaluating": ["train.eval_every_steps=1"],
+    "starting": [],
+}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("what", list(BUSY))
+def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -> None:
+    """A run that does hardly anything else is stopped while it saves, evaluates or starts."""
+    process = command.start(f"mode={mode}", "cluster=local2", *LONG, "model=softmax", *BUSY[what])
+    logs = command.folder / "run" / "logs"
+    if what == "starting":
+        wait_until((logs / "worker-1.log").exists, process)
+    else:
+        busy = command.folder / "run" / ("checkpoints" if what == "saving" else "metrics.jsonl")
+        wait_until(lambda: busy.is_dir() or (busy.exists() and "validation_accuracy" in busy.read_text()), process)
+    process.send_signal(signal.SIGTERM)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 143, finished
+    assert "Traceback" not in finished.stderr
+    if what != "starting":
+        assert "stopped by SIGTERM; saved at step " in finished.stderr
+        step = finished.stderr.split("saved at step ")[1].split(",")[0]
+        newest = max((command.folder / "run" / "checkpoints").iterdir()).name
+        assert newest == f"step-{int(step):010}"
+
+
+@pytest.mark.parametrize("patience", ["grace", "second signal"])
+def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None:
+    """A frozen ps lets nobody save: the time for that is limited, and a second signal ends it at once."""
+    process = command.start(*LONG, f"grace_secs={2 if patience == 'grace' else 600}")
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    task_process(command.folder / "run", "ps-0").send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    if patience == "second signal":
+        assert process.stderr
+        wait_until(lambda: "stopping" in process.stderr.readline(), process)  # type: ignore[union-attr]
+        process.send_signal(signal.SIGTERM)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 143, finished

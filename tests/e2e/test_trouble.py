@@ -1,0 +1,124 @@
+"""Trouble that is nobody's loss: a loss that is not finite, a full disk, an error in the user's code."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import Command
+
+SMALL = ["data=digits", "model=softmax", "cluster=local2"]
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
+    assert command(f"mode={mode}", *SMALL, "optimizer=sgd", "train.steps=20").code == 0
+    finished = command(f"mode={mode}", *SMALL, "optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000")
+    assert finished.code == 3, finished
+    assert "try a lower learning rate" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    newest = max((command.folder / "run" / "checkpoints").iterdir())
+    with np.load(newest / "arrays.npz") as arrays:
+        assert all(np.isfinite(array).all() for array in arrays.values()), "the last good one stays the newest"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"this system lets nobody mount a small file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
+    """The training goes on to its end, and keeps the checkpoint that it could write."""
+    command = Command(small_disk)
+    arguments = [f"mode={mode}", *SMALL, "model=softmax", "checkpoint.every_steps=100", "checkpoint.keep=2"]
+    assert command(*arguments, "train.steps=100").code == 0
+    fill = small_disk / "fill"
+    subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=4k"], stderr=subprocess.DEVNULL, check=False)
+    finished = command(*arguments, "train.steps=300")
+    assert "could not be saved (No space left on device); the training goes on" in finished.stderr, finished
+    assert "Traceback" not in finished.stderr
+    assert "step 300/300" in finished.stderr
+    assert finished.code == 1, "the result could not be written either"
+    assert "summary.json" in finished.stderr
+    names = [path.name for path in (small_disk / "run" / "checkpoints").iterdir()]
+    assert names == ["step-0000000100"]
+    fill.unlink()
+    again = command(*arguments, "train.steps=300")
+    assert again.code == 0, again
+    assert json.loads((small_disk / "run" / "summary.json").read_text())["global_step"] == 300
+
+
+BROKEN = """
+import os
+import keras, tensorflow as tf
+from tf2dist.registry import register_model
+
+def break_down(x):
+    if os.readlink("/proc/self/fd/1").endswith("worker-1.log"):
+        raise RuntimeError("the cause is in this line")
+    return x
+
+class Broken(keras.layers.Layer):
+    def call(self, inputs):
+        outputs = tf.py_function(break_down, [inputs], tf.float32)
+        outputs.set_shape(inputs.shape)
+        return outputs
+
+@register_model("broken")
+def broken(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), Broken(), layers.Dense(num_classes)])
+"""
+
+
+def test_an_error_of_the_user_on_one_worker_is_shown_first_and_whole(command: Command) -> None:
+    (command.folder / "broken.py").write_text(BROKEN)
+    finished = command(
+        "mode=sync", *SMALL[:1], "cluster=local3", "plugins=[broken.py]", "model=broken", "train.steps=9"
+    )
+    assert finished.code == 1, finished
+    shown = finished.stderr.partition("tf2dist: error:")[2]
+    assert "the cause is in this line" in shown
+    assert "break_down" in shown
+    assert shown.count("Traceback (most recent call last)") <= 2, "the others in a line each"
+    last = [line for line in shown.splitlines() if line and not line.startswith("  then")][-1]
+    assert last.startswith("worker-1: ")
+
+
+LARGE = """
+import keras, tensorflow as tf
+from tf2dist.registry import register_model
+
+class Large(keras.layers.Layer):
+    def call(self, inputs):
+        size = tf.cast(tf.shape(inputs)[0], tf.int64) * 10**12
+        return inputs + tf.reduce_sum(tf.random.stateless_uniform([size], [1, 2]))
+
+@register_model("large")
+def large(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), Large(), layers.Dense(num_classes)])
+"""
+
+
+def test_running_out_of_memory_is_named(command: Command) -> None:
+    (command.folder / "large.py").write_text(LARGE)
+    finished = command("mode=sync", *SMALL, "cluster=local1", "plugins=[large.py]", "model=large", "train.steps=9")
+    assert finished.code == 1, finished
+    assert "out of memory; try a smaller train.batch_size_per_worker" in finished.stderr
