@@ -131,6 +131,7 @@ def table() -> Iterator[Table]:
             yield made
         finally:
             for party in made.parties:
+                party.signum = 15  # ends a join that still waits
                 party.leave()
     wait_for(lambda: {t for t in threading.enumerate() if t.name == "control"} <= before, "threads end")
     wait_for(lambda: psutil.Process().num_fds() <= files, "sockets close")
