@@ -30,6 +30,7 @@ OF_THE_HOST = (
     "data.download_timeout_secs",
     "devices.gpu_memory_fraction",
 )
+PLACES = ("init_from",)  # another path on every host, but all have one or none
 MAX_SHOWN_CHARACTERS = 200
 MAX_SHOWN = 8
 
@@ -65,11 +66,14 @@ def versions() -> dict[str, str]:
 
 def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The configuration without what a host may choose for itself."""
-    return {
-        key: _shared(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if f"{prefix}{key}" not in OF_THE_HOST
-    }
+    shared: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in OF_THE_HOST:
+            shared[key] = _shared(value, f"{name}.")
+        elif name not in OF_THE_HOST:
+            shared[key] = "given" if name in PLACES and value is not None else value
+    return shared
 
 
 def _sha256(path: str) -> str:

@@ -51,6 +51,11 @@ def test_what_it_may_not_choose() -> None:
     )
 
 
+def test_of_a_place_only_whether_it_is_given() -> None:
+    given, other, nothing = (identity._shared({"init_from": place}) for place in ("/a", "/b", None))
+    assert given == other != nothing
+
+
 def test_plugins_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
     for folder, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         (tmp_path / folder).mkdir()
