@@ -22,6 +22,7 @@ from tf2dist.control import Event, Meeting
 from tf2dist.control_port import control_address
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError, TfDistError, TrainingError
 from tf2dist.job_token import NO_TOKEN_KEY
+from tf2dist.link import HANDSHAKE_SECS
 from tf2dist.netns import unused_ports
 from tf2dist.wire import Channel
 
@@ -272,6 +273,17 @@ def test_a_list_with_another_leader(table: Table) -> None:
     table(cluster, "worker-2").go()
     zero.go()
     one.go()
+
+
+def test_a_list_whose_leader_never_comes_because_another_one_leads(table: Table) -> None:
+    cluster = cluster_of(worker=3)
+    a, b, c = cluster.jobs["worker"]
+    leader = table(cluster, "worker-0")
+    error = table(Cluster("sync", {"worker": (b, a, c)}), "worker-2").error()
+    assert isinstance(error, ClusterError)
+    assert f"worker-0 at {a}" in str(error)
+    assert f"claims to lead, and here that is worker-0 at {b}: cluster.worker: [" in str(error)
+    assert not leader.joined.done()
 
 
 def test_sizes_differ(table: Table) -> None:
@@ -599,9 +611,11 @@ def test_a_huge_length(healthy: Healthy) -> None:
 def test_a_crowd_that_says_nothing(healthy: Healthy) -> None:
     """More than may wait: the oldest must leave, and honest ones still come in; nobody stays for long."""
     cluster, parties = healthy
+    begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(call(cluster)) for _ in range(100)]
         assert is_closed(crowd[0])
+        assert time.monotonic() - begun < HANDSHAKE_SECS, "closed for the others, before its own time was over"
         line, _ = member_of_sorts(cluster)
         line.close()
         crowd[-1].recv(wire.NONCE_BYTES, socket.MSG_WAITALL)
