@@ -33,6 +33,7 @@ class ClusterConfig:
     evaluator: list[str] = field(default_factory=list)
     check_address: bool = True
     allow_public: bool = False
+    control_port_shift: int = 1000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,6 +185,12 @@ def check(config: RunConfig) -> None:
             cluster.num_ps,
             config.mode == "sync" or cluster.num_ps != 0,
             "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync",
+        ),
+        (
+            "cluster.control_port_shift",
+            cluster.control_port_shift,
+            1 <= cluster.control_port_shift <= 32767,
+            "must be from 1 to 32767",
         ),
         *_check_hosts(config),
         ("data.offline", data.offline, data.offline in ("fallback", "fail"), "must be fallback or fail"),

@@ -78,6 +78,7 @@ class FailureRecord:
     exit_code: int
     message: str
     details: str = ""
+    by_signal: bool = False  # it was killed, so this is what others say of it
 
     @classmethod
     def of(cls, task: str, error: BaseException) -> "FailureRecord":

@@ -14,8 +14,8 @@ class Verdict(enum.Enum):
 class RestartPolicy:
     """Judges the ends of tasks.
 
-    An asynchronous worker holds nothing that is not on a ps, so it is started again alone. Any
-    other task takes with it what the others need, so all begin again from the last checkpoint.
+    An asynchronous worker that was killed held nothing that is not on a ps, so it is started again
+    alone. Any other task takes with it what the others need, so all begin again from the last checkpoint.
 
     Attributes:
         restarts: made so far.
@@ -33,7 +33,7 @@ class RestartPolicy:
         """What the end of one task asks for; a restart counts."""
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
             return Verdict.FAIL
-        if self._mode == "async" and failure.task.startswith("worker-"):
+        if self._mode == "async" and failure.task.startswith("worker-") and failure.by_signal:
             verdict = Verdict.RESTART_TASK
         elif self._whole_cluster:
             verdict = Verdict.RESTART_ALL

@@ -1,5 +1,8 @@
 """Runs a command's tasks on this host: which ones, with what environment, until what end."""
 
+import contextlib
+import json
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -9,8 +12,12 @@ from tf2dist import cluster as clusters
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console
+from tf2dist.control import LOST_AFTER_SECS, Meeting
+from tf2dist.errors import Interrupted, TrainingError
+from tf2dist.identity import identity_of
+from tf2dist.job_token import job_key
 from tf2dist.launcher import Launcher
-from tf2dist.watch import Watch, write_summary
+from tf2dist.watch import Watch
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
@@ -33,6 +40,11 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+
+    def check(self) -> None:
+        """Raises `Interrupted` if a signal has come."""
+        if self.received:
+            raise Interrupted(self.received[0])
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -66,24 +78,24 @@ def supervise(
         TaskLostError: the tasks could not be started.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
-
-    def on_begun() -> None:
-        (run_dir / "summary.json").unlink(missing_ok=True)  # not the result of what runs now
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-
     # What is left when the watch ends has nothing to save.
     launcher = Launcher(run_dir / "logs", isolate=this is None, env=ENVIRONMENT, grace_secs=0.0)
-    with Signals() as signals, launcher, console:
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        stack.enter_context(launcher)
+        stack.enter_context(console)
         console.status("starting TensorFlow")
-        watch = Watch(launcher, console, config, this is None, signals.received, on_begun)
+        # While TensorFlow is imported, the processes of a cluster of many hosts meet.
+        meeting = stack.enter_context(meeting_of(config, *this, console)) if this else None
+        watch = Watch(
+            launcher, console, config, meeting, signals.received, lambda: note_begin(config, run_dir, console)
+        )
+        if meeting:
+            meeting.join(config.startup_timeout_secs, signals.check)
         watch.wait_ready()
-        if this:
-            cluster, tasks = this[0], [this[1]]
-        else:
-            cluster = local_cluster(config, launcher, 0)
-            tasks = cluster.tasks
-            if not launcher.isolated:
-                console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
+        cluster, tasks = (this[0], [this[1]]) if this else (local_cluster(config, launcher, 0), None)
+        if not this and not launcher.isolated:
+            console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
 
         def start(name: str, restarts: int) -> None:
             cluster = this[0] if this else local_cluster(config, launcher, restarts)
@@ -98,9 +110,53 @@ def supervise(
             }
             launcher.start(name, "tf2dist.task:main", payload)
 
+        names = [str(task) for task in tasks or cluster.tasks]
         where = f" at {cluster.address(this[1])}" if this else ""
-        console.status(f"starting {', '.join(map(str, tasks))}{where}")
-        summary = watch.run([str(task) for task in tasks], str(cluster.leader), start)
+        console.status(f"starting {', '.join(names)}{where}")
+        summary = watch.run(names, str(cluster.leader), start)
         if summary:
             write_summary(run_dir, summary)
         return summary
+
+
+def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> Meeting:
+    """The meeting with the launching processes of the cluster's other tasks, not yet begun."""
+    key = job_key(os.environ, cluster, console.warn)
+    shift = config.cluster.control_port_shift
+    lost_after_secs = max(LOST_AFTER_SECS, config.watchdog_secs / 2)
+    return Meeting(
+        cluster,
+        task,
+        identity_of(config, cluster, task),
+        key,
+        console.status,
+        lost_after_secs=lost_after_secs,
+        port_shift=shift,
+    )
+
+
+def note_begin(config: RunConfig, run_dir: Path, console: Console) -> None:
+    """What the run directory holds from now on is of this run."""
+    try:
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json, whole or not at all.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    part = run_dir / "summary.json.part"
+    text = json.dumps(summary, indent=2, allow_nan=False)
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, run_dir / "summary.json")
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{run_dir / 'summary.json'}: could not be written ({error.strerror}); it would have said {json.dumps(summary)}"
+        ) from None

@@ -1,7 +1,5 @@
 """Follows the tasks of a launcher: shows what they tell, restarts the lost, stops all in order."""
 
-import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from typing import Any
 
 from tf2dist.config import RunConfig
 from tf2dist.console import Console
+from tf2dist.control import Meeting
 from tf2dist.errors import FailureRecord, Interrupted, TaskFailure, TaskLostError
 from tf2dist.launcher import START_TIMEOUT_SECS, Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
@@ -17,6 +16,7 @@ from tf2dist.policy import RestartPolicy, Verdict, Vitals
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
+FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 FROZEN_SHARE = 0.6  # of watchdog_secs: a frozen task is found before those that wait for it give up
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
@@ -25,7 +25,7 @@ class Watch:
     """One run, from the first task's start to the last one's end.
 
     Args:
-        whole_cluster: whether the launcher has all tasks of the cluster.
+        meeting: with the launching processes of the other hosts; None if all tasks are here.
         on_begun: called when the leader knows that the run can begin, or go on.
         received: the signals that this process has got, in order; they appear while it runs.
     """
@@ -35,14 +35,15 @@ class Watch:
         launcher: Launcher,
         console: Console,
         config: RunConfig,
-        whole_cluster: bool,
+        meeting: Meeting | None,
         received: list[int],
         on_begun: Callable[[], None],
     ) -> None:
         self._launcher, self._console, self._received = launcher, console, received
         self._on_begun = on_begun
         self._grace_secs, self._watchdog_secs = config.grace_secs, config.watchdog_secs
-        self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster)
+        self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
+        self._mode, self._meeting, self._told_to_stop = config.mode, meeting, 0
         self._vitals = Vitals(FROZEN_SHARE * config.watchdog_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
@@ -82,7 +83,7 @@ class Watch:
             start(task, 0)
         while self._launcher.tasks:
             self._step()
-            if self._received or self._stop_by:
+            if self._received or self._told_to_stop:
                 self._stop_in_order()
             elif self._failures:
                 self._restart_or_fail()
@@ -97,6 +98,8 @@ class Watch:
     def _step(self) -> None:
         for event in self._launcher.events(POLL_SECS):
             self._on_event(event)
+        for event in self._meeting.events() if self._meeting else ():
+            self._on_meeting(event)
         self._kill_frozen()
 
     def _on_event(self, event: Event) -> None:
@@ -121,6 +124,19 @@ class Watch:
                 self._summary = {**event["summary"], "restarts": self._policy.restarts}
             case "exited":
                 self._on_exit(event)
+
+    def _on_meeting(self, event: Event) -> None:
+        """What has become of a task on another host."""
+        task, lost = event["task"], TaskLostError.exit_code
+        code, why = (event["code"], event["message"]) if event["event"] == "ended" else (lost, event.get("why", ""))
+        if event["event"] == "stop":
+            self._told_to_stop = event["signum"]
+        elif code == 0 or self._summary:
+            pass
+        elif code == lost and self._mode == "async" and task.startswith("worker-"):
+            self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
+        else:
+            self._failures.append(FailureRecord(task, time.time(), code, why))
 
     def _on_exit(self, event: Event) -> None:
         task, code = event["task"], event["code"]
@@ -153,7 +169,7 @@ class Watch:
         what = self._killed.pop(task, f"was killed by {name}")
         if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
             self._oom_kills, what = _oom_kills(), f"was killed by {name}: out of memory"
-        return FailureRecord(task, event["time"], TaskLostError.exit_code, what)
+        return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
 
     def _restart_or_fail(self) -> None:
         """Answers the failures since the last look.
@@ -164,8 +180,7 @@ class Watch:
         verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             self._collect_echo()
-            # One that was killed is the cause of what others complain of, also if they were first.
-            self._failures.sort(key=lambda failure: (failure.exit_code < 128, failure.time))
+            self._failures.sort(key=_rank)
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
@@ -194,7 +209,6 @@ class Watch:
             self._start(task, self._generation)
 
     def _failed(self) -> TaskFailure:
-        self._failures.sort(key=lambda failure: failure.time)
         return TaskFailure(self._failures, f"after {self._policy.restarts} restarts" if self._policy.is_used_up else "")
 
     def _collect_echo(self) -> None:
@@ -206,18 +220,27 @@ class Watch:
         """Has the leader save and end, and the others with it, as long as there is time and patience."""
         now = time.monotonic()
         if self._stop_by is None:
-            self._stop_by = now + self._grace_secs
+            # The leader is the one that saves; if it is on another host, it has the shorter time.
+            self._stop_by = now + self._grace_secs + (0.0 if self._leader in self._tasks else FOLLOW_SECS)
             self._console.status("stopping")
+            if self._meeting and not self._told_to_stop:
+                self._meeting.stop(self._received[0])
             for task in list(self._launcher.tasks):
                 self._launcher.signal(task, signal.SIGTERM)
         leader_ended = self._leader in self._tasks and self._leader not in self._launcher.tasks
         if leader_ended or now > self._stop_by or len(self._received) > 1 or not self._launcher.tasks:
-            raise self._interrupted(self._received[0])
+            raise self._interrupted((self._received or [self._told_to_stop])[0])
 
     def _interrupted(self, signum: int) -> Interrupted:
         if self._saved_step is None:
             return Interrupted(signum)
         return Interrupted(signum, f"; saved at step {self._saved_step}, where the same command with run_dir goes on")
+
+
+def _rank(failure: FailureRecord) -> tuple[int, float]:
+    """Puts the cause before the complaints of others about it, also if those were earlier."""
+    complains = failure.exit_code == TaskLostError.exit_code and not failure.by_signal
+    return (0 if failure.by_signal else 2 if complains else 1, failure.time)
 
 
 def _oom_kills() -> int:
@@ -226,10 +249,3 @@ def _oom_kills() -> int:
         return int(dict(line.split() for line in OOM_EVENTS.read_text().splitlines())["oom_kill"])
     except (OSError, KeyError, ValueError):
         return 0
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json, whole or not at all."""
-    part = run_dir / "summary.json.part"
-    part.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, run_dir / "summary.json")

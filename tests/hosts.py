@@ -1,0 +1,149 @@
+"""Hosts of one's own for tests: network namespaces with an address each, on a bridge that can be cut.
+
+    with hosts(3) as h:
+        process = h[0].popen([sys.executable, "-m", "tf2dist", ...])    # h[0].address is "10.77.0.1"
+        h.cut(1)
+        h.heal(1)
+
+Everything, the bridge too, lies in a network namespace made for the purpose, below which nothing
+leads to this machine's own network. A namespace lives as long as a process in it that reads from
+us: whatever way the tests end, it ends too.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+TIMEOUT_SECS = 20.0
+
+
+class Namespace:
+    """A network and a host name, held by a process that waits for the end of its input."""
+
+    def __init__(self, name: str, parent: "Namespace | None" = None) -> None:
+        users = ["--user", "--map-root-user"] if os.geteuid() and not parent else []
+        script = f"hostname {name} && ip link set lo up && echo ready && exec cat"
+        self._process = subprocess.Popen(
+            [*(parent.enter if parent else []), "unshare", *users, "--net", "--uts", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the tests, which then close this in order
+        )
+        assert self._process.stdout
+        assert self._process.stderr
+        self.pid = self._process.pid  # unshare and nsenter become what they start
+        if self._process.stdout.readline() != "ready\n":
+            why = self._process.stderr.read().strip()
+            self.close()
+            raise OSError(why)
+
+    @property
+    def enter(self) -> list[str]:
+        """What to put before a command to run it in here."""
+        users = ["--user", "--preserve-credentials"] if os.geteuid() else []
+        return ["nsenter", "--target", str(self.pid), *users, "--net", "--uts"]
+
+    def ip(self, words: str) -> None:
+        command = [*self.enter, "ip", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+        if done.returncode:
+            raise OSError(f"ip {words}: {done.stderr.strip()}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Host:
+    """One host.
+
+    Attributes:
+        name: what `socket.gethostname` gives in its processes.
+        address: its IPv4 address.
+    """
+
+    def __init__(self, index: int, network: Namespace) -> None:
+        self.name, self.address = f"host{index}", f"10.77.0.{index + 1}"
+        self._processes: list[subprocess.Popen[str]] = []
+        self._namespace = Namespace(self.name, network)
+        try:
+            network.ip(f"link add veth{index} type veth peer name eth0 netns {self._namespace.pid}")
+            network.ip(f"link set veth{index} master bridge0 up")
+            self._namespace.ip(f"addr add {self.address}/24 dev eth0")
+            self._namespace.ip("link set eth0 up")
+        except OSError:
+            self.close()
+            raise
+
+    def popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a process on the host; it and all that is in its group end with the host."""
+        options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, **options}
+        process: subprocess.Popen[str] = subprocess.Popen([*self._namespace.enter, *command], **options)
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(TIMEOUT_SECS)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream:
+                    with contextlib.suppress(OSError):  # what it did not read is not missed
+                        stream.close()
+        self._namespace.close()
+
+
+class Hosts:
+    """The hosts by index, and the cables between them."""
+
+    def __init__(self, count: int) -> None:
+        self._network = Namespace("network")
+        self._hosts: list[Host] = []
+        try:
+            self._network.ip("link add bridge0 type bridge")
+            self._network.ip("link set bridge0 up")
+            for index in range(count):
+                self._hosts.append(Host(index, self._network))
+        except OSError:
+            self.close()
+            raise
+
+    def __getitem__(self, index: int) -> Host:
+        return self._hosts[index]
+
+    def cut(self, index: int) -> None:
+        """From now on nothing comes through, and nobody is told, as when a switch on the way fails."""
+        self._network.ip(f"link set veth{index} nomaster")
+
+    def heal(self, index: int) -> None:
+        self._network.ip(f"link set veth{index} master bridge0")
+
+    def close(self) -> None:
+        for host in self._hosts:
+            host.close()
+        self._network.close()
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """Hosts 10.77.0.1 and up; skips the test where they cannot be made."""
+    for program in ("ip", "nsenter", "unshare", "hostname"):
+        if not shutil.which(program):
+            pytest.skip(f"separate hosts need the program {program}")
+    try:
+        made = Hosts(count)
+    except OSError as error:
+        pytest.skip(f"separate hosts cannot be made here: {error}")
+    try:
+        yield made
+    finally:
+        made.close()

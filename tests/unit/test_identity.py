@@ -1,0 +1,161 @@
+"""What hosts compare: all that makes a difference, and nothing that a host may choose."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tf2dist import control_port, identity, job_token
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.errors import ClusterError, ConfigError
+from tf2dist.identity import differences, explain, identity_of
+
+CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})
+
+
+def config(**values: Any) -> RunConfig:
+    made = RunConfig(mode="sync", **values)
+    made.data.name = "digits"
+    return made
+
+
+def test_it_can_be_sent() -> None:
+    made = identity_of(config(), CLUSTER)
+    assert json.loads(json.dumps(made)) == made
+    assert set(made["versions"]) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}
+    assert "missing" not in made["versions"].values()
+    assert made["data"] == {"digits.csv.gz": made["data"]["digits.csv.gz"]}
+
+
+def test_what_a_host_may_choose(tmp_path: Path) -> None:
+    one, other = config(), config(run_dir="/elsewhere", startup_timeout_secs=5.0, grace_secs=1.0)
+    other.task = TaskConfig(type="worker", index=1)
+    other.cluster = ClusterConfig(kind="hosts", worker=["a:1", "b:1"], check_address=False)
+    other.data = dataclasses.replace(other.data, dir=str(tmp_path), offline="fail")
+    other.devices.gpu_memory_fraction = 0.3
+    assert differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER)) == []
+
+
+def test_what_it_may_not_choose() -> None:
+    one, other = config(), config(seed=1, model={"name": "dnn", "hidden_units": [3]}, optimizer={"name": "sgd"})
+    other.train.batch_size_per_worker = 7
+    found = differences(identity_of(one, CLUSTER), identity_of(other, Cluster("sync", {"worker": ("b:1", "a:1")})))
+    assert explain(found, "at worker-0", "here") == (
+        "cluster.worker: [a:1, b:1] at worker-0, [b:1, a:1] here; "
+        "model.hidden_units: nothing at worker-0, [3] here; optimizer.name: adam at worker-0, sgd here; "
+        "seed: 0 at worker-0, 1 here; train.batch_size_per_worker: 100 at worker-0, 7 here"
+    )
+
+
+def test_of_a_place_only_whether_it_is_given() -> None:
+    given, other, nothing = (identity._shared({"init_from": place}) for place in ("/a", "/b", None))
+    assert given == other != nothing
+
+
+def test_plugins_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
+    for folder, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "plugin.py").write_text(text)
+    a, b, c = (identity_of(config(plugins=[str(tmp_path / name / "plugin.py")]), CLUSTER) for name in "abc")
+    assert differences(a, b) == []
+    assert [name for name, _, _ in differences(a, c)] == ["plugins"]
+    with pytest.raises(ConfigError, match=r"plugins .*: cannot be read"):
+        identity_of(config(plugins=["/no/such.py"]), CLUSTER)
+
+
+def test_data_is_compared_by_the_sizes_of_its_files(tmp_path: Path) -> None:
+    made = []
+    for size in (3, 4):
+        folder = tmp_path / str(size) / "mnist" / "3.0.1"
+        folder.mkdir(parents=True)
+        (folder / "train").write_bytes(b"x" * size)
+        host = config()
+        host.data = dataclasses.replace(host.data, name="mnist", dir=str(tmp_path / str(size)))
+        made.append((identity_of(host, CLUSTER), identity_of(host, CLUSTER, Task("ps", 0))))
+    assert differences(made[0][0], made[1][0]) == [("data.mnist/3.0.1/train", "3", "4")]
+    assert differences(made[0][0], made[1][1]) == [], "a ps reads none"
+
+
+def test_what_is_shown_has_an_end() -> None:
+    found = differences({str(i): "x" * 9999 for i in range(50)}, {})
+    text = explain(found, "here", "there")
+    assert len(text) < 3000
+    assert text.endswith("and 42 more")
+
+
+def test_control_ports() -> None:
+    assert control_port.control_address("host:2222") == ("host", 3222)
+    assert control_port.control_address("[::1]:65000") == ("::1", 64000)
+    assert control_port.control_address("host:5", 10) == ("host", 15)
+    control_port.check_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
+    with pytest.raises(ClusterError, match=r"worker 0 \(a:2222\): its control port 3222 is the port of worker-1"):
+        control_port.check_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
+    with pytest.raises(ClusterError, match="is the control port of worker-0"):
+        control_port.check_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
+
+
+def test_a_name_of_this_host_that_means_loopback_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = control_port.resolve("127.0.0.1", 0)
+    monkeypatch.setattr(control_port, "resolve", lambda host, port: [found])
+    for name, expected in (("some-host", "0.0.0.0"), ("localhost", "127.0.0.1")):
+        with control_port.listen(Cluster("sync", {"worker": (f"{name}:20001",)}), Task("worker", 0), 1000) as listener:
+            assert listener.getsockname()[0] == expected
+
+
+def test_a_proxied_address_listens_everywhere() -> None:
+    with control_port.listen(Cluster("sync", {"worker": ("10.255.255.1:20001",)}), Task("worker", 0), 1000) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+SECRET = "0123456789abcdef"
+
+
+def key(environ: dict[str, str], cluster: Cluster = CLUSTER) -> tuple[bytes, list[str]]:
+    told: list[str] = []
+    return job_token.job_key(environ, cluster, told.append), told
+
+
+def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    made, told = key({"TF2DIST_TOKEN": SECRET})
+    assert key({"TF2DIST_TOKEN_FILE": str(file)}) == (made, [])
+    assert not told
+    assert made != key({"TF2DIST_TOKEN": SECRET + "x"})[0]
+
+
+def test_without_a_token_one_line_unless_all_is_on_this_machine() -> None:
+    made, told = key({})
+    assert made == job_token.NO_TOKEN_KEY
+    assert len(told) == 1
+    assert "no job token" in told[0]
+    local = Cluster("sync", {"worker": ("localhost:1", "127.0.0.1:2", "[::1]:3")})
+    assert key({}, local) == (made, [])
+
+
+def test_bad_tokens(tmp_path: Path) -> None:
+    open_to_all, short, binary, pipe = (tmp_path / name for name in ("open", "short", "binary", "pipe"))
+    for file, text in ((open_to_all, SECRET.encode()), (short, b"short"), (binary, b"\xff" * 32)):
+        file.write_bytes(text)
+        file.chmod(0o644 if file is open_to_all else 0o600)
+    os.mkfifo(pipe, 0o600)
+    cases = {
+        str(open_to_all): "chmod 600",
+        str(short): "has 5 characters, the token must have at least 16",
+        str(binary): "is not text",
+        str(pipe): "is not a regular file",
+        str(tmp_path): "is not a regular file",
+        str(tmp_path / "none"): "No such file",
+    }
+    for path, words in cases.items():
+        with pytest.raises(ClusterError, match=words):
+            key({"TF2DIST_TOKEN_FILE": path})
+    with pytest.raises(ClusterError, match="has 0 characters"):
+        key({"TF2DIST_TOKEN": ""})
+    with pytest.raises(ClusterError, match="both set"):
+        key({"TF2DIST_TOKEN": SECRET, "TF2DIST_TOKEN_FILE": str(short)})

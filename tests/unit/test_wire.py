@@ -1,0 +1,152 @@
+"""Two ends of a connection without sockets: proofs, macs, and whatever can be said wrongly."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tf2dist import wire
+from tf2dist.wire import Channel, WireError
+
+KEY = b"k" * 32
+MESSAGE = {"type": "beat", "text": "grüße", "list": [1, 2.5, None]}
+
+
+def pass_on(source: Channel, target: Channel) -> list[wire.Message]:
+    data = bytes(source.unsent)
+    source.unsent.clear()
+    return target.receive(data)
+
+
+def pair(key: bytes = KEY) -> tuple[Channel, Channel]:
+    """Both ends, the dialing one first, after the handshake."""
+    dialing, accepting = Channel(KEY, dials=True), Channel(key, dials=False)
+    pass_on(accepting, dialing)
+    pass_on(dialing, accepting)
+    pass_on(accepting, dialing)
+    return dialing, accepting
+
+
+def test_messages_go_both_ways() -> None:
+    dialing, accepting = pair()
+    assert dialing.open
+    assert accepting.open
+    for source, target in ((dialing, accepting), (accepting, dialing)):
+        source.send(MESSAGE)
+        source.send({"type": "stop"})
+        assert pass_on(source, target) == [MESSAGE, {"type": "stop"}]
+
+
+def test_byte_by_byte() -> None:
+    dialing, accepting = Channel(KEY, dials=True), Channel(KEY, dials=False)
+    for _ in range(3):
+        for source, target in ((accepting, dialing), (dialing, accepting)):
+            while source.unsent:
+                target.receive(bytes([source.unsent.pop(0)]))
+    dialing.send(MESSAGE)
+    received = [message for byte in bytes(dialing.unsent) for message in accepting.receive(bytes([byte]))]
+    assert received == [MESSAGE]
+
+
+def test_another_key() -> None:
+    with pytest.raises(WireError, match="the job token differs"):
+        pair(b"x" * 32)
+
+
+def test_a_stranger_hears_a_nonce_and_nothing_else() -> None:
+    accepting = Channel(KEY, dials=False)
+    assert len(accepting.unsent) == wire.NONCE_BYTES
+    accepting.unsent.clear()
+    with pytest.raises(WireError):
+        accepting.receive(wire.new_nonce() + bytes(32))
+    assert not accepting.unsent
+    assert not accepting.open
+    with pytest.raises(WireError, match="before the other side has proved itself"):
+        accepting.send(MESSAGE)
+
+
+def test_an_accepting_side_that_does_not_know_the_key() -> None:
+    dialing = Channel(KEY, dials=True)
+    with pytest.raises(WireError, match="token differs"):
+        dialing.receive(wire.new_nonce() + bytes(32))
+
+
+def test_another_program() -> None:
+    with pytest.raises(WireError, match="another program"):
+        Channel(KEY, dials=True).receive(b"SSH-2.0-OpenSSH_9.6 and a few more bytes than a nonce has")
+
+
+def test_a_proof_is_not_good_for_the_other_side() -> None:
+    """Who knows no key may send back what it hears, on the same connection or on another one."""
+    accepting, dialing = Channel(KEY, dials=False), Channel(KEY, dials=True)
+    nonce = bytes(accepting.unsent)
+    dialing.receive(nonce)
+    with pytest.raises(WireError):  # as if the dialing side had accepted
+        dialing.receive(bytes(dialing.unsent)[wire.NONCE_BYTES :])
+    other = Channel(KEY, dials=False)
+    with pytest.raises(WireError):  # the proof of one connection in another
+        other.receive(bytes(dialing.unsent))
+    mirror = Channel(KEY, dials=False)
+    with pytest.raises(WireError):  # our own nonce, sent back
+        mirror.receive(bytes(mirror.unsent) + bytes(32))
+
+
+def test_a_message_is_good_once_in_its_own_direction_and_order() -> None:
+    dialing, accepting = pair()
+    dialing.send({"type": "first"})
+    first = bytes(dialing.unsent)
+    dialing.unsent.clear()
+    dialing.send({"type": "second"})
+    second = bytes(dialing.unsent)
+    with pytest.raises(WireError, match="changed, or said twice"):
+        dialing.receive(first)  # reflected
+    with pytest.raises(WireError):
+        pair()[1].receive(first)  # in another connection
+    assert accepting.receive(first) == [{"type": "first"}]
+    with pytest.raises(WireError):
+        accepting.receive(first)  # again
+    dialing, accepting = pair()
+    with pytest.raises(WireError):
+        accepting.receive(second)  # one left out
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_every_changed_byte_is_seen(place: int, change: int) -> None:
+    dialing, accepting = pair()
+    dialing.send(MESSAGE)
+    data = bytearray(dialing.unsent)
+    data[place % len(data)] ^= change
+    try:
+        received = accepting.receive(bytes(data) + bytes(wire.MAX_MESSAGE_BYTES))
+    except WireError:
+        return
+    assert not received
+
+
+@settings(max_examples=200)
+@given(st.lists(st.binary(max_size=200), max_size=6), st.booleans(), st.booleans())
+def test_garbage_is_an_error_or_nothing(pieces: list[bytes], dials: bool, proved: bool) -> None:
+    channel = pair()[0 if dials else 1] if proved else Channel(KEY, dials)
+    for piece in pieces:
+        try:
+            assert channel.receive(piece) == []
+        except WireError:
+            return
+    assert channel.open == proved
+
+
+def test_limits() -> None:
+    dialing, accepting = pair()
+    with pytest.raises(WireError, match="at most 65536"):
+        dialing.send({"type": "x", "text": "y" * wire.MAX_MESSAGE_BYTES})
+    with pytest.raises(WireError, match="announces 65537 bytes"):
+        accepting.receive(wire.LENGTH.pack(wire.MAX_MESSAGE_BYTES + 1))
+    while len(dialing.unsent) <= wire.MAX_UNSENT_BYTES:
+        dialing.send({"type": "x", "text": "y" * 60_000})
+    with pytest.raises(WireError, match="reads nothing"):
+        dialing.send({"type": "x"})
+
+
+@pytest.mark.parametrize("text", [b"[" * 60_000, b"{}", b"[]", b'{"type": 1}', b"\xff", b"1" * 6000, b""])
+def test_bad_json(text: bytes) -> None:
+    with pytest.raises(WireError):
+        wire._parsed(text)

@@ -1,0 +1,98 @@
+"""The port on which a task's launching process talks with the others, beside the port of TensorFlow."""
+
+import errno
+import ipaddress
+import socket
+
+from tf2dist.cluster import Cluster, Task
+from tf2dist.errors import ClusterError
+
+SHIFT = 1000
+MAX_SHIFT = 32_767  # so that one of the two directions always leads to a port
+BACKLOG = 64
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def control_address(address: str, shift: int = SHIFT) -> tuple[str, int]:
+    """Host and control port of the task whose TensorFlow port is at "host:port"."""
+    host, port = split(address)
+    return host, port + shift if port + shift <= 65535 else port - shift
+
+
+def check_ports(cluster: Cluster, shift: int) -> None:
+    """Raises ClusterError where a control port is another task's port, or its control port."""
+    taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
+    for task in cluster.tasks:
+        host, port = control_address(cluster.address(task), shift)
+        if (host, port) in taken:
+            raise ClusterError(
+                f"{task.job} {task.index} ({cluster.address(task)}): its control port {port} is {taken[host, port]}; "
+                f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
+            )
+        taken[host, port] = f"the control port of {task}"
+
+
+def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
+    """Listens at the task's own address alone; where it is not this host's, behind a proxy, at all of them.
+
+    Raises:
+        ClusterError: the port is taken, or the name unknown.
+    """
+    host, port = control_address(cluster.address(task), shift)
+    name = f"{task.job} {task.index} ({cluster.address(task)})"
+    for family, address in [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))]:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ClusterError(
+                    f"{name}: its control port {port} is taken on this host; does the same task run here already? "
+                    "Otherwise give another cluster.control_port_shift, the same to every task"
+                ) from None
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            raise ClusterError(f"{name}: cannot listen at its control port {port}: {error.strerror}") from None
+        listener.setblocking(False)
+        return listener
+    raise ClusterError(f"{name}: this host has no address to listen at")
+
+
+def _own_addresses(name: str, host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
+    try:
+        found = resolve(host, port)
+    except socket.gaierror:
+        raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
+    literal = host == "localhost" or _is_address(host)
+    # Some systems give a host's own name a loopback address, which the others would never reach.
+    return [
+        (family, (address[0], port))
+        for family, address in found
+        if literal or not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+    ]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
+    """Families and addresses, IPv4 first. May take long: a name server decides.
+
+    Raises:
+        socket.gaierror: nobody knows the name.
+    """
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = [(int(family), (str(address[0]), int(address[1]))) for family, _, _, _, address in infos]
+    return sorted(found, key=lambda item: item[0] != socket.AF_INET)

@@ -1,0 +1,60 @@
+"""Calls one address again and again until somebody answers, and knows why nobody does."""
+
+import queue
+import threading
+import time
+from typing import Any
+
+from tf2dist.control_port import resolve
+from tf2dist.link import Link, Links
+
+
+class Dialer:
+    """Calls one address again and again; names are looked up aside, for a name server may take its time.
+
+    Attributes:
+        why: why there is no connection yet.
+    """
+
+    def __init__(self, links: Links, host: str, port: int, every_secs: float) -> None:
+        self.why = "not called yet"
+        self._links, self._host, self._port, self._every_secs = links, host, port, every_secs
+        self._link: Link | None = None
+        self._num_calls = 0
+        self._next_at = 0.0
+        self._found: queue.SimpleQueue[list[tuple[int, tuple[str, int]]] | None] = queue.SimpleQueue()
+        self._looking = False
+
+    def tick(self, owner: Any) -> None:
+        """Calls if it is time to and nobody is on the line."""
+        if time.monotonic() < self._next_at or (self._link and not self._link.closed):
+            return
+        if not self._looking:
+            self._looking = True
+            threading.Thread(target=self._look_up, daemon=True).start()
+            self._next_at = time.monotonic() + 0.01
+            return
+        try:
+            addresses = self._found.get_nowait()
+        except queue.Empty:
+            self.why = "the name server does not answer" if self._num_calls == 0 else self.why
+            self._next_at = time.monotonic() + 0.05
+            return
+        self._looking = False
+        self._next_at = time.monotonic() + self._every_secs
+        if addresses is None:
+            self.why = "name unknown"
+            return
+        family, address = addresses[self._num_calls % len(addresses)]
+        self._num_calls += 1
+        self._link = self._links.dial(family, address, owner)
+
+    def _look_up(self) -> None:
+        try:
+            self._found.put(resolve(self._host, self._port))
+        except OSError:
+            self._found.put(None)
+
+    def hang_up(self) -> None:
+        if self._link and not self._link.closed:
+            self._link.finish()

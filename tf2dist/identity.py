@@ -1,0 +1,124 @@
+"""What must be equal on every host of a job, as a value that can be sent, and the differences of two."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tf2dist import __version__, sources
+from tf2dist.cluster import Cluster, Task
+from tf2dist.config import RunConfig
+from tf2dist.errors import ConfigError
+
+Identity = dict[str, Any]
+Difference = tuple[str, str, str]
+
+PACKAGES = ("tensorflow", "keras", "numpy")
+# Each host may choose these for itself. The cluster is compared as the list that it has become.
+OF_THE_HOST = (
+    "cluster",
+    "task",
+    "plugins",
+    "run_dir",
+    "startup_timeout_secs",
+    "grace_secs",
+    "data.dir",
+    "data.offline",
+    "data.download_timeout_secs",
+    "devices.gpu_memory_fraction",
+)
+PLACES = ("init_from",)  # another path on every host, but all have one or none
+MAX_SHOWN_CHARACTERS = 200
+MAX_SHOWN = 8
+
+
+def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -> Identity:
+    """The cluster list, the versions, the configuration, the plugins and the data of this host, as JSON.
+
+    Args:
+        task: a ps reads no data, so that of its host is not looked at; nor where the value is None.
+
+    Raises:
+        ConfigError: a plugin cannot be read.
+    """
+    return {
+        "cluster": {job: list(cluster.jobs[job]) for job in sorted(cluster.jobs)},
+        "versions": versions(),
+        "config": _shared(asdict(config)),
+        "plugins": [_sha256(path) for path in config.plugins],
+        "data": None if task and task.job == "ps" else _data(config),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Read from the packages' metadata: importing them would take seconds."""
+    found = {"tf2dist": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration without what a host may choose for itself."""
+    shared: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in OF_THE_HOST:
+            shared[key] = _shared(value, f"{name}.")
+        elif name not in OF_THE_HOST:
+            shared[key] = "given" if name in PLACES and value is not None else value
+    return shared
+
+
+def _sha256(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"plugins ({path}): cannot be read: {error.strerror}") from None
+
+
+def _data(config: RunConfig) -> dict[str, int]:
+    """Sizes of the files in bytes by name: cheap, and another version or half a copy differs in them."""
+    if config.data.name == "mnist":
+        folder = sources.mnist_dir(config.data)
+        files = [file for file in sorted(folder.glob("mnist/3.*/*")) if file.is_file()]
+        return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    if config.data.name == "digits":
+        package = importlib.util.find_spec("sklearn")
+        found = [
+            Path(place, "datasets/data/digits.csv.gz")
+            for place in (package and package.submodule_search_locations) or []
+        ]
+        return {file.name: file.stat().st_size for file in found if file.is_file()}
+    return {}  # a plugin's own; its code is compared
+
+
+def differences(mine: Any, theirs: Any, path: str = "") -> list[Difference]:
+    """Where two identities differ: the name, the value here, the value there. Lists are compared whole."""
+    if mine == theirs or (path == "data" and None in (mine, theirs)):
+        return []
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        return [(path.removeprefix("config."), _shown(mine), _shown(theirs))]
+    found = []
+    for key in sorted({*mine, *theirs}):
+        name = f"{path}.{key}" if path else str(key)
+        found += differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def explain(found: list[Difference], mine_at: str, theirs_at: str) -> str:
+    """One line, such as "versions.keras: 3.15.1 at chief-0, 3.14.0 here"."""
+    shown = [f"{name}: {mine} {mine_at}, {theirs} {theirs_at}" for name, mine, theirs in found[:MAX_SHOWN]]
+    more = [f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
+    return "; ".join(shown + more)

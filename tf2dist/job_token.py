@@ -1,0 +1,71 @@
+"""The secret that all tasks of a job share, from the environment or a file, and the key made of it."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping
+
+from tf2dist.cluster import Cluster
+from tf2dist.errors import ClusterError
+
+VARIABLE, FILE_VARIABLE = "TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE"
+MIN_CHARACTERS = 16
+MAX_BYTES = 4096
+LOOPBACK = ("localhost:", "127.", "[::1]:")
+# Known to everybody. Cluster lists are compared after the proof, so that a difference can be shown.
+NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
+
+
+def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], None]) -> bytes:
+    """The key of the job's control connections; without a token one that protects against accidents alone.
+
+    Raises:
+        ClusterError: the token is too short, or its file is missing or can be read by others.
+    """
+    token = _token(environ)
+    if token is not None:
+        return hashlib.sha256(b"tf2dist token\0" + token.encode()).digest()
+    if not all(cluster.address(task).startswith(LOOPBACK) for task in cluster.tasks):
+        tell(
+            f"no job token: whoever reaches this host can join or stop the job; give every task the same {VARIABLE} "
+            f"({MIN_CHARACTERS} characters or more) or {FILE_VARIABLE}"
+        )
+    return NO_TOKEN_KEY
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    """A variable that is set and empty is a mistake, such as `$(cat missing)`, and not the wish for no token."""
+    given = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
+    if not given:
+        return None
+    if len(given) == 2:
+        raise ClusterError(f"{VARIABLE} and {FILE_VARIABLE} are both set; give one of the two")
+    if FILE_VARIABLE in environ:
+        source, token = f"{FILE_VARIABLE} ({environ[FILE_VARIABLE]})", _read(environ[FILE_VARIABLE])
+    else:
+        source, token = VARIABLE, environ[VARIABLE].strip()
+    if len(token) < MIN_CHARACTERS:
+        raise ClusterError(f"{source}: has {len(token)} characters, the token must have at least {MIN_CHARACTERS}")
+    return token
+
+
+def _read(path: str) -> str:
+    name = f"{FILE_VARIABLE} ({path})"
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hold us
+    except OSError as error:
+        raise ClusterError(f"{name}: cannot be read: {error.strerror}") from None
+    try:
+        info = os.fstat(file)
+        if not stat.S_ISREG(info.st_mode):
+            raise ClusterError(f"{name}: is not a regular file")
+        if info.st_mode & 0o077 or info.st_uid not in (0, os.geteuid()):
+            raise ClusterError(f"{name}: others can read it or own it; chmod 600 {path}")
+        data = os.read(file, MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ClusterError(f"{name}: is longer than {MAX_BYTES} bytes")
+        return data.decode().strip()
+    except UnicodeDecodeError:
+        raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
+    finally:
+        os.close(file)

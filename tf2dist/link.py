@@ -1,0 +1,203 @@
+"""Connections of one thread: sockets that never block, each with a deadline until it belongs to a member."""
+
+import contextlib
+import errno
+import math
+import os
+import selectors
+import socket
+import time
+from typing import Any, Protocol
+
+from tf2dist.wire import Channel, Message, WireError
+
+HANDSHAKE_SECS = 5.0
+FAREWELL_SECS = 1.0
+MAX_WAITING = 64
+ACCEPTS_A_TURN = 16
+READ_BYTES = 64 * 1024
+
+
+class Link:
+    """One connection.
+
+    Attributes:
+        owner: what the handler knows about it.
+        heard_at: when something came last, in seconds of the monotonic clock.
+        deadline: when it is given up; infinite for a member's.
+        peer: the address of one that has called us.
+        denied: whether the other side has closed it on seeing the proof.
+    """
+
+    def __init__(self, sock: socket.socket, channel: Channel, dialed: bool) -> None:
+        self.owner: Any = None
+        self.heard_at = time.monotonic()
+        self.deadline = self.heard_at + HANDSHAKE_SECS
+        self.denied = False
+        self.peer = ""
+        self.closed = self.finishing = self.shut = False
+        self.sock, self.channel, self.dialed = sock, channel, dialed
+        self.connecting = dialed
+
+    def send(self, message: Message) -> None:
+        """Says something, unless the connection is gone: the handler learns that at its own time."""
+        if not (self.closed or self.finishing):
+            with contextlib.suppress(WireError):
+                self.channel.send(message)
+
+    def keep(self) -> None:
+        """Takes the deadline away: this is a member."""
+        self.deadline = math.inf
+
+    def finish(self) -> None:
+        """Sends what is unsent, then waits a moment for the other side to close: a reset would eat it."""
+        self.finishing = True
+        self.deadline = min(self.deadline, time.monotonic() + FAREWELL_SECS if self.channel.open else 0.0)
+
+
+class Handler(Protocol):
+    def on_open(self, link: Link) -> None:
+        """A connection that we have dialed is proved."""
+
+    def on_message(self, link: Link, message: Message) -> None: ...
+
+    def on_closed(self, link: Link, why: str) -> None: ...
+
+
+class Links:
+    """All connections of a process; everything but `wake` belongs to one thread."""
+
+    def __init__(self, listener: socket.socket, key: bytes, handler: Handler) -> None:
+        self.all: list[Link] = []
+        self._listener, self._key, self._handler = listener, key, handler
+        self._selector = selectors.DefaultSelector()
+        self._awake, self._waker = socket.socketpair()
+        for sock in (self._awake, self._waker):
+            sock.setblocking(False)
+        self._selector.register(self._awake, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
+
+    def dial(self, family: int, address: tuple[str, int], owner: Any) -> Link:
+        """Begins a connection; `Handler.on_open` or `on_closed` tells how it went."""
+        link = self._add(socket.socket(family, socket.SOCK_STREAM), dialed=True)
+        link.owner = owner
+        error = link.sock.connect_ex(address)
+        if error not in (0, errno.EINPROGRESS):
+            self.close(link, reason(OSError(error, os.strerror(error))))
+        return link
+
+    def _add(self, sock: socket.socket, dialed: bool) -> Link:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = Link(sock, Channel(self._key, dialed), dialed)
+        self.all.append(link)
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        return link
+
+    def turn(self, timeout_secs: float) -> None:
+        """Waits for something to happen, at most `timeout_secs`, and deals with it."""
+        for link in self.all:
+            self._selector.modify(link.sock, self._events(link), link)
+        for key, mask in self._selector.select(timeout_secs):
+            if key.fileobj is self._awake:
+                self._awake.recv(READ_BYTES)
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif not key.data.closed:
+                self._serve(key.data, mask)
+        now = time.monotonic()
+        for link in [link for link in self.all if link.deadline <= now]:
+            self.close(link, "no answer")
+
+    @staticmethod
+    def _events(link: Link) -> int:
+        writes = link.connecting or link.channel.unsent or (link.finishing and not link.shut)
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # no file descriptors are left: do not spin until there are
+                time.sleep(0.05)
+                return
+            self._add(sock, dialed=False).peer = str(address[0])
+        waiting = [link for link in self.all if not link.dialed and link.deadline < math.inf]
+        for link in waiting[: max(0, len(waiting) - MAX_WAITING)]:
+            self.close(link, "others are waiting")  # the oldest: an honest one needs milliseconds
+
+    def _serve(self, link: Link, mask: int) -> None:
+        try:
+            if link.connecting and mask & selectors.EVENT_WRITE:
+                self._on_connected(link)
+            if mask & selectors.EVENT_READ:
+                self._read(link)
+            if not link.closed and link.channel.unsent and not link.connecting:
+                del link.channel.unsent[: link.sock.send(link.channel.unsent)]
+            if not link.closed and link.finishing and not (link.shut or link.channel.unsent):
+                link.shut = True
+                link.sock.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            pass
+        except (OSError, WireError) as error:
+            self.close(link, reason(error))
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            self.close(link, f"a message that makes no sense ({error!r:.80})")
+
+    def _on_connected(self, link: Link) -> None:
+        error = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        link.connecting = False
+
+    def _read(self, link: Link) -> None:
+        data = link.sock.recv(READ_BYTES)
+        if not data:
+            self.close(link, "the connection was closed")
+            return
+        link.heard_at = time.monotonic()
+        if link.finishing:
+            return
+        was_open = link.channel.open
+        messages = link.channel.receive(data)
+        if link.dialed and link.channel.open and not was_open:
+            self._handler.on_open(link)
+        for message in messages:
+            if not link.closed and not link.finishing:
+                self._handler.on_message(link, message)
+
+    def close(self, link: Link, why: str) -> None:
+        if link.closed:
+            return
+        link.closed = True
+        link.denied = link.dialed and link.channel.proved and not link.channel.open and why != "no answer"
+        self.all.remove(link)
+        self._selector.unregister(link.sock)
+        link.sock.close()
+        self._handler.on_closed(link, why)
+
+    def end(self) -> None:
+        """Lets everybody read the last words, for a moment, and closes everything."""
+        self._selector.unregister(self._listener)
+        for link in self.all:
+            link.finish()
+        while self.all:
+            self.turn(0.1)
+        self._selector.close()
+        for sock in (self._awake, self._waker, self._listener):
+            sock.close()
+
+
+def reason(error: Exception) -> str:
+    """A few words on what is wrong with a connection."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,156 @@
+"""Messages between two hosts that prove to each other that they know the same key: bytes in, bytes out.
+
+    accepting side                                   dialing side
+    nonce A                                     ->
+                                                <-   nonce D, mac("dial")
+    mac("accept")                               ->
+    length, mac("accepted", number), JSON       ->
+                                                <-   length, mac("dialed", number), JSON
+
+Every mac is HMAC-SHA256 over its label, both nonces and, for a message, its number and text: nothing
+said in another connection, in the other direction, or before can be said again. What is sent can be
+read by whoever listens on the way; it cannot be changed. Before the dialing side has proved itself it
+sees a nonce and nothing else. There is no input or output here, so that every byte can be tested.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import struct
+from typing import Any
+
+Message = dict[str, Any]
+
+RANDOM_BYTES = 32
+MARK_BYTES = 8
+NONCE_BYTES = RANDOM_BYTES + MARK_BYTES
+MAC_BYTES = 32
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES
+LENGTH = struct.Struct(">I")
+NUMBER = struct.Struct(">Q")
+
+
+class WireError(Exception):
+    """What has come is not what a member of the job sends."""
+
+
+def new_nonce() -> bytes:
+    """Random bytes with a checksum behind them, which tells them from what another program says first."""
+    random = os.urandom(RANDOM_BYTES)
+    return random + _mark(random)
+
+
+def _mark(random: bytes) -> bytes:
+    return hashlib.sha256(b"tf2dist control" + random).digest()[:MARK_BYTES]
+
+
+class Channel:
+    """One end of a connection.
+
+    Attributes:
+        unsent: bytes for the other side; whoever has written some takes them off.
+        open: whether the other side has proved that it knows the key.
+        proved: whether this side has sent its own proof.
+
+    Args:
+        key: the secret of the job.
+        dials: whether this is the side that has opened the connection.
+    """
+
+    def __init__(self, key: bytes, dials: bool) -> None:
+        self.unsent = bytearray()
+        self.open = False
+        self.proved = False
+        self._key, self._dials = key, dials
+        self._mine, self._theirs = new_nonce(), b""
+        self._received = bytearray()
+        self._num_sent = self._num_received = 0
+        if not dials:
+            self.unsent += self._mine
+
+    def send(self, message: Message) -> None:
+        """Appends a message to `unsent`.
+
+        Raises:
+            WireError: it is too long, the other side reads nothing, or it has not proved itself yet.
+        """
+        text = json.dumps(message, separators=(",", ":")).encode()
+        if not self.open:
+            raise WireError("nothing is said before the other side has proved itself")
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {len(text)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise WireError("reads nothing")
+        label = b"dialed" if self._dials else b"accepted"
+        self.unsent += LENGTH.pack(len(text)) + self._mac(label, NUMBER.pack(self._num_sent), text) + text
+        self._num_sent += 1
+
+    def receive(self, data: bytes) -> list[Message]:
+        """Takes bytes of any length and gives the messages that are whole.
+
+        Raises:
+            WireError: a proof or a mac is wrong, or what came is too long or no JSON object.
+        """
+        self._received += data
+        if not self.open:
+            self._shake_hands()
+        messages: list[Message] = []
+        while self.open and (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def _shake_hands(self) -> None:
+        if not self._theirs:
+            if len(self._received) < NONCE_BYTES:
+                return
+            self._theirs = self._take(NONCE_BYTES)
+            if not hmac.compare_digest(self._theirs[RANDOM_BYTES:], _mark(self._theirs[:RANDOM_BYTES])):
+                raise WireError("another program answers there")
+            if self._dials:
+                self.unsent += self._mine + self._mac(b"dial")
+                self.proved = True
+        if len(self._received) < MAC_BYTES:
+            return
+        expected = self._mac(b"accept" if self._dials else b"dial")
+        if not hmac.compare_digest(self._take(MAC_BYTES), expected):
+            raise WireError("the job token differs")
+        if not self._dials:
+            self.unsent += self._mac(b"accept")
+            self.proved = True
+        self.open = True
+
+    def _next(self) -> Message | None:
+        if len(self._received) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._received)
+        if length > MAX_MESSAGE_BYTES:
+            raise WireError(f"announces {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        if len(self._received) < LENGTH.size + MAC_BYTES + length:
+            return None
+        _, mac, text = self._take(LENGTH.size), self._take(MAC_BYTES), self._take(length)
+        label = b"accepted" if self._dials else b"dialed"
+        if not hmac.compare_digest(mac, self._mac(label, NUMBER.pack(self._num_received), text)):
+            raise WireError("a message was changed, or said twice")
+        self._num_received += 1
+        return _parsed(text)
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._received[:count])
+        del self._received[:count]
+        return taken
+
+    def _mac(self, label: bytes, *parts: bytes) -> bytes:
+        nonces = (self._theirs, self._mine) if self._dials else (self._mine, self._theirs)
+        return hmac.digest(self._key, b"\0".join([label, *nonces, *parts]), "sha256")
+
+
+def _parsed(text: bytes) -> Message:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: a thousand brackets
+        raise WireError("a message that is not JSON") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise WireError("a message without a type")
+    return message
