@@ -98,6 +98,11 @@ class RunConfig:
     max_restarts: int = 3
     grace_secs: float = 10.0
 
+    @property
+    def silence_secs(self) -> float:
+        """How long a task may be silent: a frozen one must be found before those that wait for it give up."""
+        return 0.6 * self.watchdog_secs
+
     def to_yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
 

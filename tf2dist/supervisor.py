@@ -1,6 +1,7 @@
 """Runs a command's tasks on this host: which ones, with what environment, until what end."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from tf2dist import cluster as clusters
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console
-from tf2dist.control import LOST_AFTER_SECS, Meeting
+from tf2dist.control import Meeting
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.identity import identity_of
 from tf2dist.job_token import job_key
@@ -87,9 +88,8 @@ def supervise(
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(config, *this, console)) if this else None
-        watch = Watch(
-            launcher, console, config, meeting, signals.received, lambda: note_begin(config, run_dir, console)
-        )
+        begun = functools.partial(note_begin, config, run_dir, console)
+        watch = Watch(launcher, console, config, meeting, signals.received, begun)
         if meeting:
             meeting.join(config.startup_timeout_secs, signals.check)
         watch.wait_ready()
@@ -123,14 +123,13 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
     """The meeting with the launching processes of the cluster's other tasks, not yet begun."""
     key = job_key(os.environ, cluster, console.warn)
     shift = config.cluster.control_port_shift
-    lost_after_secs = max(LOST_AFTER_SECS, config.watchdog_secs / 2)
     return Meeting(
         cluster,
         task,
         identity_of(config, cluster, task),
         key,
         console.status,
-        lost_after_secs=lost_after_secs,
+        lost_after_secs=config.silence_secs,
         port_shift=shift,
     )
 
@@ -157,6 +156,5 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         os.replace(part, run_dir / "summary.json")
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise TrainingError(
-            f"{run_dir / 'summary.json'}: could not be written ({error.strerror}); it would have said {json.dumps(summary)}"
-        ) from None
+        what = f"{run_dir / 'summary.json'}: could not be written ({error.strerror}); it would have said"
+        raise TrainingError(f"{what}\n{json.dumps(summary)}") from None

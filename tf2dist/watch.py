@@ -17,7 +17,6 @@ POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
-FROZEN_SHARE = 0.6  # of watchdog_secs: a frozen task is found before those that wait for it give up
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
@@ -42,9 +41,10 @@ class Watch:
         self._launcher, self._console, self._received = launcher, console, received
         self._on_begun = on_begun
         self._grace_secs, self._watchdog_secs = config.grace_secs, config.watchdog_secs
+        self._silence_secs = config.silence_secs
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._mode, self._meeting, self._told_to_stop = config.mode, meeting, 0
-        self._vitals = Vitals(FROZEN_SHARE * config.watchdog_secs)
+        self._vitals = Vitals(config.silence_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
         self._restarted_at = -float("inf")
@@ -148,7 +148,7 @@ class Watch:
 
     def _kill_frozen(self) -> None:
         for task in self._vitals.frozen(time.monotonic()):
-            self._kill(task, f"showed no sign of life for {FROZEN_SHARE * self._watchdog_secs:.0f} s")
+            self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
 
     def _kill(self, task: str, why: str) -> None:
         self._killed[task] = why

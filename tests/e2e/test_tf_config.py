@@ -44,7 +44,6 @@ def start_one_by_one(command: Command, jobs: dict[str, list[str]], mode: str) ->
             processes[name] = command.start(*arguments, run_dir=name, env=env)
             stderr: Any = processes[name].stderr
             assert stderr.readline() == "starting TensorFlow\n"
-            assert stderr.readline() == f"starting {name} at {hosts[index]}\n"
     return processes
 
 
@@ -115,8 +114,9 @@ def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> N
         codes = {job: command.finish(process, f"{end}-{job}", 90) for job, process in processes.items()}
         assert codes["chief"].code == (3 if end == "fails" else -9), codes["chief"]
         for job in ("ps", "worker"):
-            assert codes[job].code == 138, codes[job]
-            assert ("chief-0 has failed: the loss is" if end == "fails" else "is gone") in codes[job].stderr
+            assert codes[job].code == (3 if end == "fails" else 138), codes[job]
+            assert "chief-0: " in codes[job].stderr
+            assert ("the loss is" if end == "fails" else "connection") in codes[job].stderr
 
 
 @pytest.mark.parametrize(
