@@ -1,11 +1,19 @@
 """Where numbers go: metrics.jsonl and TensorBoard."""
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import tensorflow as tf
+
+from tf2dist.errors import first_line
+
+FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
+RETRY_SECS = 30.0
 Scalars = Mapping[str, float]
 
 
@@ -21,6 +29,8 @@ class JsonlWriter:
     def __init__(self, path: Path, task: str) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._task = task
+        if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):  # cut off on a full disk
+            self._file.write("\n")
 
     def write(self, step: int, scalars: Scalars) -> None:
         record = {"step": step, "time": time.time(), "task": self._task, **scalars}
@@ -47,16 +57,33 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class Writers:
-    """Several writers as one."""
+class PatientWriter:
+    """Goes on without a writer that fails, as on a full disk, and tries again with a new one.
 
-    def __init__(self, *writers: Writer) -> None:
-        self._writers = writers
+    Args:
+        make: makes the writer; called before the first write.
+        warn: told once.
+    """
+
+    def __init__(self, make: Callable[[], Writer], warn: Callable[[str], None]) -> None:
+        self._make, self._warn = make, warn
+        self._writer: Writer | None = None
+        self._retry_at = -math.inf
 
     def write(self, step: int, scalars: Scalars) -> None:
-        for writer in self._writers:
-            writer.write(step, scalars)
+        if self._writer is None and time.monotonic() < self._retry_at:
+            return
+        try:
+            self._writer = self._writer or self._make()
+            self._writer.write(step, scalars)
+        except FILE_ERRORS as error:
+            if self._retry_at < 0:
+                self._warn(f"the metrics could not be written ({first_line(str(error))}); the training goes on")
+            self._retry_at = time.monotonic() + RETRY_SECS
+            self.close()
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        writer, self._writer = self._writer, None
+        if writer:
+            with contextlib.suppress(*FILE_ERRORS):
+                writer.close()

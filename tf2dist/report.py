@@ -13,7 +13,7 @@ from tf2dist.config import RunConfig
 from tf2dist.evaluate import Evaluation
 from tf2dist.forkserver import Send
 from tf2dist.loop import Loop, Progress
-from tf2dist.metrics import JsonlWriter, TensorBoardWriter, Writers
+from tf2dist.metrics import JsonlWriter, PatientWriter, Scalars, TensorBoardWriter
 
 WRITE_EVERY_SECS = 1.0
 SEND_EVERY_SECS = 0.1
@@ -51,16 +51,19 @@ class Reporter(NoReporter):
 
     def __init__(self, run_dir: Path, task: Task, send: Send, started_at: float) -> None:
         self._run_dir, self._send, self._started_at = run_dir, send, started_at
-        self._writers = Writers(
-            JsonlWriter(run_dir / "metrics.jsonl", str(task)), TensorBoardWriter(run_dir / "tensorboard")
+        makes = (
+            lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
+            lambda: TensorBoardWriter(run_dir / "tensorboard"),
         )
+        self._writers = [PatientWriter(make, lambda text: send({"event": "warning", "text": text})) for make in makes]
         self._first_at: float | None = None
         self._previous: tuple[float, int] | None = None  # time and step of the last look, unless it was interrupted
         self._secs, self._steps = 0.0, 0  # of training, between looks
         self._sent_at = self._written_at = 0.0
 
     def __exit__(self, *_: object) -> None:
-        self._writers.close()
+        for writer in self._writers:
+            writer.close()
 
     def on_progress(self, progress: Progress) -> None:
         now, step = time.time(), progress.global_step
@@ -76,11 +79,15 @@ class Reporter(NoReporter):
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
             rate = self.steps_per_sec()
-            self._writers.write(step, scalars | ({"steps_per_sec": rate} if rate else {}))
+            self._write(step, scalars | ({"steps_per_sec": rate} if rate else {}))
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         self._previous = None
-        self._writers.write(step, {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss})
+        self._write(step, {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss})
+
+    def _write(self, step: int, scalars: Scalars) -> None:
+        for writer in self._writers:
+            writer.write(step, scalars)
 
     def steps_per_sec(self) -> float | None:
         """The rate from the first look on, without start-up and evaluations; None for less than two looks."""

@@ -15,6 +15,7 @@ from tf2dist.policy import RestartPolicy, Verdict, Vitals
 
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
+CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -212,8 +213,13 @@ class Watch:
         return TaskFailure(self._failures, f"after {self._policy.restarts} restarts" if self._policy.is_used_up else "")
 
     def _collect_echo(self) -> None:
-        deadline = time.monotonic() + ECHO_SECS
-        while self._launcher.tasks and time.monotonic() < deadline:
+        """Hears the others out; on many hosts only as long as nobody has named a cause."""
+        deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
+        while time.monotonic() < deadline:
+            if self._meeting and min(map(_rank, self._failures))[0] < 2:
+                return
+            if not self._meeting and not self._launcher.tasks:
+                return
             self._step()
 
     def _stop_in_order(self) -> None:

@@ -99,26 +99,3 @@ def test_an_error_of_the_user_on_one_worker_is_shown_first_and_whole(command: Co
     assert shown.count("Traceback (most recent call last)") <= 2, "the others in a line each"
     last = [line for line in shown.splitlines() if line and not line.startswith("  then")][-1]
     assert last.startswith("worker-1: ")
-
-
-LARGE = """
-import keras, tensorflow as tf
-from tf2dist.registry import register_model
-
-class Large(keras.layers.Layer):
-    def call(self, inputs):
-        size = tf.cast(tf.shape(inputs)[0], tf.int64) * 10**12
-        return inputs + tf.reduce_sum(tf.random.stateless_uniform([size], [1, 2]))
-
-@register_model("large")
-def large(input_shape, num_classes):
-    layers = keras.layers
-    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), Large(), layers.Dense(num_classes)])
-"""
-
-
-def test_running_out_of_memory_is_named(command: Command) -> None:
-    (command.folder / "large.py").write_text(LARGE)
-    finished = command("mode=sync", *SMALL, "cluster=local1", "plugins=[large.py]", "model=large", "train.steps=9")
-    assert finished.code == 1, finished
-    assert "out of memory; try a smaller train.batch_size_per_worker" in finished.stderr

@@ -1,0 +1,38 @@
+"""What a task says of errors that TensorFlow words in many ways."""
+
+import pytest
+import tensorflow as tf
+
+from tf2dist.errors import NotFiniteError, TaskLostError, TrainingError
+from tf2dist.task import in_our_terms
+
+
+def test_running_out_of_memory_is_named() -> None:
+    told = "OOM when allocating tensor with shape[100000000000000] and type float"
+    for error in (tf.errors.ResourceExhaustedError(None, None, told), MemoryError(told)):
+        mine = in_our_terms(error)
+        assert isinstance(mine, TrainingError)
+        assert mine.exit_code == 1
+        assert str(mine) == f"out of memory; try a smaller train.batch_size_per_worker ({told})"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.UnavailableError(None, None, "Connection reset by peer, /job:ps/replica:0/task:0"),
+        tf.errors.UnavailableError(None, None, "recvmsg: Socket closed"),
+        tf.errors.AbortedError(None, None, "Connection reset: /job:worker/replica:0/task:1"),
+        tf.errors.UnavailableError(None, None, "tasks are unhealthy (stopped sending heartbeats): /job:worker/task:1"),
+        tf.errors.UnknownError(None, None, "Could not start gRPC server"),
+    ],
+    ids=str,
+)
+def test_a_lost_peer_is_worth_a_retry(error: Exception) -> None:
+    mine = in_our_terms(error)
+    assert isinstance(mine, TaskLostError)
+    assert mine.exit_code == 138
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (ValueError("/job:ps"), tf.errors.InvalidArgumentError(None, None, "peer"), NotFiniteError("nan")):
+        assert in_our_terms(error) is error
