@@ -196,6 +196,7 @@ class AsyncLoop:
         facts = {
             "mode": "async",
             "local_steps": list(self.progress.local_steps),
+            "target_step": self.target_step,
             "examples": self.progress.examples,
             "input": input_facts(self.sharding, [int(position) for position in positions]),
         }

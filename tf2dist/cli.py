@@ -18,7 +18,7 @@ from tf2dist.addresses import check_not_public, exposure
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console, result_lines
-from tf2dist.errors import ClusterError, ConfigError, RequestError, TfDistError
+from tf2dist.errors import ConfigError, RequestError, TfDistError
 from tf2dist.help import help_text
 from tf2dist.paths import make_private
 from tf2dist.peers import check_own_address
@@ -77,8 +77,6 @@ def run(arguments: list[str], started_at: float) -> None:
 
 def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float) -> None:
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
-    if this and this[1].job == "evaluator":
-        raise ClusterError("task evaluator: follows the checkpoints of a run, and this version does not write any yet")
     num_workers = this[0].num_workers if this else config.cluster.num_workers
     sources.check_batch_size(config, num_workers)
     if this:

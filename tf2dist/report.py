@@ -50,10 +50,10 @@ class Reporter(NoReporter):
     """
 
     def __init__(self, run_dir: Path, task: Task, send: Send, started_at: float) -> None:
-        self._run_dir, self._send, self._started_at = run_dir, send, started_at
+        self._task, self._send, self._started_at = task, send, started_at
         makes = (
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
-            lambda: TensorBoardWriter(run_dir / "tensorboard"),
+            lambda: TensorBoardWriter(run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))),
         )
         self._writers = [PatientWriter(make, lambda text: send({"event": "warning", "text": text})) for make in makes]
         self._first_at: float | None = None
@@ -83,6 +83,7 @@ class Reporter(NoReporter):
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         self._previous = None
+        print(f"{self._task}, global_step={step}, {split} accuracy={evaluation.accuracy:.4f}", flush=True)
         self._write(step, {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss})
 
     def _write(self, step: int, scalars: Scalars) -> None:

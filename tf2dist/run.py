@@ -13,6 +13,7 @@ from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import CheckpointError, Interrupted, first_line
 from tf2dist.evaluate import Evaluation
+from tf2dist.evaluator import Evaluator, follow
 from tf2dist.forkserver import Send
 from tf2dist.loop import Loop, Progress, Wish
 from tf2dist.report import NoReporter, Reporter
@@ -47,6 +48,11 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
     splits = data.load(config.data)
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
+    if task.job == "evaluator":
+        split = "validation" if len(splits.validation) else "test"
+        with Reporter(run_dir, task, send, started_at) as writer:
+            follow(Evaluator(config, splits), run_dir, split, writer.on_evaluation)
+        return
     if cluster.mode == "async" and task.job == "worker":
         serving.publish(splits)
         farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs)
@@ -55,7 +61,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker. Their
     # leader reads and writes the run directory.
-    start, saver, reporter = None, NoSaver(), NoReporter()
+    start: Snapshot | None = None
+    saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
         start = first_snapshot(config, run_dir, tell)
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)

@@ -224,6 +224,7 @@ class SyncLoop:
         facts = {
             "mode": "sync",
             "local_steps": list(self.progress.local_steps),
+            "target_step": self.target_step,
             "examples": self.progress.examples,
             "input": input_facts(self.sharding, [position] * self.sharding.num_shards),
         }

@@ -17,6 +17,7 @@ POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
+FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
@@ -88,10 +89,12 @@ class Watch:
                 self._stop_in_order()
             elif self._failures:
                 self._restart_or_fail()
-            if leader not in self._launcher.tasks:
+            if leader in tasks and leader not in self._launcher.tasks:
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
             if self._summary and time.monotonic() > self._leave_by:
                 break  # the result is whole; leaving the launcher stops who does not leave
+            if leader not in tasks and time.monotonic() > self._leave_by:
+                raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
         if self._failures:
             self._restart_or_fail()
         return self._summary
@@ -132,9 +135,11 @@ class Watch:
         code, why = (event["code"], event["message"]) if event["event"] == "ended" else (lost, event.get("why", ""))
         if event["event"] == "stop":
             self._told_to_stop = event["signum"]
+        elif code == 0 and task == self._leader:
+            self._leave_by = time.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._summary:
             pass
-        elif code == lost and self._mode == "async" and task.startswith("worker-"):
+        elif task.startswith("evaluator-") or (code == lost and self._mode == "async" and task.startswith("worker-")):
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
         else:
             self._failures.append(FailureRecord(task, time.time(), code, why))

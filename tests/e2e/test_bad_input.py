@@ -37,11 +37,6 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
         {},
         "task.index (null)",
     ),
-    (
-        [*EVALUATOR, "task.index=0"],
-        {},
-        "task evaluator",
-    ),
 ]
 
 

@@ -96,6 +96,26 @@ def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: d
     assert json.loads((command.folder / "run" / "summary.json").read_text())["global_step"] == STEPS
 
 
+def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
+    """It shares the run directory, sees every checkpoint that it has time for, and the last."""
+    jobs = addresses({"chief": 1, "ps": 1, "worker": 1, "evaluator": 1})
+    processes = {}
+    for job in jobs:
+        env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": job, "index": 0}})}
+        arguments = ["data=digits", "model=softmax", "train.steps=4000", "checkpoint.every_steps=500"]
+        processes[job] = command.start(*arguments, env=env)
+    for job, process in processes.items():
+        end = command.finish(process)
+        assert end.code == 0, f"{job}: {end}"
+    lines = [json.loads(line) for line in (command.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["task"] == "evaluator-0"]
+    assert len(evaluated) >= 2
+    summary = json.loads((command.folder / "run" / "summary.json").read_text())
+    assert evaluated[-1]["step"] == 4000
+    assert evaluated[-1]["test_accuracy"] == pytest.approx(summary["test_accuracy"])
+    assert evaluated[-2]["validation_accuracy"] == pytest.approx(summary["validation_accuracy"])
+
+
 def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> None:
     """Each of them would otherwise wait for ever: nobody else knows of them."""
     for end in ("fails", "dies"):

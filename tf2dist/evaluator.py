@@ -1,0 +1,80 @@
+"""The evaluator's life: evaluate every new checkpoint of the run directory, to the last."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorflow as tf
+
+from tf2dist import pulse
+from tf2dist.config import RunConfig
+from tf2dist.data import Splits
+from tf2dist.evaluate import Evaluation, chunks
+from tf2dist.models import build_model
+from tf2dist.saving import Checkpoints, Snapshot, read
+from tf2dist.state import assign, check_same, named_variables
+from tf2dist.step import ModelStep
+
+POLL_SECS = 1.0
+OnEvaluation = Callable[[str, int, Evaluation], None]
+
+
+class Evaluator:
+    """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
+
+    def __init__(self, config: RunConfig, splits: Splits) -> None:
+        self._data, self._splits = config.data.name, splits
+        self._model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
+        self._step = ModelStep(self._model)
+        self._named = named_variables(self._model, [*self._step.trainable, *self._step.state], [])
+        self._evaluate = tf.function(self._step.evaluate, autograph=False)
+
+    def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
+        """Evaluates a checkpoint on "test" or "validation".
+
+        Raises:
+            CheckpointError: it is of another model or data set.
+        """
+        weights = Snapshot(snapshot.step, snapshot.of_model(), snapshot.facts)
+        check_same(self._named, weights, self._data)
+        assign(self._named, weights.arrays)
+        arrays = getattr(self._splits, split)
+        values = [[v.value for v in variables] for variables in (self._step.trainable, self._step.state)]
+        sums = tf.zeros([3], tf.float64)
+        for first, last in chunks(len(arrays)):
+            sums += self._evaluate(*values, arrays.images[first:last], arrays.labels[first:last])
+            pulse.beat()
+        return Evaluation.of_sums(sums.numpy(), len(arrays))
+
+
+def follow(evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation) -> None:
+    """Evaluates the newest checkpoint whenever there is a new one, until the run has come to its target.
+
+    Those that come and go while another is evaluated are left out.
+
+    Args:
+        split: evaluated at every checkpoint; the last one is evaluated on "test" too.
+    """
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    done = -1
+    while True:
+        pulse.beat()
+        snapshot = _newest(checkpoints, done)
+        if snapshot is None:
+            time.sleep(POLL_SECS)
+            continue
+        done = snapshot.step
+        on_evaluation(split, done, evaluator.evaluate(snapshot, split))
+        if done >= snapshot.facts["target_step"]:
+            if split != "test":
+                on_evaluation("test", done, evaluator.evaluate(snapshot, "test"))
+            return
+
+
+def _newest(checkpoints: Checkpoints, done: int) -> Snapshot | None:
+    """The newest checkpoint beyond the step `done`; one that is removed meanwhile will have a successor."""
+    try:
+        path = checkpoints.paths()[-1]
+        return read(path) if int(path.name.removeprefix("step-")) > done else None
+    except (IndexError, OSError, ValueError):
+        return None
