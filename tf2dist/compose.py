@@ -13,7 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config import RunConfig, check, one_line, to_typed
+from tf2dist.checks import check
+from tf2dist.config import RunConfig, one_line, to_typed
 from tf2dist.errors import ConfigError
 
 CONF_MODULE = "tf2dist.conf"

@@ -19,8 +19,9 @@ from typing import NoReturn
 
 from tf2dist import addresses, compose, findings, peers, sources
 from tf2dist import cluster as clusters
+from tf2dist.checks import MODES
 from tf2dist.cluster import Cluster, Task
-from tf2dist.config import MODES, RunConfig
+from tf2dist.config import RunConfig
 from tf2dist.errors import ClusterError, RequestError, first_line
 from tf2dist.findings import Finding
 

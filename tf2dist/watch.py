@@ -3,12 +3,12 @@
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tf2dist.config import RunConfig
 from tf2dist.console import Console
 from tf2dist.control import Meeting
+from tf2dist.ends import Ends, rank
 from tf2dist.errors import FailureRecord, Interrupted, TaskFailure, TaskLostError
 from tf2dist.launcher import START_TIMEOUT_SECS, Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
@@ -19,7 +19,6 @@ CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
-OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
 class Watch:
@@ -56,7 +55,7 @@ class Watch:
         self._stop_by: float | None = None
         self._leader = ""
         self._leave_by = float("inf")
-        self._oom_kills = _oom_kills()
+        self._ends = Ends(launcher.log_dir)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECS
@@ -150,7 +149,7 @@ class Watch:
         if self._summary and code != 0:
             self._console.warn(f"{task} ended with code {code} after the result was known")
         elif code != 0 or (task == self._leader and not self._summary):
-            self._failures.append(self._failure(event))
+            self._failures.append(self._ends.failure(event, self._killed.pop(task, "")))
 
     def _kill_frozen(self) -> None:
         for task in self._vitals.frozen(time.monotonic()):
@@ -161,22 +160,6 @@ class Watch:
         self._vitals.forget(task)
         self._launcher.signal(task, signal.SIGKILL)
 
-    def _failure(self, event: Event) -> FailureRecord:
-        """The record that the task left, or what can be said of one that could not leave any."""
-        task, code = event["task"], event["code"]
-        record = FailureRecord.read(self._launcher.log_dir, task)
-        if record:
-            return record
-        path = self._launcher.log_dir / f"{task}.log"
-        tail = "\n".join(path.read_text(errors="replace").splitlines()[-30:]) if path.exists() else ""
-        if code >= 0:
-            return FailureRecord(task, event["time"], code or 1, f"ended with exit code {code}", tail)
-        name = signal.strsignal(-code) if -code not in set(signal.Signals) else signal.Signals(-code).name
-        what = self._killed.pop(task, f"was killed by {name}")
-        if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
-            self._oom_kills, what = _oom_kills(), f"was killed by {name}: out of memory"
-        return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
-
     def _restart_or_fail(self) -> None:
         """Answers the failures since the last look.
 
@@ -186,7 +169,7 @@ class Watch:
         verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             self._collect_echo()
-            self._failures.sort(key=_rank)
+            self._failures.sort(key=rank)
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
@@ -221,7 +204,7 @@ class Watch:
         """Hears the others out; on many hosts only as long as nobody has named a cause."""
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
         while time.monotonic() < deadline:
-            if self._meeting and min(map(_rank, self._failures))[0] < 2:
+            if self._meeting and min(map(rank, self._failures))[0] < 2:
                 return
             if not self._meeting and not self._launcher.tasks:
                 return
@@ -246,17 +229,3 @@ class Watch:
         if self._saved_step is None:
             return Interrupted(signum)
         return Interrupted(signum, f"; saved at step {self._saved_step}, where the same command with run_dir goes on")
-
-
-def _rank(failure: FailureRecord) -> tuple[int, float]:
-    """Puts the cause before the complaints of others about it, also if those were earlier."""
-    complains = failure.exit_code == TaskLostError.exit_code and not failure.by_signal
-    return (0 if failure.by_signal else 2 if complains else 1, failure.time)
-
-
-def _oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for want of memory."""
-    try:
-        return int(dict(line.split() for line in OOM_EVENTS.read_text().splitlines())["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf2dist import compose, config
+from tf2dist.checks import check
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError
 
@@ -120,7 +121,7 @@ def test_every_mistake_has_a_line(overrides: list[str], words: str) -> None:
 
 def test_all_broken_rules_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.check(RunConfig(seed=-1, grace_secs=0))
+        check(RunConfig(seed=-1, grace_secs=0))
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -1,0 +1,58 @@
+"""What can be said of a task's end, and which of several ends is the cause."""
+
+import signal
+from pathlib import Path
+
+from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.launcher import Event
+
+OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
+TAIL_LINES = 30
+
+
+class Ends:
+    """Reads what the tasks of a launcher have left.
+
+    Args:
+        log_dir: where their logs and records are.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir, self._oom_kills = log_dir, _oom_kills()
+
+    def failure(self, event: Event, why: str) -> FailureRecord:
+        """The record that the task left, or what can be said of one that could not leave any.
+
+        Args:
+            event: that it has exited.
+            why: we have killed it; empty if we have not.
+        """
+        task, code = event["task"], event["code"]
+        record = FailureRecord.read(self._log_dir, task)
+        if record:
+            return record
+        if code >= 0:
+            return FailureRecord(task, event["time"], code or 1, f"ended with exit code {code}", self._tail(task))
+        name = signal.strsignal(-code) if -code not in set(signal.Signals) else signal.Signals(-code).name
+        what = why or f"was killed by {name}"
+        if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
+            self._oom_kills, what = _oom_kills(), f"was killed by {name}: out of memory"
+        return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
+
+    def _tail(self, task: str) -> str:
+        path = self._log_dir / f"{task}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if path.exists() else ""
+
+
+def rank(failure: FailureRecord) -> tuple[int, float]:
+    """Puts the cause before the complaints of others about it, also if those were earlier."""
+    complains = failure.exit_code == TaskLostError.exit_code and not failure.by_signal
+    return (0 if failure.by_signal else 2 if complains else 1, failure.time)
+
+
+def _oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for want of memory."""
+    try:
+        return int(dict(line.split() for line in OOM_EVENTS.read_text().splitlines())["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return 0
