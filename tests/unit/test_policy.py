@@ -2,6 +2,7 @@
 
 import pytest
 
+from tf2dist.ends import rank
 from tf2dist.errors import FailureRecord
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
 
@@ -9,7 +10,7 @@ LOST = 138
 
 
 def failure(task: str, exit_code: int = LOST) -> FailureRecord:
-    return FailureRecord(task, 0.0, exit_code, "was killed by SIGKILL")
+    return FailureRecord(task, 0.0, exit_code, "was killed by SIGKILL", by_signal=exit_code == LOST)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,14 @@ def test_what_would_happen_again_is_not_tried_again(mode: str, exit_code: int) -
     for task in ("worker-0", "ps-0", "chief-0"):
         assert policy.judge(failure(task, exit_code)) is Verdict.FAIL
     assert policy.restarts == 0
+
+
+def test_a_worker_that_has_lost_the_others_is_not_the_lost_one() -> None:
+    complaint = FailureRecord("worker-0", 0.0, LOST, "chief-0 is gone")
+    assert RestartPolicy("async", 3, whole_cluster=False).judge(complaint) is Verdict.FAIL
+    assert RestartPolicy("async", 3, whole_cluster=True).judge(complaint) is Verdict.RESTART_ALL
+    named = [complaint, failure("ps-0"), FailureRecord("chief-0", 1.0, 3, "the loss is nan")]
+    assert [record.task for record in sorted(named, key=rank)] == ["ps-0", "chief-0", "worker-0"]
 
 
 def test_restarts_are_limited() -> None:
