@@ -21,7 +21,13 @@ TAIL = """
 
 python -m tf2dist.doctor, with the same arguments, starts nothing and says what would stand in the way.
 """
-GROUPS_WITH_OPTIONS = {"cluster": "local", "data": "mnist", "train": "default", "devices": "default"}
+GROUPS_WITH_OPTIONS = {
+    "cluster": "local",
+    "data": "mnist",
+    "train": "default",
+    "checkpoint": "default",
+    "devices": "default",
+}
 LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")
 
 

@@ -1,11 +1,11 @@
 """The state of a run by name: which variables there are, and how a snapshot goes into them.
 
 Neither the mode nor the number of workers or ps shows in the names: "model/hidden1/kernel",
-"optimizer/hidden1_kernel_momentum".
+"optimizer/hidden1/kernel/momentums".
 """
 
 import re
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -38,16 +38,27 @@ def named_variables(model: keras.Model, variables: list[keras.Variable], optimiz
         if name in named:
             raise ConfigError(f"model: two variables are called {variable.path}; give their layers different names")
         named[name] = [variable]
+    names = {id(both[0]): name.removeprefix("model/") for name, both in named.items()}
     for optimizer in optimizers:
-        seen: Counter[str] = Counter()
-        for slot in optimizer.variables:
-            if slot.name in COUNTERS:
-                continue
-            name = f"optimizer/{slot.name.removeprefix(f'{model.name}_')}"
-            seen[name] += 1
-            numbered = f"{name}#{seen[name]}" if seen[name] > 1 else name
-            named.setdefault(numbered, []).append(slot)
+        for name, slot in _slots(optimizer, names):
+            named.setdefault(f"optimizer/{name}", []).append(slot)
     return named
+
+
+def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, keras.Variable]]:
+    """The variables of an optimizer, named after the variable of the model that each belongs to.
+
+    A Keras optimizer keeps them in lists in the order of the variables that it was built with. Their
+    own names can be equal for two of them: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
+    """
+    left = {id(slot): slot for slot in optimizer.variables if slot.name not in COUNTERS}
+    owners = optimizer._trainable_variables
+    for attribute, values in vars(optimizer).items():
+        if isinstance(values, list) and len(values) == len(owners) and all(id(value) in left for value in values):
+            for owner, slot in zip(owners, values, strict=True):
+                yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot))
+    for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
+        yield f"{number}/{slot.name}", slot
 
 
 def values(named: Named) -> dict[str, np.ndarray]:

@@ -84,13 +84,13 @@ class Watch:
             start(task, 0)
         while self._launcher.tasks:
             self._step()
-            if self._received or self._told_to_stop:
+            if (self._received or self._told_to_stop) and not self._summary:
                 self._stop_in_order()
             elif self._failures:
                 self._restart_or_fail()
             if leader in tasks and leader not in self._launcher.tasks:
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
-            if self._summary and time.monotonic() > self._leave_by:
+            if self._summary and (self._received or time.monotonic() > self._leave_by):
                 break  # the result is whole; leaving the launcher stops who does not leave
             if leader not in tasks and time.monotonic() > self._leave_by:
                 raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(command: Command) -> N
     before = {path: path.read_bytes() for path in (run_dir / "summary.json", run_dir / "config.yaml")}
     for more, told in (
         ("model=dnn", "is of another model; missing: model/hidden1/bias"),
-        ("optimizer=sgd", "is of another optimizer; extra: optimizer/logits_bias_momentum"),
+        ("optimizer=sgd", "is of another optimizer; extra: optimizer/logits/bias/momentums"),
         ("train.steps=10", "train.steps (10): the run in run_dir is at step 20 already"),
     ):
         refused = command(*small, more)

@@ -42,7 +42,7 @@ def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_worker
     first.train(40)
     snapshot = taken(first)
     assert snapshot.step == 40
-    assert "optimizer/conv1_kernel_velocity" in snapshot.arrays
+    assert "optimizer/conv1/kernel/velocities" in snapshot.arrays
     assert "model/norm1/moving_mean" in snapshot.arrays
 
     second = async_loop(config, num_workers=num_workers, num_ps=num_ps, start=snapshot)
