@@ -80,7 +80,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
 
         loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress)
         reporter.target_step = loop.target_step
-        send({"event": "begun"})
+        if task == cluster.leader:
+            send({"event": "begun", "step": loop.progress.global_step})
         if start:
             tell(loop.begun_with)
         end_on_sigterm()

@@ -86,7 +86,7 @@ class Watch:
             self._step()
             if (self._received or self._told_to_stop) and not self._summary:
                 self._stop_in_order()
-            elif self._failures:
+            elif self._failures and not self._summary:
                 self._restart_or_fail()
             if leader in tasks and leader not in self._launcher.tasks:
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
@@ -94,7 +94,7 @@ class Watch:
                 break  # the result is whole; leaving the launcher stops who does not leave
             if leader not in tasks and time.monotonic() > self._leave_by:
                 raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
-        if self._failures:
+        if self._failures and not self._summary:
             self._restart_or_fail()
         return self._summary
 
@@ -113,8 +113,8 @@ class Watch:
             case "progress":
                 self._console.progress(event)
             case "begun":
-                if task == self._leader:
-                    self._on_begun()
+                self._saved_step = event["step"] or self._saved_step
+                self._on_begun()
             case "message":
                 self._console.status(event["text"])
             case "warning":
