@@ -140,6 +140,8 @@ def serve(sock: socket.socket, wakeup: int) -> None:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and netns.enter_private_network()
+    # The launcher's death closes the socket, which does not wake a frozen process.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
         signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):

@@ -74,6 +74,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress)
         reporter.target_step = loop.target_step
         send({"event": "begun"})
+        if start and start.is_resumed and task == cluster.leader:
+            send({"event": "saved", "step": start.step})
         if start:
             tell(loop.begun_with)
         end_on_sigterm()

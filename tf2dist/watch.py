@@ -16,6 +16,8 @@ from tf2dist.policy import RestartPolicy, Verdict, Vitals
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
+SILENT_SECS = 2.5  # a task says every second that it lives
+DIE_SECS = 10.0  # until the end of a task that we killed must be known
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -48,6 +50,7 @@ class Watch:
         self._vitals = Vitals(config.silence_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
+        self._killed_at: dict[str, float] = {}
         self._restarted_at = -float("inf")
         self._generation = 0
         self._summary: dict[str, Any] = {}
@@ -81,14 +84,14 @@ class Watch:
         """
         self._leader, self._tasks, self._start = leader, tasks, start
         for task in tasks:
-            start(task, 0)
+            self._start_task(task)
         while self._launcher.tasks:
             self._step()
             if self._received or self._told_to_stop:
                 self._stop_in_order()
             elif self._failures:
                 self._restart_or_fail()
-            if leader not in self._launcher.tasks:
+            if leader not in self._launcher.tasks or leader in self._killed_at:
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
             if self._summary and time.monotonic() > self._leave_by:
                 break  # the result is whole; leaving the launcher stops who does not leave
@@ -142,6 +145,7 @@ class Watch:
     def _on_exit(self, event: Event) -> None:
         task, code = event["task"], event["code"]
         self._vitals.forget(task)
+        self._killed_at.pop(task, None)
         if self._summary and code != 0:
             self._console.warn(f"{task} ended with code {code} after the result was known")
         elif code != 0 or (task == self._leader and not self._summary):
@@ -150,9 +154,12 @@ class Watch:
     def _kill_frozen(self) -> None:
         for task in self._vitals.frozen(time.monotonic()):
             self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
+        for task, killed_at in self._killed_at.items():
+            if time.monotonic() - killed_at > DIE_SECS and not self._summary:
+                self._launcher.give_up(f"it does not tell of the end of {task}, killed {DIE_SECS:.0f} s ago")
 
     def _kill(self, task: str, why: str) -> None:
-        self._killed[task] = why
+        self._killed[task], self._killed_at[task] = why, time.monotonic()
         self._vitals.forget(task)
         self._launcher.signal(task, signal.SIGKILL)
 
@@ -178,10 +185,10 @@ class Watch:
         Raises:
             TaskFailure: they cannot be answered by a restart.
         """
+        self._await_cause()
         verdict = self._policy.judge(self._failures[0])
-        if verdict is Verdict.FAIL:
+        if verdict is Verdict.FAIL and not self._meeting:
             self._collect_echo()
-            self._failures.sort(key=_rank)
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
@@ -191,7 +198,7 @@ class Watch:
         self._restarted_at = time.monotonic()
         if verdict is Verdict.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
-            self._start(lost.task, self._generation)
+            self._start_task(lost.task)
         else:
             self._restart_all(lost)
 
@@ -202,25 +209,40 @@ class Watch:
         self._vitals.clear()
         self._failures.clear()
         self._killed.clear()
-        self._summary = {}
-        where = "step 0" if self._saved_step is None else f"the checkpoint at step {self._saved_step}"
-        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again from {where}")
+        self._summary, self._leave_by = {}, float("inf")
+        where = "" if self._saved_step is None else f" from the checkpoint at step {self._saved_step}"
+        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
         self._generation += 1
         for task in self._tasks:
-            self._start(task, self._generation)
+            self._start_task(task)
+
+    def _start_task(self, task: str) -> None:
+        self._start(task, self._generation)
+        self._killed_at.pop(task, None)
+        self._vitals.saw(task, time.monotonic())  # not yet, but soon
 
     def _failed(self) -> TaskFailure:
         return TaskFailure(self._failures, f"after {self._policy.restarts} restarts" if self._policy.is_used_up else "")
 
-    def _collect_echo(self) -> None:
-        """Hears the others out; on many hosts only as long as nobody has named a cause."""
+    def _await_cause(self) -> None:
+        """A task may complain of another before it is known what has become of that one.
+
+        One that is silent in this moment may be it: whether it is frozen will soon be known.
+        """
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while time.monotonic() < deadline:
-            if self._meeting and min(map(_rank, self._failures))[0] < 2:
-                return
-            if not self._meeting and not self._launcher.tasks:
-                return
+        while all(map(_complains, self._failures)) and (self._meeting or self._launcher.tasks) and not self._received:
+            suspects = self._killed_at or self._vitals.silent(time.monotonic(), SILENT_SECS)
+            if time.monotonic() > deadline and not suspects:
+                break
             self._step()
+        self._failures.sort(key=_rank)
+
+    def _collect_echo(self) -> None:
+        """Hears the others out."""
+        deadline = time.monotonic() + ECHO_SECS
+        while self._launcher.tasks and time.monotonic() < deadline:
+            self._step()
+        self._failures.sort(key=_rank)
 
     def _stop_in_order(self) -> None:
         """Has the leader save and end, and the others with it, as long as there is time and patience."""
@@ -243,10 +265,14 @@ class Watch:
         return Interrupted(signum, f"; saved at step {self._saved_step}, where the same command with run_dir goes on")
 
 
+def _complains(failure: FailureRecord) -> bool:
+    """Whether it is of another task's end."""
+    return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
+
+
 def _rank(failure: FailureRecord) -> tuple[int, float]:
     """Puts the cause before the complaints of others about it, also if those were earlier."""
-    complains = failure.exit_code == TaskLostError.exit_code and not failure.by_signal
-    return (0 if failure.by_signal else 2 if complains else 1, failure.time)
+    return (0 if failure.by_signal else 2 if _complains(failure) else 1, failure.time)
 
 
 def _oom_kills() -> int:

@@ -64,6 +64,7 @@ class Chaos:
             self.kill_the_launcher: 2,
             self.stop_the_launcher: 1,
             self.kill_the_fork_server: 1,
+            self.freeze_the_fork_server: 1,
         }
         self._tell(" ".join(self._arguments))
         self.start()
@@ -120,12 +121,13 @@ class Chaos:
         self.process.send_signal(signal.SIGCONT)
 
     def kill_the_launcher(self) -> None:
-        left = our_processes()
         self.process.kill()
         self.end(-signal.SIGKILL)
         if self._random.random() < 0.5:  # otherwise it is started again while they die
-            _, alive = psutil.wait_procs(left, timeout=GONE_SECS)
-            assert not alive, f"left by a killed launcher: {alive}"
+            deadline = time.monotonic() + GONE_SECS
+            while left := our_processes():
+                assert time.monotonic() < deadline, f"left by a killed launcher: {left}"
+                time.sleep(0.05)  # between two looks
         self.start()
 
     def stop_the_launcher(self) -> None:
@@ -135,11 +137,25 @@ class Chaos:
 
     def kill_the_fork_server(self) -> None:
         """All tasks die with it; the launcher says so, and is started again as a scheduler would do."""
-        servers = [p for p in our_processes() if p.ppid() == self.process.pid]
-        if servers:
-            servers[0].kill()
+        for server in self._fork_server():
+            server.kill()
             self.end(138)
             self.start()
+
+    def freeze_the_fork_server(self) -> None:
+        """It cannot tell of a task's end, nor end the tasks when the launcher is gone."""
+        for server in self._fork_server():
+            server.suspend()
+            if not (tasks := server.children()) or self._random.random() < 0.5:
+                self.kill_the_launcher()
+            else:
+                self._random.choice(tasks).kill()
+                assert "the fork server is frozen" in self.end(138)
+                self.start()
+
+    def _fork_server(self) -> list[psutil.Process]:
+        """One, or none if the launcher has only begun."""
+        return [process for process in our_processes() if process.ppid() == self.process.pid]
 
     def end(self, code: int) -> str:
         """Waits for the launcher's end; returns its stderr, which blames nobody who is innocent."""

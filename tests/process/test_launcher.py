@@ -102,7 +102,8 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         wait_for(launcher, "ready")
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_killed_launcher_leaves_nobody(tmp_path: Path, frozen: bool) -> None:
     code = f"""
 import pathlib
 from tests.process import test_launcher as t
@@ -118,6 +119,8 @@ with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
     ) as launcher:
         assert launcher.stdout
         task = psutil.Process(int(launcher.stdout.readline()))
+        if frozen:
+            psutil.Process(task.ppid()).suspend()
         launcher.kill()
     psutil.wait_procs([task], timeout=5)
     assert not task.is_running()

@@ -9,7 +9,7 @@ LOST = 138
 
 
 def failure(task: str, exit_code: int = LOST) -> FailureRecord:
-    return FailureRecord(task, 0.0, exit_code, "was killed by SIGKILL")
+    return FailureRecord(task, 0.0, exit_code, "was killed by SIGKILL", by_signal=exit_code == LOST)
 
 
 @pytest.mark.parametrize(
