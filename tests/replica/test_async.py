@@ -106,7 +106,8 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
 def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps are asked for, and however slow the workers are."""
     loop = async_loop(run_config(steps_per_execution=10))
-    schedule, ahead = loop._coordinator.schedule, []
+    schedule = loop._coordinator.schedule
+    ahead: list[int] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:
         ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
