@@ -126,6 +126,29 @@ with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
     assert not task.is_running()
 
 
+def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Path) -> None:
+    slow = "import pathlib, time; pathlib.Path(__file__ + '.mark').touch(); time.sleep(60)"
+    (tmp_path / "slow.py").write_text(slow)
+    code = f"""
+import pathlib, time
+from tf2dist.launcher import Launcher
+with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
+    while not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
+        time.sleep(0.01)
+    print(launcher._server.pid, flush=True)
+    time.sleep(60)
+"""
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as launcher:
+        assert launcher.stdout
+        server = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+    psutil.wait_procs([server], timeout=5)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
 def reachable(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), timeout=2).close()
