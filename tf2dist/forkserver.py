@@ -155,6 +155,7 @@ def main() -> None:
     ready = {"event": "ready", "pid": os.getpid(), "isolated": isolated, "ports": ports}
     sender(sock, "forkserver")(ready)
     serve(sock, read_end)
+    os._exit(0)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody
 
 
 if __name__ == "__main__":
