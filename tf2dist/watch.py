@@ -51,6 +51,7 @@ class Watch:
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
         self._killed_at: dict[str, float] = {}
+        self._stalled: list[str] = []  # those that said so since the last look
         self._restarted_at = -float("inf")
         self._generation = 0
         self._summary: dict[str, Any] = {}
@@ -105,6 +106,7 @@ class Watch:
         for event in self._meeting.events() if self._meeting else ():
             self._on_meeting(event)
         self._kill_frozen()
+        self._kill_stalled()
 
     def _on_event(self, event: Event) -> None:
         task = event["task"]
@@ -122,8 +124,8 @@ class Watch:
                 self._console.warn(event["text"])
             case "saved":
                 self._saved_step = event["step"]
-            case "stalled" if time.monotonic() - self._restarted_at > self._watchdog_secs:
-                self._kill(task, f"made no progress for {self._watchdog_secs:.0f} s, see the stacks in its log")
+            case "stalled":
+                self._stalled.append(task)
             case "result":
                 self._summary = {**event["summary"], "restarts": self._policy.restarts}
             case "exited":
@@ -157,6 +159,15 @@ class Watch:
         for task, killed_at in self._killed_at.items():
             if time.monotonic() - killed_at > DIE_SECS and not self._summary:
                 self._launcher.give_up(f"it does not tell of the end of {task}, killed {DIE_SECS:.0f} s ago")
+
+    def _kill_stalled(self) -> None:
+        """Kills who made no progress by its own fault; it says so again as long as it makes none."""
+        now, patience = time.monotonic(), self._watchdog_secs
+        excused = now - max(self._restarted_at, self._vitals.awake_since) < patience
+        for task in self._stalled:
+            if not excused and not self._vitals.silent(now, SILENT_SECS):
+                self._kill(task, f"made no progress for {patience:.0f} s, see the stacks in its log")
+        self._stalled.clear()
 
     def _kill(self, task: str, why: str) -> None:
         self._killed[task], self._killed_at[task] = why, time.monotonic()

@@ -126,6 +126,31 @@ def test_a_task_that_never_shows_up_is_frozen(
     assert "worker-1 showed no sign of life for 6 s" in told
 
 
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
+def test_who_waits_for_a_frozen_task_is_not_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asleep: bool
+) -> None:
+    """Also if the launcher was stopped when the task froze, and hears of the other one first."""
+    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})], silent="worker-1")
+    monkeypatch.setattr(play, "events", lambda secs: _sleep_once(play, secs) if asleep else Play.events(play, secs))
+    told = run(play, monkeypatch, capsys)
+    assert told == "tf2dist: warning: worker-1 showed no sign of life for 6 s; starting all tasks again\n"
+
+
+def _sleep_once(play: Play, timeout_secs: float) -> Iterator[dict[str, Any]]:
+    if 102 < play.now < 103:
+        play.now += 10
+    yield from Play.events(play, timeout_secs)
+
+
+def test_who_makes_no_progress_alone_is_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})])
+    told = run(play, monkeypatch, capsys)
+    assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in told
+
+
 def test_a_fork_server_that_does_not_tell_of_an_end_is_frozen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
