@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make lint   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make chaos [SEED=1]   make lint   make lock   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint lock clean
+.PHONY: train test chaos lint lock clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Two minutes of kills and freezes in each mode.
+chaos: $(STAMP)
+	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/e2e/test_chaos.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

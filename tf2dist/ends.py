@@ -44,10 +44,14 @@ class Ends:
         return "\n".join(path.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if path.exists() else ""
 
 
+def complains(failure: FailureRecord) -> bool:
+    """Whether it is of another task's end."""
+    return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
+
+
 def rank(failure: FailureRecord) -> tuple[int, float]:
     """Puts the cause before the complaints of others about it, also if those were earlier."""
-    complains = failure.exit_code == TaskLostError.exit_code and not failure.by_signal
-    return (0 if failure.by_signal else 2 if complains else 1, failure.time)
+    return (0 if failure.by_signal else 2 if complains(failure) else 1, failure.time)
 
 
 def _oom_kills() -> int:

@@ -140,10 +140,13 @@ def serve(sock: socket.socket, wakeup: int) -> None:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and netns.enter_private_network()
+    die_with_parent(os.getppid())  # an import takes seconds, and nobody looks at the socket meanwhile
     for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
         signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):
         importlib.import_module(module)
+    # From now on the socket's end tells of the launcher's, and there are tasks to end; but it wakes no frozen process.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     ports = list(range(2222, 2222 + MAX_PORTS)) if isolated else netns.unused_ports(MAX_PORTS)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -152,6 +155,7 @@ def main() -> None:
     ready = {"event": "ready", "pid": os.getpid(), "isolated": isolated, "ports": ports}
     sender(sock, "forkserver")(ready)
     serve(sock, read_end)
+    os._exit(0)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody
 
 
 if __name__ == "__main__":

@@ -135,10 +135,23 @@ class Launcher:
                     self.tasks.pop(event["task"], None)
             yield event
 
-    def _give_up(self) -> NoReturn:
-        """The fork server has died. The kernel kills the tasks with it, but not what they have started."""
+    def give_up(self, why: str) -> NoReturn:
+        """Ends a fork server that does not do its work, and the tasks with it.
+
+        Raises:
+            TaskLostError: always.
+        """
+        self._kill_server()
+        raise TaskLostError(f"the fork server is frozen: {why}")
+
+    def _kill_server(self) -> None:
+        """The kernel kills the tasks with it, but not what they have started."""
         for name in list(self.tasks):
             self.signal(name, signal.SIGKILL)
+        self._server.kill()
+
+    def _give_up(self) -> NoReturn:
+        self._kill_server()
         log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
         raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
 

@@ -50,6 +50,9 @@ class RestartPolicy:
 class Vitals:
     """When each task last showed that it lives, and which of them must be taken for frozen.
 
+    Attributes:
+        awake_since: when the launcher itself last came back from being stopped.
+
     Args:
         frozen_secs: of silence.
     """
@@ -58,6 +61,7 @@ class Vitals:
         self._frozen_secs = frozen_secs
         self._seen: dict[str, float] = {}
         self._looked_at: float | None = None
+        self.awake_since = -float("inf")
 
     def saw(self, task: str, now: float) -> None:
         self._seen[task] = now
@@ -68,10 +72,14 @@ class Vitals:
     def clear(self) -> None:
         self._seen.clear()
 
+    def silent(self, now: float, secs: float) -> list[str]:
+        """The tasks of which nothing was heard for `secs`."""
+        return [task for task, seen in self._seen.items() if now - seen > secs]
+
     def frozen(self, now: float) -> list[str]:
         """The tasks that have been silent for too long; to be asked every second or so."""
         if self._looked_at is not None and now - self._looked_at > self._frozen_secs / 2:
             # It is the launcher that was stopped for a while; what it did not hear is no silence.
-            self._seen = dict.fromkeys(self._seen, now)
+            self._seen, self.awake_since = dict.fromkeys(self._seen, now), now
         self._looked_at = now
-        return [task for task, seen in self._seen.items() if now - seen > self._frozen_secs]
+        return self.silent(now, self._frozen_secs)

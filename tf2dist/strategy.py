@@ -36,7 +36,7 @@ def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.Par
 
 
 def multi_worker_mirrored_strategy(
-    cluster: Cluster, task: Task, timeout_secs: float, silence_secs: float = 30.0
+    cluster: Cluster, task: Task, timeout_secs: float, heartbeat_secs: float = 30.0
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Joins the other workers.
 
@@ -44,8 +44,9 @@ def multi_worker_mirrored_strategy(
     for it only if registration is a barrier, a field that the public method does not set.
 
     Args:
-        silence_secs: a worker that gives no sign of life for so long is lost to the others; a cut
-            link that heals before is not. TensorFlow's own limit is 10 s.
+        heartbeat_secs: a worker that gives no sign of life for so long is lost to the others; a cut
+            link that heals before is not. TensorFlow's own limit is 10 s. Longer than the launchers'
+            patience, or the others complain before the lost one is known.
 
     Raises:
         TaskLostError: naming the workers that did not come within `timeout_secs`.
@@ -56,7 +57,7 @@ def multi_worker_mirrored_strategy(
         service_type="standalone",
         service_leader=f"/job:{leader.job}/replica:0/task:{leader.index}",
         cluster_register_timeout_in_ms=int(timeout_secs * 1000),
-        heartbeat_timeout_in_ms=int(silence_secs * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_secs * 1000),
         coordinated_jobs=jobs,
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True

@@ -56,7 +56,9 @@ class SyncLoop:
     ) -> None:
         self._config, self._report = config, report
         self._task, self._cluster = task, cluster
-        self._strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs, config.silence_secs)
+        self._strategy = multi_worker_mirrored_strategy(
+            cluster, task, config.startup_timeout_secs, config.watchdog_secs
+        )
         num_replicas = self._strategy.num_replicas_in_sync
         local_replicas = num_replicas // cluster.num_workers
         batch_size, rest = divmod(config.train.batch_size_per_worker, local_replicas)

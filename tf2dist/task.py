@@ -69,6 +69,6 @@ def in_our_terms(error: BaseException) -> BaseException:
     if "Could not start gRPC server" in str(error):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
-    if lost and re.search(r"/job:|peer|[Ss]ocket|heartbeat", str(error)):
-        return TaskLostError(f"lost another task: {first_line(str(error))}")
+    if lost and (line := re.search(r".*(/job:|peer|[Ss]ocket|heartbeat|Stream ID).*", str(error))):
+        return TaskLostError(f"lost another task: {line[0].strip()}")
     return error

@@ -8,7 +8,7 @@ from typing import Any
 from tf2dist.config import RunConfig
 from tf2dist.console import Console
 from tf2dist.control import Meeting
-from tf2dist.ends import Ends, rank
+from tf2dist.ends import Ends, complains, rank
 from tf2dist.errors import FailureRecord, Interrupted, TaskFailure, TaskLostError
 from tf2dist.launcher import START_TIMEOUT_SECS, Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
@@ -16,6 +16,8 @@ from tf2dist.policy import RestartPolicy, Verdict, Vitals
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
+SILENT_SECS = 2.5  # a task says every second that it lives
+DIE_SECS = 10.0  # until the end of a task that we killed must be known
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
@@ -48,6 +50,8 @@ class Watch:
         self._vitals = Vitals(config.silence_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
+        self._killed_at: dict[str, float] = {}
+        self._stalled: list[str] = []  # those that said so since the last look
         self._restarted_at = -float("inf")
         self._generation = 0
         self._summary: dict[str, Any] = {}
@@ -81,14 +85,14 @@ class Watch:
         """
         self._leader, self._tasks, self._start = leader, tasks, start
         for task in tasks:
-            start(task, 0)
+            self._start_task(task)
         while self._launcher.tasks:
             self._step()
             if (self._received or self._told_to_stop) and not self._summary:
                 self._stop_in_order()
             elif self._failures and not self._summary:
                 self._restart_or_fail()
-            if leader in tasks and leader not in self._launcher.tasks:
+            if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
             if self._summary and (self._received or time.monotonic() > self._leave_by):
                 break  # the result is whole; leaving the launcher stops who does not leave
@@ -104,6 +108,7 @@ class Watch:
         for event in self._meeting.events() if self._meeting else ():
             self._on_meeting(event)
         self._kill_frozen()
+        self._kill_stalled()
 
     def _on_event(self, event: Event) -> None:
         task = event["task"]
@@ -121,8 +126,8 @@ class Watch:
                 self._console.warn(event["text"])
             case "saved":
                 self._saved_step = event["step"]
-            case "stalled" if time.monotonic() - self._restarted_at > self._watchdog_secs:
-                self._kill(task, f"made no progress for {self._watchdog_secs:.0f} s, see the stacks in its log")
+            case "stalled":
+                self._stalled.append(task)
             case "result":
                 self._summary = {**event["summary"], "restarts": self._policy.restarts}
             case "exited":
@@ -146,6 +151,7 @@ class Watch:
     def _on_exit(self, event: Event) -> None:
         task, code = event["task"], event["code"]
         self._vitals.forget(task)
+        self._killed_at.pop(task, None)
         if self._summary and code != 0:
             self._console.warn(f"{task} ended with code {code} after the result was known")
         elif code != 0 or (task == self._leader and not self._summary):
@@ -154,9 +160,21 @@ class Watch:
     def _kill_frozen(self) -> None:
         for task in self._vitals.frozen(time.monotonic()):
             self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
+        for task, killed_at in self._killed_at.items():
+            if time.monotonic() - killed_at > DIE_SECS and not self._summary:
+                self._launcher.give_up(f"it does not tell of the end of {task}, killed {DIE_SECS:.0f} s ago")
+
+    def _kill_stalled(self) -> None:
+        """Kills who made no progress by its own fault; it says so again as long as it makes none."""
+        now, patience = time.monotonic(), self._watchdog_secs
+        excused = now - max(self._restarted_at, self._vitals.awake_since) < patience
+        for task in self._stalled:
+            if not excused and not self._vitals.silent(now, SILENT_SECS):
+                self._kill(task, f"made no progress for {patience:.0f} s, see the stacks in its log")
+        self._stalled.clear()
 
     def _kill(self, task: str, why: str) -> None:
-        self._killed[task] = why
+        self._killed[task], self._killed_at[task] = why, time.monotonic()
         self._vitals.forget(task)
         self._launcher.signal(task, signal.SIGKILL)
 
@@ -166,10 +184,10 @@ class Watch:
         Raises:
             TaskFailure: they cannot be answered by a restart.
         """
+        self._await_cause()
         verdict = self._policy.judge(self._failures[0])
-        if verdict is Verdict.FAIL:
+        if verdict is Verdict.FAIL and not self._meeting:
             self._collect_echo()
-            self._failures.sort(key=rank)
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
@@ -179,7 +197,7 @@ class Watch:
         self._restarted_at = time.monotonic()
         if verdict is Verdict.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
-            self._start(lost.task, self._generation)
+            self._start_task(lost.task)
         else:
             self._restart_all(lost)
 
@@ -190,25 +208,40 @@ class Watch:
         self._vitals.clear()
         self._failures.clear()
         self._killed.clear()
-        self._summary = {}
-        where = "step 0" if self._saved_step is None else f"the checkpoint at step {self._saved_step}"
-        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again from {where}")
+        self._summary, self._leave_by = {}, float("inf")
+        where = "" if self._saved_step is None else f" from the checkpoint at step {self._saved_step}"
+        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
         self._generation += 1
         for task in self._tasks:
-            self._start(task, self._generation)
+            self._start_task(task)
+
+    def _start_task(self, task: str) -> None:
+        self._start(task, self._generation)
+        self._killed_at.pop(task, None)
+        self._vitals.saw(task, time.monotonic())  # not yet, but soon
 
     def _failed(self) -> TaskFailure:
         return TaskFailure(self._failures, f"after {self._policy.restarts} restarts" if self._policy.is_used_up else "")
 
-    def _collect_echo(self) -> None:
-        """Hears the others out; on many hosts only as long as nobody has named a cause."""
+    def _await_cause(self) -> None:
+        """A task may complain of another before it is known what has become of that one.
+
+        One that is silent in this moment may be it: whether it is frozen will soon be known.
+        """
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while time.monotonic() < deadline:
-            if self._meeting and min(map(rank, self._failures))[0] < 2:
-                return
-            if not self._meeting and not self._launcher.tasks:
-                return
+        while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks) and not self._received:
+            suspects = self._killed_at or self._vitals.silent(time.monotonic(), SILENT_SECS)
+            if time.monotonic() > deadline and not suspects:
+                break
             self._step()
+        self._failures.sort(key=rank)
+
+    def _collect_echo(self) -> None:
+        """Hears the others out."""
+        deadline = time.monotonic() + ECHO_SECS
+        while self._launcher.tasks and time.monotonic() < deadline:
+            self._step()
+        self._failures.sort(key=rank)
 
     def _stop_in_order(self) -> None:
         """Has the leader save and end, and the others with it, as long as there is time and patience."""

@@ -102,7 +102,8 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         wait_for(launcher, "ready")
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_killed_launcher_leaves_nobody(tmp_path: Path, frozen: bool) -> None:
     code = f"""
 import pathlib
 from tests.process import test_launcher as t
@@ -118,9 +119,34 @@ with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
     ) as launcher:
         assert launcher.stdout
         task = psutil.Process(int(launcher.stdout.readline()))
+        if frozen:
+            psutil.Process(task.ppid()).suspend()
         launcher.kill()
     psutil.wait_procs([task], timeout=5)
     assert not task.is_running()
+
+
+def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Path) -> None:
+    slow = "import pathlib, time; pathlib.Path(__file__ + '.mark').touch(); time.sleep(60)"
+    (tmp_path / "slow.py").write_text(slow)
+    code = f"""
+import pathlib, time
+from tf2dist.launcher import Launcher
+with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
+    while not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
+        time.sleep(0.01)
+    print(launcher._server.pid, flush=True)
+    time.sleep(60)
+"""
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as launcher:
+        assert launcher.stdout
+        server = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+    psutil.wait_procs([server], timeout=5)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 def reachable(address: str, port: int) -> bool:

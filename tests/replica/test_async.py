@@ -12,6 +12,7 @@ from tests.replica.small_runs import run_config
 from tf2dist import data, registry
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
+from tf2dist.loop import Wish
 
 MakeLoop = Callable[..., Any]
 
@@ -100,6 +101,22 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     loop.train(100)
     assert_exact(loop, 100)
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
+
+
+def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps are asked for, and however slow the workers are."""
+    loop = async_loop(run_config(steps_per_execution=10))
+    schedule = loop._coordinator.schedule
+    ahead: list[int] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(loop._coordinator, "schedule", note)
+    loop.train(1_000, lambda: Wish.STOP if len(ahead) > 100 else Wish.NOTHING)
+    assert 0 < max(ahead) <= loop._window() + 10
+    assert len(ahead) <= 102, "none for what is done"
 
 
 def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None:

@@ -10,6 +10,7 @@ from tf2dist import data, registry
 from tf2dist.config import DataConfig
 from tf2dist.data import Sharding
 from tf2dist.errors import DataError
+from tf2dist.step import step_seed
 
 
 def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -37,6 +38,17 @@ def test_epochs_and_seeds_differ() -> None:
     assert (first != epoch(Sharding(100, 10, 1, 0, True), 0, 1)[0]).any()
     assert (first != epoch(Sharding(100, 10, 1, 1, True), 0, 0)[0]).any()
     assert (first == epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]).all()
+
+
+def test_every_worker_and_step_draws_its_own_numbers() -> None:
+    places = [(seed, worker, step) for seed in (0, 1) for worker in range(3) for step in range(4)]
+    drawn = {
+        tuple(tf.random.stateless_uniform([2], step_seed(seed, tf.constant(worker), tf.constant(step))).numpy())
+        for seed, worker, step in places
+    }
+    assert len(drawn) == len(places)
+    again = step_seed(1, tf.constant(2), tf.constant(3)), step_seed(1, tf.constant(2), tf.constant(3))
+    np.testing.assert_array_equal(*again)
 
 
 def test_workers_see_what_one_with_their_batches_together_sees() -> None:

@@ -23,6 +23,7 @@ def test_running_out_of_memory_is_named() -> None:
         tf.errors.UnavailableError(None, None, "recvmsg: Socket closed"),
         tf.errors.AbortedError(None, None, "Connection reset: /job:worker/replica:0/task:1"),
         tf.errors.UnavailableError(None, None, "tasks are unhealthy (stopped sending heartbeats): /job:worker/task:1"),
+        tf.errors.UnavailableError(None, None, "Stream IDs exhausted"),
         tf.errors.UnknownError(None, None, "Could not start gRPC server"),
     ],
     ids=str,
@@ -31,6 +32,12 @@ def test_a_lost_peer_is_worth_a_retry(error: Exception) -> None:
     mine = in_our_terms(error)
     assert isinstance(mine, TaskLostError)
     assert mine.exit_code == 138
+
+
+def test_of_a_lost_peer_the_line_that_says_something_is_told() -> None:
+    told = "Graph execution error:\n\nDetected at node train\nError from /job:worker/task:0: no heartbeats\nmore"
+    mine = in_our_terms(tf.errors.UnavailableError(None, None, told))
+    assert str(mine) == "lost another task: Error from /job:worker/task:0: no heartbeats"
 
 
 def test_other_errors_stay_what_they_are() -> None:

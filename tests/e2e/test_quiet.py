@@ -1,0 +1,46 @@
+"""What a run that goes well says, and whom it asks."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import REPOSITORY, Command
+
+NOTE_NAMES = """
+import os, socket
+
+def noted(function):
+    def note(host, *args, **kwargs):
+        with open(os.environ["NAMES"], "a") as names:
+            names.write(f"{host}\\n")
+        return function(host, *args, **kwargs)
+    return note
+
+for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
+    setattr(socket, name, noted(getattr(socket, name)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_plain_run_is_quiet_and_looks_up_no_name(command: Command, mode: str) -> None:
+    (command.folder / "sitecustomize.py").write_text(NOTE_NAMES)
+    names = command.folder / "names"
+    names.touch()
+    path = os.pathsep.join([str(command.folder), str(REPOSITORY)])
+    env = {"NAMES": str(names), "PYTHONPATH": path, "NO_GCE_CHECK": ""}
+    finished = command(f"mode={mode}", "cluster=local2", "data=digits", "train.steps=200", env=env)
+    assert finished.code == 0, finished
+    lines = finished.stderr.splitlines()
+    assert lines[0] == "starting TensorFlow"
+    assert lines[1].startswith("starting ")
+    assert all(line.startswith("step ") for line in lines[2:]), finished
+    assert len(lines) <= 12, "one for every five seconds"
+    assert len(finished.stdout.splitlines()) == 3
+    asked = set(names.read_text().splitlines())
+    assert asked <= {"localhost", "127.0.0.1", "::1", "None"}
