@@ -77,9 +77,19 @@ class Vitals:
         return [task for task, seen in self._seen.items() if now - seen > secs]
 
     def frozen(self, now: float) -> list[str]:
-        """The tasks that have been silent for too long; to be asked every second or so."""
-        if self._looked_at is not None and now - self._looked_at > self._frozen_secs / 2:
+        """Who has been silent for too long, one at a time; to be asked every second or so.
+
+        The others that are silent may wait for that one in TensorFlow's code, where a process can say
+        nothing; they have as much time once more.
+        """
+        if self._looked_at is not None and (asleep := now - self._looked_at) > self._frozen_secs / 2:
             # It is the launcher that was stopped for a while; what it did not hear is no silence.
-            self._seen, self.awake_since = dict.fromkeys(self._seen, now), now
+            self._seen = {task: min(seen + asleep, now) for task, seen in self._seen.items()}
+            self.awake_since = now
         self._looked_at = now
-        return self.silent(now, self._frozen_secs)
+        if not self.silent(now, self._frozen_secs):
+            return []
+        first = min(self._seen, key=lambda task: self._seen[task])
+        waiting = [task for task in self.silent(now, self._frozen_secs / 2) if task != first]
+        self._seen.update(dict.fromkeys(waiting, now))
+        return [first]
