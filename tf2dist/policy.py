@@ -87,9 +87,11 @@ class Vitals:
             self._seen = {task: min(seen + asleep, now) for task, seen in self._seen.items()}
             self.awake_since = now
         self._looked_at = now
-        if not self.silent(now, self._frozen_secs):
+        suspects = self.silent(now, self._frozen_secs / 2)
+        # The coordinator calls all others, and cannot be blamed while one of them is silent too.
+        blamed = [task for task in suspects if not task.startswith("chief-")] or suspects
+        first = min(blamed, key=lambda task: self._seen[task], default=None)
+        if first is None or now - self._seen[first] <= self._frozen_secs:
             return []
-        first = min(self._seen, key=lambda task: self._seen[task])
-        waiting = [task for task in self.silent(now, self._frozen_secs / 2) if task != first]
-        self._seen.update(dict.fromkeys(waiting, now))
+        self._seen.update({task: now for task in suspects if task != first})
         return [first]
