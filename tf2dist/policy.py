@@ -77,9 +77,21 @@ class Vitals:
         return [task for task, seen in self._seen.items() if now - seen > secs]
 
     def frozen(self, now: float) -> list[str]:
-        """The tasks that have been silent for too long; to be asked every second or so."""
-        if self._looked_at is not None and now - self._looked_at > self._frozen_secs / 2:
+        """Who has been silent for too long, one at a time; to be asked every second or so.
+
+        The others that are silent may wait for that one in TensorFlow's code, where a process can say
+        nothing; they have as much time once more.
+        """
+        if self._looked_at is not None and (asleep := now - self._looked_at) > self._frozen_secs / 2:
             # It is the launcher that was stopped for a while; what it did not hear is no silence.
-            self._seen, self.awake_since = dict.fromkeys(self._seen, now), now
+            self._seen = {task: min(seen + asleep, now) for task, seen in self._seen.items()}
+            self.awake_since = now
         self._looked_at = now
-        return self.silent(now, self._frozen_secs)
+        suspects = self.silent(now, self._frozen_secs / 2)
+        # The coordinator calls all others, and cannot be blamed while one of them is silent too.
+        blamed = [task for task in suspects if not task.startswith("chief-")] or suspects
+        first = min(blamed, key=lambda task: self._seen[task], default=None)
+        if first is None or now - self._seen[first] <= self._frozen_secs:
+            return []
+        self._seen.update({task: now for task in suspects if task != first})
+        return [first]

@@ -78,3 +78,29 @@ def test_a_launcher_that_was_stopped_has_heard_nothing() -> None:
     assert vitals.frozen(1004.0) == []
     assert vitals.frozen(1008.0) == []
     assert vitals.frozen(1011.0) == ["worker-0"]
+
+
+def test_who_waits_for_a_frozen_task_may_be_silent_too() -> None:
+    vitals = Vitals(frozen_secs=10.0)
+    vitals.saw("chief-0", 1.0)
+    vitals.saw("worker-0", 0.0)
+    for second in range(1, 11):
+        assert vitals.frozen(second) == []
+    assert vitals.frozen(14.0) == ["worker-0"], "the longest silent, and nobody else yet"
+    vitals.forget("worker-0")
+    assert vitals.frozen(18.0) == []
+    assert vitals.frozen(23.0) == []
+    assert vitals.frozen(25.0) == ["chief-0"], "unless it stays silent"
+
+
+def test_the_coordinator_may_have_been_silent_first() -> None:
+    vitals = Vitals(frozen_secs=10.0)
+    vitals.saw("chief-0", 0.0)
+    vitals.saw("worker-0", 2.0)
+    for second in range(1, 13):
+        assert vitals.frozen(second) == []
+    assert vitals.frozen(12.5) == ["worker-0"]
+    vitals.forget("worker-0")
+    assert vitals.frozen(17.0) == []
+    assert vitals.frozen(22.0) == []
+    assert vitals.frozen(23.0) == ["chief-0"]
