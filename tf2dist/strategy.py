@@ -11,6 +11,8 @@ from tensorflow.python.eager import context
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import TaskLostError
 
+HEARTBEAT_MARGIN_SECS = 5.0  # the launchers find the silent task first, and have better words for it
+
 
 def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
     spec = tf.train.ClusterSpec(cluster.tf_jobs())
@@ -44,8 +46,8 @@ def multi_worker_mirrored_strategy(
     for it only if registration is a barrier, a field that the public method does not set.
 
     Args:
-        silence_secs: a worker that gives no sign of life for so long is lost to the others; a cut
-            link that heals before is not. TensorFlow's own limit is 10 s.
+        silence_secs: a worker that gives no sign of life for so long, and a little more, is lost to the
+            others; a cut link that heals before is not. TensorFlow's own limit is 10 s.
 
     Raises:
         TaskLostError: naming the workers that did not come within `timeout_secs`.
@@ -56,7 +58,7 @@ def multi_worker_mirrored_strategy(
         service_type="standalone",
         service_leader=f"/job:{leader.job}/replica:0/task:{leader.index}",
         cluster_register_timeout_in_ms=int(timeout_secs * 1000),
-        heartbeat_timeout_in_ms=int(silence_secs * 1000),
+        heartbeat_timeout_in_ms=int((silence_secs + HEARTBEAT_MARGIN_SECS) * 1000),
         coordinated_jobs=jobs,
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
