@@ -130,8 +130,8 @@ class Meeting:
     def events(self) -> list[Event]:
         """What has happened since the last call; never waits.
 
-        Each has "event" and "task": "lost" with "why", "stop" with "signum" (the task was told to stop, and so
-        should all), "ended" with "code" and "message".
+        Each has "event" and "task": "lost" with "why", "back" (on the leader), "stop" with "signum" (the task was
+        told to stop, and so should all), "ended" with "code" and "message".
         """
         self._pass_on_lines()
         return _drain(self._seat.events)

@@ -3,7 +3,8 @@
 Runs as ``python -m tf2dist.forkserver FD ISOLATE PRELOAD`` below a `launcher.Launcher`. It may
 import TensorFlow but must run no op and start no thread before it forks. Launcher and server
 exchange one JSON object a packet over the Unix socket FD; the tasks inherit the socket and send
-their own packets (progress, results) the same way. Whoever holds the other end may die in any
+their own packets (progress, results) the same way, and read on their standard input, a JSON object a
+line, what the launcher tells them. Whoever holds the other end may die in any
 way: the end of the socket makes the server kill every task and leave, and the death of the
 server kills the tasks.
 """
@@ -53,7 +54,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int) -> int:
+def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int, inbox: int) -> int:
     """The forked child: log file, environment, then ``target(payload, send) -> exit code``."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
@@ -61,6 +62,7 @@ def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int) -> 
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(inbox, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(request["env"])
@@ -70,17 +72,20 @@ def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int) -> 
     return int(target(request["payload"], sender(sock, request["task"])))
 
 
-def fork_task(request: dict[str, Any], sock: socket.socket) -> int:
-    """Forks one task and returns its process id."""
+def fork_task(request: dict[str, Any], sock: socket.socket) -> tuple[int, int]:
+    """Forks one task; returns its process id, and the end of a pipe that leads to its standard input."""
     parent_pid = os.getpid()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(read_end)
+        os.set_blocking(write_end, False)
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
-        return pid
+        return pid, write_end
     code = 1
     try:
-        code = run_child(request, sock, parent_pid)
+        code = run_child(request, sock, parent_pid, read_end)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -91,7 +96,14 @@ def fork_task(request: dict[str, Any], sock: socket.socket) -> int:
         os._exit(code)  # the destructors of a TensorFlow server may wait for peers that are gone
 
 
-def reap(tasks: dict[int, str], send: Send) -> None:
+def tell(inbox: int | None, packet: dict[str, Any]) -> None:
+    """Writes a line for a task; one that has ended, or that reads nothing, misses it."""
+    if inbox is not None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(inbox, json.dumps(packet).encode() + b"\n")
+
+
+def reap(tasks: dict[int, str], inboxes: dict[str, int], send: Send) -> None:
     """Reports every task that has ended; a negative code is the signal that killed it."""
     while tasks:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -100,7 +112,9 @@ def reap(tasks: dict[int, str], send: Send) -> None:
         code = os.waitstatus_to_exitcode(status)
         kill_group(pid)  # what the task has started and left behind
         if pid in tasks:
-            send({"event": "exited", "task": tasks.pop(pid), "code": code, "time": time.time()})
+            name = tasks.pop(pid)
+            os.close(inboxes.pop(name))
+            send({"event": "exited", "task": name, "code": code, "time": time.time()})
 
 
 def kill_group(pid: int) -> None:
@@ -112,19 +126,23 @@ def serve(sock: socket.socket, wakeup: int) -> None:
     """Forks tasks until the launcher's end of the socket closes, then kills what still runs."""
     send = sender(sock, "forkserver")
     tasks: dict[int, str] = {}
+    inboxes: dict[str, int] = {}
     try:
         while True:
             ready, _, _ = select.select([sock.fileno(), wakeup], [], [])
             if wakeup in ready:
                 os.read(wakeup, 4096)
-                reap(tasks, send)
+                reap(tasks, inboxes, send)
             if sock.fileno() in ready:
                 packet = sock.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return
                 request = json.loads(packet)
+                if "tell" in request:
+                    tell(inboxes.get(request["task"]), request["tell"])
+                    continue
                 try:
-                    pid = fork_task(request, sock)
+                    pid, inboxes[request["task"]] = fork_task(request, sock)
                 except OSError as error:  # no more processes or memory
                     print(f"cannot start {request['task']}: {error}", file=sys.stderr, flush=True)
                     return

@@ -155,6 +155,12 @@ class Launcher:
         log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
         raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
 
+    def tell(self, name: str, packet: dict[str, Any]) -> None:
+        """Writes one JSON object to the task's standard input, if it still runs."""
+        if name in self.tasks:
+            with contextlib.suppress(OSError):  # the server is gone, and `events` will say so
+                self._sock.send(json.dumps({"task": name, "tell": packet}).encode())
+
     def signal(self, name: str, signum: int) -> None:
         """Sends a signal to the task's process group, if it still runs."""
         pid = self.tasks.get(name, 0)

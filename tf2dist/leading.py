@@ -111,6 +111,7 @@ class Leading:
         link.send(answer)
         if self._seat.agreed.is_set():
             self._seat.line(f"{task} is there again, {link.owner}")
+            self._seat.event("back", task)
             link.send({"type": "go"})
 
     def _answer(self, hello: Message) -> Message:
@@ -218,6 +219,5 @@ class Leading:
             self._seat.line(f"{member.task} is gone ({member}): {why}")
             return
         self._seat.event("lost", member.task, why=why)
-        # In async the others go on without a worker, and it may return.
-        if member.task.job != "evaluator" and (self._seat.cluster.mode == "sync" or member.task.job == "ps"):
+        if member.task.job != "evaluator":
             self.say({"type": "lost", "task": str(member.task), "why": why})

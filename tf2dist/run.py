@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tf2dist import data, devices, peers, pulse, serving
+from tf2dist import data, devices, inbox, peers, pulse, serving
 from tf2dist.async_loop import AsyncLoop
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
@@ -37,6 +37,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     def tell(text: str) -> None:
         send({"event": "message", "text": text})
 
+    inbox.listen(cluster)
+
     # Devices, before anything else touches TensorFlow.
     server_config = devices.configure(config.devices, cluster, task, share_host=config.cluster.kind == "local")
     if config.devices.precision == "bfloat16":
@@ -44,7 +46,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
 
     # A parameter server has no data of its own, and an asynchronous worker serves it.
     if task.job == "ps":
-        serving.serve(cluster, task, server_config, config.startup_timeout_secs)
+        serving.serve(cluster, task, server_config, config.startup_timeout_secs, config.silence_secs)
         return
     splits = data.load(config.data)
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
@@ -55,7 +57,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
     if cluster.mode == "async" and task.job == "worker":
         serving.publish(splits)
-        farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs)
+        farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs, config.silence_secs)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
         return
 
@@ -88,6 +90,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         stop_when_asked()
         try:
             drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
+        except Interrupted:
+            raise  # it has said farewell
         except Exception as error:
             if config.cluster.kind != "local":  # there the launcher stops the others, with a better reason
                 loop.abandon(first_line(str(error)))

@@ -24,7 +24,7 @@ RAM = "ram://tf2dist"
 FAREWELL = f"{RAM}/farewell"
 POLL_SECS = 0.1
 LOOK_EVERY_SECS = 0.5
-GONE_SECS = 15.0
+GONE_SECS = 15.0  # at least: to find out takes seconds
 
 
 def publish(splits: Splits) -> None:
@@ -42,8 +42,13 @@ def remote_array(split: str, field: str, shape: tuple[int, ...], dtype: tf.DType
     return tf.reshape(flat, [-1, *shape])
 
 
-def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float) -> dict[str, Any]:
+def serve(
+    cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float, silence_secs: float
+) -> dict[str, Any]:
     """Serves until the coordinator has written its farewell, which is returned.
+
+    Args:
+        silence_secs: how long the coordinator may not answer before it is taken for lost.
 
     Raises:
         TaskLostError: the coordinator did not come in time, is gone, or has failed.
@@ -51,7 +56,7 @@ def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs
     """
     start_server(cluster, task, server_config)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the coordinator saves first, and says when we may go
-    chief, seen = cluster.leader, False
+    chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
     last_seen = time.monotonic()
     next_look = last_seen
     while not (farewell := _farewell()):
@@ -63,7 +68,7 @@ def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs
         next_look = now + LOOK_EVERY_SECS
         if not (problem := peers.problem(cluster.address(chief))):
             seen, last_seen = True, time.monotonic()
-        elif now - last_seen > (GONE_SECS if seen else startup_timeout_secs):
+        elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
             what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"
             raise TaskLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
     if "failure" in farewell:
@@ -74,10 +79,10 @@ def serve(cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs
 
 
 def _farewell() -> dict[str, Any]:
-    """What the coordinator has written, or nothing yet."""
+    """What the coordinator has written first, or nothing yet; in ram:// a second word stands behind it."""
     try:
         with tf.io.gfile.GFile(FAREWELL) as file:
-            return dict(json.loads(file.read()))
+            return dict(json.JSONDecoder().raw_decode(file.read())[0])
     except (tf.errors.NotFoundError, json.JSONDecodeError):  # not there, or not whole
         return {}
 

@@ -22,6 +22,8 @@ from tf2dist.forkserver import Send
 from tf2dist.run import run_task
 from tf2dist.stopping import end_on_sigterm
 
+SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
+
 
 class LossyLog(io.TextIOWrapper):
     """A task's output: on a full disk it loses lines, and the training goes on."""
@@ -69,6 +71,15 @@ def in_our_terms(error: BaseException) -> BaseException:
     if "Could not start gRPC server" in str(error):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
-    if lost and (line := re.search(r".*(/job:|peer|[Ss]ocket|heartbeat|Stream ID).*", str(error))):
-        return TaskLostError(f"lost another task: {line[0].strip()}")
+    if lost and SIGNS_OF_LOSS.search(str(error)):
+        return TaskLostError(_loss(str(error)))
     return error
+
+
+def _loss(text: str) -> str:
+    """The one line of TensorFlow's many that tells who is lost, or at least how."""
+    silent = text.partition("stopped sending heartbeats")[2].partition("The tasks have crashed")[0]
+    if names := dict.fromkeys(re.findall(r"/job:(\w+)/replica:0/task:(\d+)", silent)):
+        return f"lost {', '.join(f'{job}-{index}' for job, index in names)}: sent no heartbeats"
+    line = next(line for line in text.splitlines() if SIGNS_OF_LOSS.search(line))
+    return f"lost another task: {line.strip()}"

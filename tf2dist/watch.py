@@ -52,6 +52,7 @@ class Watch:
         self._killed: dict[str, str] = {}  # by us, and why
         self._killed_at: dict[str, float] = {}
         self._stalled: list[str] = []  # those that said so since the last look
+        self._gone: dict[str, str] = {}  # on other hosts, and why
         self._restarted_at = -float("inf")
         self._generation = 0
         self._summary: dict[str, Any] = {}
@@ -136,17 +137,24 @@ class Watch:
     def _on_meeting(self, event: Event) -> None:
         """What has become of a task on another host."""
         task, lost = event["task"], TaskLostError.exit_code
+        was_lost = event["event"] == "lost"
         code, why = (event["code"], event["message"]) if event["event"] == "ended" else (lost, event.get("why", ""))
         if event["event"] == "stop":
             self._told_to_stop = event["signum"]
+        elif event["event"] == "back":
+            self._gone.pop(task, None)
         elif code == 0 and task == self._leader:
             self._leave_by = time.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._summary:
             pass
         elif task.startswith("evaluator-") or (code == lost and self._mode == "async" and task.startswith("worker-")):
+            self._gone[task] = why
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
+            for own in self._launcher.tasks:  # the call of one may wait for another's
+                self._launcher.tell(own, {"event": "gone", "task": task})
         else:
-            self._failures.append(FailureRecord(task, time.time(), code, why))
+            what = f"is gone ({why})" if was_lost else why
+            self._failures.append(FailureRecord(task, time.time(), code, what, by_signal=was_lost))
 
     def _on_exit(self, event: Event) -> None:
         task, code = event["task"], event["code"]
@@ -156,6 +164,12 @@ class Watch:
             self._console.warn(f"{task} ended with code {code} after the result was known")
         elif code != 0 or (task == self._leader and not self._summary):
             self._failures.append(self._ends.failure(event, self._killed.pop(task, "")))
+
+    def _why_stalled(self) -> str:
+        """What is said of a task that makes no progress; without its workers a coordinator can make none."""
+        gone = ", ".join(f"{task} is gone ({why})" for task, why in self._gone.items())
+        while_gone = f" while {gone}" if gone else ""
+        return f"made no progress for {self._watchdog_secs:.0f} s{while_gone}, see the stacks in its log"
 
     def _kill_frozen(self) -> None:
         for task in self._vitals.frozen(time.monotonic()):
@@ -170,7 +184,7 @@ class Watch:
         excused = now - max(self._restarted_at, self._vitals.awake_since) < patience
         for task in self._stalled:
             if not excused and not self._vitals.silent(now, SILENT_SECS):
-                self._kill(task, f"made no progress for {patience:.0f} s, see the stacks in its log")
+                self._kill(task, self._why_stalled())
         self._stalled.clear()
 
     def _kill(self, task: str, why: str) -> None:

@@ -1,5 +1,6 @@
 """What the forked tasks of these tests do; they run without TensorFlow."""
 
+import json
 import os
 import signal
 import socket
@@ -43,4 +44,11 @@ def listen(payload: dict[str, Any], send: Send) -> int:
     interfaces = [name for _, name in socket.if_nameindex()]
     send({"event": "waiting", "interfaces": interfaces})
     server.accept()
+    return 0
+
+
+def hear(payload: dict[str, Any], send: Send) -> int:
+    """Waits for one line from the launcher and says it."""
+    send({"event": "waiting"})
+    send({"event": "said", **json.loads(sys.stdin.readline())})
     return 0

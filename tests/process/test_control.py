@@ -343,17 +343,18 @@ def test_a_stray_list_is_refused_by_a_running_leader(table: Table) -> None:
     assert not any(party.events() for party in parties.values())
 
 
-def test_a_lost_worker_may_return_in_async_and_only_the_leader_hears(table: Table) -> None:
+def test_a_lost_worker_may_return_in_async_and_the_others_hear_of_it(table: Table) -> None:
     cluster = cluster_of("async", **ASYNC)
     parties = all_of(table, cluster)
     for _ in range(2):
         parties["worker-1"].vanish()
         assert parties["chief-0"].event("lost", "worker-1")["why"] == "the connection was closed"
         parties["worker-1"] = table(cluster, "worker-1").go()
+        parties["chief-0"].event("back", "worker-1")
         parties["chief-0"].seen.clear()
     parties["worker-1"].meeting.stop(15)  # whatever was forwarded before has come when this comes
     assert parties["ps-0"].event("stop", "worker-1")["signum"] == 15
-    assert [event["event"] for event in parties["ps-0"].events()] == ["stop"]
+    assert [event["event"] for event in parties["ps-0"].events()] == ["lost", "lost", "stop"]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,19 @@ def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:
     launcher.start(name, target, {"name": name, **payload}, env={"COLOUR": "red"}, sys_path=sys.path)
 
 
+def test_what_is_told_reaches_that_task_alone(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        for name in ("worker-0", "worker-1"):
+            start(launcher, name, "hear")
+            wait_for(launcher, "waiting", name)
+        launcher.tell("nobody-0", {"word": "nothing"})
+        for name in ("worker-1", "worker-0"):
+            launcher.tell(name, {"word": f"for {name}"})
+            assert wait_for(launcher, "said", name)["word"] == f"for {name}"
+            wait_for(launcher, "exited", name)
+            launcher.tell(name, {"word": "too late"})
+
+
 def test_tasks_run_report_and_log(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for name in ("worker-0", "worker-1"):

@@ -108,14 +108,16 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
     loop = async_loop(run_config(steps_per_execution=10))
     schedule = loop._coordinator.schedule
     ahead: list[int] = []
+    windows: list[int] = []  # wider while the workers are faster
 
     def note(*args: Any, **kwargs: Any) -> Any:
+        windows.append(loop._window())
         ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(loop._coordinator, "schedule", note)
     loop.train(1_000, lambda: Wish.STOP if len(ahead) > 100 else Wish.NOTHING)
-    assert 0 < max(ahead) <= loop._window() + 10
+    assert 0 < max(ahead) <= max(windows) + 10
     assert len(ahead) <= 102, "none for what is done"
 
 

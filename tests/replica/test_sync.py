@@ -83,7 +83,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist.sync_loop import SyncLoop
 
     loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
-    return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1)).graph.as_graph_def())
+    return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1), tf.zeros([3])).graph.as_graph_def())
 
 
 def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:

@@ -40,6 +40,19 @@ def test_of_a_lost_peer_the_line_that_says_something_is_told() -> None:
     assert str(mine) == "lost another task: Error from /job:worker/task:0: no heartbeats"
 
 
+def test_the_lost_task_is_named_in_one_line() -> None:
+    told = (
+        "Graph execution error:\n\nDetected at node while/CollectiveReduceV2_1\nCollective ops is aborted by: Error "
+        "reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
+        "/job:worker/replica:0/task:2\nThe tasks have crashed. Check the task logs"
+    )
+    assert str(in_our_terms(tf.errors.UnavailableError(None, None, told))) == "lost worker-2: sent no heartbeats"
+    told = "Graph execution error:\n\naborted by: Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat\n"
+    mine = in_our_terms(tf.errors.DeadlineExceededError(None, None, told))
+    assert isinstance(mine, TaskLostError)
+    assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
+
+
 def test_other_errors_stay_what_they_are() -> None:
     for error in (ValueError("/job:ps"), tf.errors.InvalidArgumentError(None, None, "peer"), NotFiniteError("nan")):
         assert in_our_terms(error) is error
