@@ -109,8 +109,7 @@ def load_digits(config: DataConfig) -> Splits:
 def _cached(path: Path) -> Arrays:
     """The decoded images and labels of a TFRecord file, decoded once for each user and mapped from then on.
 
-    Decoding 60,000 PNG images takes a second in every worker; the cache is an optimisation only,
-    and a folder that cannot be written means decoding again.
+    Decoding 60,000 PNG images takes a second in every worker; where the cache cannot be written, it is done again.
     """
     status = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -209,8 +208,7 @@ def batches(
 ) -> tf.data.Dataset:
     """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
 
-    It begins at the worker's own step `first_step`. Batches are gathered whole from the tensors:
-    shuffling elements one by one costs several times more.
+    It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
     """
     return _gathered(_rows(sharding, shard, first_step), images, labels)
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -27,6 +27,7 @@ from tf2dist.forkserver import MAX_PACKET_BYTES
 Event = dict[str, Any]
 
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
+READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0
 SERVER_CHECK_SECS = 0.5  # its tasks hold the socket too: its end may come without an end of file
 
@@ -81,6 +82,23 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
             )
         return self
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Waits until tasks can be forked.
+
+        Args:
+            check: called several times a second; what it raises ends the waiting.
+
+        Raises:
+            TaskLostError: not within `START_TIMEOUT_SECS`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECS
+        while not self.ready:
+            for _ in self.events(READY_POLL_SECS):
+                pass
+            check()
+            if time.monotonic() > deadline:
+                raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
 
     def start(
         self,

@@ -11,6 +11,7 @@ from tf2dist import data, devices, inbox, peers, pulse, serving
 from tf2dist.async_loop import AsyncLoop
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
+from tf2dist.data import Splits
 from tf2dist.errors import CheckpointError, Interrupted, first_line
 from tf2dist.evaluate import Evaluation
 from tf2dist.evaluator import Evaluator, follow
@@ -33,10 +34,6 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         send: takes progress, messages and the result to the launcher.
         started_at: `time.time()` of the user's command.
     """
-
-    def tell(text: str) -> None:
-        send({"event": "message", "text": text})
-
     inbox.listen(cluster)
 
     # Devices, before anything else touches TensorFlow.
@@ -61,8 +58,18 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
         return
 
-    # The others drive the training: an asynchronous coordinator, or every synchronous worker. Their
-    # leader reads and writes the run directory.
+    # The others drive the training: an asynchronous coordinator, or every synchronous worker.
+    train(config, cluster, task, splits, run_dir, send, started_at)
+
+
+def train(
+    config: RunConfig, cluster: Cluster, task: Task, splits: Splits, run_dir: Path, send: Send, started_at: float
+) -> None:
+    """Trains to the result; the leader reads and writes the run directory for all. See `run_task`."""
+
+    def tell(text: str) -> None:
+        send({"event": "message", "text": text})
+
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:

@@ -92,7 +92,7 @@ def supervise(
         watch = Watch(launcher, console, config, meeting, signals.received, begun)
         if meeting:
             meeting.join(config.startup_timeout_secs, signals.check)
-        watch.wait_ready()
+        launcher.wait_ready(signals.check)
         cluster, tasks = (this[0], [this[1]]) if this else (local_cluster(config, launcher, 0), None)
         if not this and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")

@@ -10,8 +10,9 @@ from tf2dist.console import Console
 from tf2dist.control import Meeting
 from tf2dist.ends import Ends, complains, rank
 from tf2dist.errors import FailureRecord, Interrupted, TaskFailure, TaskLostError
-from tf2dist.launcher import START_TIMEOUT_SECS, Event, Launcher
+from tf2dist.launcher import Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
+from tf2dist.stop import Stop
 
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
@@ -20,7 +21,6 @@ SILENT_SECS = 2.5  # a task says every second that it lives
 DIE_SECS = 10.0  # until the end of a task that we killed must be known
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
-FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 
 
 class Watch:
@@ -43,10 +43,10 @@ class Watch:
     ) -> None:
         self._launcher, self._console, self._received = launcher, console, received
         self._on_begun = on_begun
-        self._grace_secs, self._watchdog_secs = config.grace_secs, config.watchdog_secs
-        self._silence_secs = config.silence_secs
+        self._watchdog_secs, self._silence_secs = config.watchdog_secs, config.silence_secs
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
-        self._mode, self._meeting, self._told_to_stop = config.mode, meeting, 0
+        self._mode, self._meeting = config.mode, meeting
+        self._stop = Stop(launcher, meeting, received, config.grace_secs, console.status)
         self._vitals = Vitals(config.silence_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
@@ -57,19 +57,9 @@ class Watch:
         self._generation = 0
         self._summary: dict[str, Any] = {}
         self._saved_step: int | None = None
-        self._stop_by: float | None = None
         self._leader = ""
         self._leave_by = float("inf")
         self._ends = Ends(launcher.log_dir)
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_SECS
-        while not self._launcher.ready:
-            self._step()
-            if self._received:
-                raise Interrupted(self._received[0])
-            if time.monotonic() > deadline:
-                raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
 
     def run(self, tasks: list[str], leader: str, start: Callable[[str, int], None]) -> dict[str, Any]:
         """Starts the tasks, and follows them to the end.
@@ -89,8 +79,9 @@ class Watch:
             self._start_task(task)
         while self._launcher.tasks:
             self._step()
-            if (self._received or self._told_to_stop) and not self._summary:
-                self._stop_in_order()
+            if self._stop.is_asked and not self._summary:
+                if signum := self._stop.go_on(tasks, leader):
+                    raise self._interrupted(signum)
             elif self._failures and not self._summary:
                 self._restart_or_fail()
             if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
@@ -140,7 +131,7 @@ class Watch:
         was_lost = event["event"] == "lost"
         code, why = (event["code"], event["message"]) if event["event"] == "ended" else (lost, event.get("why", ""))
         if event["event"] == "stop":
-            self._told_to_stop = event["signum"]
+            self._stop.told = event["signum"]
         elif event["event"] == "back":
             self._gone.pop(task, None)
         elif code == 0 and task == self._leader:
@@ -256,21 +247,6 @@ class Watch:
         while self._launcher.tasks and time.monotonic() < deadline:
             self._step()
         self._failures.sort(key=rank)
-
-    def _stop_in_order(self) -> None:
-        """Has the leader save and end, and the others with it, as long as there is time and patience."""
-        now = time.monotonic()
-        if self._stop_by is None:
-            # The leader is the one that saves; if it is on another host, it has the shorter time.
-            self._stop_by = now + self._grace_secs + (0.0 if self._leader in self._tasks else FOLLOW_SECS)
-            self._console.status("stopping")
-            if self._meeting and not self._told_to_stop:
-                self._meeting.stop(self._received[0])
-            for task in list(self._launcher.tasks):
-                self._launcher.signal(task, signal.SIGTERM)
-        leader_ended = self._leader in self._tasks and self._leader not in self._launcher.tasks
-        if leader_ended or now > self._stop_by or len(self._received) > 1 or not self._launcher.tasks:
-            raise self._interrupted((self._received or [self._told_to_stop])[0])
 
     def _interrupted(self, signum: int) -> Interrupted:
         if self._saved_step is None:

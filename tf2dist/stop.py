@@ -1,0 +1,64 @@
+"""An orderly stop, from the launching process: the leader saves and ends, and the others with it."""
+
+import signal
+import time
+from collections.abc import Callable
+
+from tf2dist.control import Meeting
+from tf2dist.launcher import Launcher
+
+FOLLOW_SECS = 5.0  # for a stop that another host's task leads
+
+
+class Stop:
+    """Begins when this process has got a signal, or another host's task has.
+
+    Attributes:
+        told: the signal that another host's task has got; 0 for none.
+
+    Args:
+        meeting: with the launching processes of the other hosts; None if all tasks are here.
+        received: the signals that this process has got, in order; they appear while it runs.
+        grace_secs: how long the leader may take to save and end.
+        tell: takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        meeting: Meeting | None,
+        received: list[int],
+        grace_secs: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._launcher, self._meeting, self._received = launcher, meeting, received
+        self._grace_secs, self._tell = grace_secs, tell
+        self._until: float | None = None
+        self.told = 0
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._received or self.told)
+
+    def go_on(self, tasks: list[str], leader: str) -> int:
+        """Takes the stop as far as it can go now; returns the signal when it is over, 0 before.
+
+        It is over when the leader has ended, or all tasks of this host, or the time, or with a second
+        signal the patience.
+        """
+        if self._until is None:
+            self._begin(leads=leader in tasks)
+        leader_ended = leader in tasks and leader not in self._launcher.tasks
+        in_time = self._until is None or time.monotonic() < self._until
+        if leader_ended or not in_time or len(self._received) > 1 or not self._launcher.tasks:
+            return (self._received or [self.told])[0]
+        return 0
+
+    def _begin(self, leads: bool) -> None:
+        # The leader is the one that saves; if it is on another host, it has the shorter time.
+        self._until = time.monotonic() + self._grace_secs + (0.0 if leads else FOLLOW_SECS)
+        self._tell("stopping")
+        if self._meeting and not self.told:
+            self._meeting.stop(self._received[0])
+        for task in list(self._launcher.tasks):
+            self._launcher.signal(task, signal.SIGTERM)
