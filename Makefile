@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make chaos [SEED=1]   make lint   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make lint   make lock   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test chaos lint lock clean
+.PHONY: train test slow chaos lint lock clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Whole hosts cut off for good, frozen tasks: what takes minutes.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Two minutes of kills and freezes in each mode.
 chaos: $(STAMP)

@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import Command, our_processes, task_process, wait_until
 from tf2dist import saving
 
-CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 20)
+CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
 HEAL_SECS = 90.0  # from the last act to the next checkpoint
 GONE_SECS = 5.0  # for the tasks, once their launcher is dead

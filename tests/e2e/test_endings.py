@@ -105,7 +105,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("what", list(BUSY))
+@pytest.mark.parametrize("what", ["saving", pytest.param("evaluating", marks=pytest.mark.slow), "starting"])
 def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -> None:
     """A run that does hardly anything else is stopped while it saves, evaluates or starts."""
     process = command.start(f"mode={mode}", "cluster=local2", *LONG, "model=softmax", *BUSY[what])

@@ -26,7 +26,7 @@ STOPPED_SECS = 12.0  # less than what the launchers allow a leader that does not
 KILLED_SECS = 20.0  # a closed connection is seen at once; the other hosts may be slow
 ASYNC = ("chief-0", "ps-0", "worker-0", "worker-1")
 SYNC = ("worker-0", "worker-1", "worker-2")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,9 @@ def assert_exact(command: Command, mode: str, restarts: int) -> dict[str, Any]:
 ROLES = {"async": ["worker-1", "ps-0", "chief-0"], "sync": ["worker-1", "worker-0"]}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["kill", "stop"]
+)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: signal.Signals) -> None:
     """A lost asynchronous worker begins again alone, any other with all from the last checkpoint."""
@@ -122,6 +124,7 @@ def _has_another(command: Command, pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_stopped_for_a_while_stops_nothing(command: Command) -> None:
     process = start(command, "async", "watchdog_secs=5")
     wait_for_step(command, process, 500)

@@ -49,6 +49,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(command: Command) -> N
         assert summaries[0][key] == summaries[1][key], key
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
     common = ["data=digits", "model=dnn", "optimizer=adam"]
     assert command("mode=async", "cluster=local3", "train.steps=400", *common).code == 0

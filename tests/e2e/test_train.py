@@ -164,7 +164,7 @@ def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("steps", [1, 100_000])  # it shows in the evaluation, or in the training
+@pytest.mark.parametrize("steps", [1, pytest.param(100_000, marks=pytest.mark.slow)])  # the evaluation shows it
 def test_a_loss_that_is_not_finite(command: Command, mode: str, steps: int) -> None:
     finished = command(
         f"mode={mode}", "data=digits", "optimizer=sgd", "optimizer.learning_rate=1e30", f"train.steps={steps}"

@@ -15,6 +15,8 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.hosts import Host, Hosts, hosts
 
+pytestmark = pytest.mark.slow
+
 PORT = 2222
 WAIT_SECS = 30.0
 CUT_SECS = 10.0
