@@ -17,7 +17,7 @@ from tf2dist import pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.control_port import resolve, split
 
-RECONNECT_SECS = 30.0  # TensorFlow calls the lost host in between, and gRPC gives up after 20
+RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
 
 
 def listen(cluster: Cluster) -> None:
@@ -31,7 +31,7 @@ def _listen(cluster: Cluster) -> None:
         if message["event"] == "gone":
             job, _, index = message["task"].rpartition("-")
             address = cluster.address(Task(job, int(index)))
-            pulse.beat(RECONNECT_SECS)
+            pulse.excuse(RECONNECT_SECS)
             print(f"{message['task']} is gone: {sever(address)} connections to {address} are cut", flush=True)
 
 

@@ -16,6 +16,7 @@ from tf2dist.forkserver import Send
 ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step: tracing and compiling take what they take
 _deadline = float("inf")
+_excused_until = -float("inf")
 _watchdog_secs = float("inf")
 
 
@@ -31,7 +32,14 @@ def start(send: Send, watchdog_secs: float) -> None:
 def beat(allowance_secs: float = 0.0) -> None:
     """Notes progress; what comes next may take `allowance_secs` more than usual."""
     global _deadline
-    _deadline = time.monotonic() + _watchdog_secs + allowance_secs
+    _deadline = max(time.monotonic() + _watchdog_secs + allowance_secs, _excused_until)
+
+
+def excuse(secs: float) -> None:
+    """Expects no progress before so long a time has passed, whatever progress there is until then."""
+    global _excused_until
+    _excused_until = time.monotonic() + secs
+    beat()
 
 
 def _report(send: Send, every_secs: float) -> None:
