@@ -102,7 +102,7 @@ def test_all_workers_lost(command: Command) -> None:
     assert assert_exact(command, "async", restarts=3)["workers"][2]["local_steps"] > 50 * (before + 2)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_restarts_come_to_an_end(command: Command, mode: str) -> None:
     process = start(command, mode, "max_restarts=1")
     for number in range(2):

@@ -42,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
     """The training goes on to its end, and keeps the checkpoint that it could write."""
     command = Command(small_disk)

