@@ -44,6 +44,7 @@ class Chaos:
     def __init__(self, command: Command, mode: str, seed: int) -> None:
         self._command, self._mode, self._random = command, mode, random.Random(f"{mode} {seed}")
         self.run_dir = command.folder / "run"
+        self._others = {process.pid for process in our_processes()}  # such as a fixture's fork server
         num_workers, num_ps = self._random.choice([2, 3]), self._random.choice([1, 2])
         self._arguments = [
             *(f"mode={mode}", *COMMON, f"model={self._random.choice(['softmax', 'dnn'])}"),
@@ -125,7 +126,7 @@ class Chaos:
         self.end(-signal.SIGKILL)
         if self._random.random() < 0.5:  # otherwise it is started again while they die
             deadline = time.monotonic() + GONE_SECS
-            while left := our_processes():
+            while left := [process for process in our_processes() if process.pid not in self._others]:
                 assert time.monotonic() < deadline, f"left by a killed launcher: {left}"
                 time.sleep(0.05)  # between two looks
         self.start()
