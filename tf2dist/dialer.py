@@ -54,7 +54,3 @@ class Dialer:
             self._found.put(resolve(self._host, self._port))
         except OSError:
             self._found.put(None)
-
-    def hang_up(self) -> None:
-        if self._link and not self._link.closed:
-            self._link.finish()
