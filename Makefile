@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make lint   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make lint   make lock   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test slow chaos lint lock clean
+.PHONY: train test slow chaos bench lint lock clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
@@ -22,6 +22,10 @@ slow: $(STAMP)
 # Two minutes of kills and freezes in each mode.
 chaos: $(STAMP)
 	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/e2e/test_chaos.py $(ARGS)
+
+# Needs MNIST; compares with torch too if that is installed.
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

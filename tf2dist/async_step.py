@@ -16,6 +16,7 @@ from tf2dist.parameter_server import NO_INLINE, TOTALS, ParameterServer
 from tf2dist.serving import remote_array
 from tf2dist.step import Batch, ModelStep, step_seed
 
+ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 Values = dict[int, tf.Tensor]  # by id of the variable
 
 
@@ -83,10 +84,15 @@ class AsyncStep:
         def steps(iterator: Any, limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
-            parts = [tf.unstack(part, self._num_steps) for part in next(iterator)]
+            with tf.device("CPU:0"):
+                parts = [tf.unstack(part, self._num_steps) for part in next(iterator)]
             losses = []
             for batch in zip(*parts, strict=True):
-                pushes, loss = compute([server.pull() for server in self.servers], *batch, worker)
+                pulled = [server.pull() for server in self.servers]
+                with tf.device(ACCELERATOR):
+                    # Waits for no earlier step: the batches of a call are on their way while it computes.
+                    on_device = [tf.identity(part) for part in batch]
+                    pushes, loss = compute(pulled, *on_device, worker)
                 for server, push in zip(self.servers, pushes, strict=True):
                     server.push(push, worker, limit)
                 losses.append(loss)

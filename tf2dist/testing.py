@@ -64,8 +64,12 @@ class PsCluster:
         return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
 
-def start_ps_cluster(num_workers: int = 2, num_ps: int = 1) -> PsCluster:
-    """Starts the servers of a cluster in this process, on free ports."""
+def start_ps_cluster(num_workers: int = 2, num_ps: int = 1, cpus_per_worker: int = 1) -> PsCluster:
+    """Starts the servers of a cluster in this process, on free ports.
+
+    Args:
+        cpus_per_worker: TensorFlow's CPU devices; a second one can stand for a GPU.
+    """
     import tensorflow as tf
 
     from tf2dist.strategy import start_server
@@ -74,7 +78,8 @@ def start_ps_cluster(num_workers: int = 2, num_ps: int = 1) -> PsCluster:
     cluster = local("async", ClusterConfig(num_workers=num_workers, num_ps=num_ps), ports)
     for task in cluster.tasks:
         if task != COORDINATOR:
-            start_server(cluster, task, tf.compat.v1.ConfigProto())
+            device_count = {"CPU": cpus_per_worker} if task.job == "worker" else {}
+            start_server(cluster, task, tf.compat.v1.ConfigProto(device_count=device_count))
     return PsCluster(cluster)
 
 

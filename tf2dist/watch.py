@@ -197,7 +197,8 @@ class Watch:
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
                 raise self._interrupted(signal.SIGTERM)  # another host was told to stop
-            raise self._failed()
+            used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
+            raise TaskFailure(self._failures, used_up)
         lost = self._failures.pop(0)
         self._restarted_at = time.monotonic()
         if verdict is Verdict.RESTART_TASK:
@@ -224,9 +225,6 @@ class Watch:
         self._start(task, self._generation)
         self._killed_at.pop(task, None)
         self._vitals.saw(task, time.monotonic())  # not yet, but soon
-
-    def _failed(self) -> TaskFailure:
-        return TaskFailure(self._failures, f"after {self._policy.restarts} restarts" if self._policy.is_used_up else "")
 
     def _await_cause(self) -> None:
         """A task may complain of another before it is known what has become of that one.

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
-from tf2dist import data, registry
+from tf2dist import async_step, data, registry
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.loop import Wish
@@ -62,6 +62,26 @@ def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimi
         loop.train(steps)
         assert_exact(loop, steps)
     assert all(loop.progress.local_steps), "every worker took part"
+
+
+def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # a GPU's place; each worker has such a device
+    loop = async_loop(run_config())
+    names = {device.name for device in tf.config.list_logical_devices()}
+    assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
+    nodes = {node.name: node for node in loop._train_function.graph.as_graph_def().node}
+    steps = [node for node in nodes.values() if node.op == "PartitionedCall"]
+    assert len(steps) == 10
+    for step in steps:
+        assert step.device == "/device:CPU:1"
+        inputs = [nodes[name.partition(":")[0]] for name in step.input]
+        copies = [node for node in inputs if node.op == "Identity" and node.device == "/device:CPU:1"]
+        batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
+        assert [batch.op for batch in batches] == ["Unpack"] * 3
+        assert all(batch.device == "/device:CPU:0" for batch in batches)
+        assert not any(name.startswith("^") for copy in copies for name in copy.input), "a copy waits for a step"
+    loop.train(95)
+    assert_exact(loop, 95)
 
 
 def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:

@@ -1,0 +1,115 @@
+"""make bench: all comparisons, contenders taking turns; a table, bench.json and bench.png.
+
+Absolute figures drift by a factor of two on a shared machine; ratios of medians do not.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from tests.bench.comparisons import Comparison, Table
+from tests.bench.contenders import ContenderError
+from tests.bench.picture import draw
+from tf2dist.config import DataConfig
+
+
+def save_arrays(folder: str) -> None:
+    """MNIST's training set, for all contenders."""
+    from tf2dist import data
+
+    train = data.load(DataConfig(offline="fail")).train
+    np.save(f"{folder}/images.npy", train.images)
+    np.save(f"{folder}/labels.npy", train.labels)
+
+
+def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]:
+    """All rounds of one comparison; a contender that fails has no figures."""
+    values: dict[str, list[float]] = {name: [] for name in comparison.contenders}
+    for number in range(rounds):
+        for contender, measure in comparison.contenders.items():
+            if contender == "torch gloo" and importlib.util.find_spec("torch") is None:
+                continue
+            try:
+                values[contender].append(measure())
+            except (ContenderError, TimeoutError) as error:
+                console.print(f"[red]{comparison.name}, {contender}: {error}", highlight=False)
+                continue
+            figure = f"{values[contender][-1]:,.4g} {comparison.unit}"
+            console.print(f"{comparison.name}, round {number + 1}, {contender}: {figure}", highlight=False)
+    medians = {name: statistics.median(figures) for name, figures in values.items() if figures}
+    ours, other = comparison.ratio
+    ratio = medians[ours] / medians[other] if ours in medians and other in medians else None
+    return {
+        "name": comparison.name,
+        "unit": comparison.unit,
+        "values": values,
+        "medians": medians,
+        "ratio_of": list(comparison.ratio),
+        "ratio": ratio,
+        "target": comparison.target,
+        "at_least": comparison.at_least,
+        "met": None if ratio is None else comparison.is_met(ratio),
+    }
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    table = RichTable("comparison", "medians", "ratio", "target", "")
+    for result in results:
+        figures = [f"{name} {value:,.4g}" for name, value in result["medians"].items()]
+        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
+        sign = "at least" if result["at_least"] else "at most"
+        target = "" if result["target"] is None else f"{sign} {result['target']:.2f}"
+        verdict = {True: "met", False: "[red]missed", None: ""}[result["met"]]
+        table.add_row(result["name"], f"{', '.join(figures)} {result['unit']}", ratio, target, verdict)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--only", default="", help="comparisons whose names contain one of these, split by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of steps")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
+    options = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        save_arrays(folder)
+        wanted = options.only.split(",")
+        chosen = [one for one in Table(folder, options.scale) if any(part in one.name for part in wanted)]
+        if not chosen:
+            parser.error(f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}")
+        results = [run(comparison, options.rounds, console) for comparison in chosen]
+    show(results, console)
+    if importlib.util.find_spec("torch") is None:
+        console.print("torch is not installed, so it did not take part: pip install torch")
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "tensorflow": version("tensorflow"),
+        "keras": version("keras"),
+        "rounds": options.rounds,
+        "scale": options.scale,
+    }
+    (options.out / "bench.json").write_text(json.dumps({**about, "comparisons": results}, indent=2) + "\n")
+    draw(results, options.out / "bench.png")
+    console.print(f"{options.out}/bench.json, {options.out}/bench.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What is compared with what, and the ratio that we want."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from tests.bench import figures
+
+Measure = Callable[[], float]
+# Global steps, so that the fastest contender takes some seconds.
+STEPS = {
+    ("async", "softmax"): 12_000,
+    ("async", "dnn"): 4_000,
+    ("async", "cnn"): 500,
+    ("sync", "softmax"): 2_000,
+    ("sync", "dnn"): 600,
+    ("sync", "cnn"): 150,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Contenders that take turns.
+
+    Attributes:
+        unit: of their figures.
+        contenders: what measures each of them once.
+        ratio: the two contenders whose medians are divided.
+        target: for that ratio; None if it is only reported.
+        at_least: whether the ratio should be at least, or at most, the target.
+    """
+
+    name: str
+    unit: str
+    contenders: Mapping[str, Measure]
+    ratio: tuple[str, str]
+    target: float | None = None
+    at_least: bool = True
+
+    def is_met(self, ratio: float) -> bool | None:
+        if self.target is None:
+            return None
+        return ratio >= self.target if self.at_least else ratio <= self.target
+
+
+class Table:
+    """All comparisons, over the same arrays.
+
+    Args:
+        arrays: see `Workload`.
+        scale: of the numbers of steps; less than 1 for a look whether everything runs.
+    """
+
+    def __init__(self, arrays: str, scale: float = 1.0) -> None:
+        self._arrays, self._scale = arrays, scale
+
+    def __iter__(self) -> Iterator[Comparison]:
+        yield from self._old_program()
+        yield from self._torch()
+        yield from self._one_process()
+        yield from self._ourselves()
+        yield from self._start()
+        yield from self._memory()
+        yield from self._scaling()
+
+    def _steps(self, mode: str, model: str, share: float = 1.0) -> int:
+        return max(20, int(STEPS[mode, model] * self._scale * share))
+
+    def _peer(self, contender: str, mode: str, model: str, num_workers: int = 3, share: float = 1.0) -> Measure:
+        steps = self._steps(mode, model, share)
+        return partial(figures.peer_rate, contender, mode, model, num_workers, steps, self._arrays)
+
+    def _ours(
+        self,
+        mode: str,
+        model: str,
+        *more: str,
+        num_workers: int = 3,
+        optimizer: str = "sgd",
+        plugin: str = "",
+        share: float = 1.0,
+    ) -> Measure:
+        steps = self._steps(mode, model, share)
+        return partial(figures.our_rate, mode, model, num_workers, steps, *more, optimizer=optimizer, plugin=plugin)
+
+    def _old_program(self) -> Iterator[Comparison]:
+        targets = {("async", "softmax"): 3.0, ("async", "dnn"): 2.0, ("sync", "softmax"): 1.5}
+        for mode, model in STEPS:
+            contenders = {
+                "tf2dist": self._ours(mode, model),
+                "old program": self._peer("old", mode, model, share=0.5),
+                "plain port": self._peer("plain", mode, model, share=0.2),
+            }
+            name, target = f"{mode} {model}", targets.get((mode, model))
+            yield Comparison(name, "steps/s", contenders, ("tf2dist", "old program"), target)
+
+    def _torch(self) -> Iterator[Comparison]:
+        for num_workers in (2, 3):
+            for model in ("softmax", "dnn", "cnn"):
+                contenders = {
+                    "tf2dist": self._ours("sync", model, num_workers=num_workers),
+                    "torch gloo": self._peer("torch", "sync", model, num_workers),
+                }
+                name = f"torch {model} {num_workers} workers"
+                yield Comparison(name, "steps/s", contenders, ("tf2dist", "torch gloo"), 1.2)
+
+    def _one_process(self) -> Iterator[Comparison]:
+        for model, target in (("softmax", None), ("dnn", None), ("cnn", 0.9)):
+            contenders = {
+                "tf2dist": self._ours("async", model),
+                "bare loop": self._peer("bare", "async", model, share=0.5),
+                "keras fit": self._peer("keras_fit", "async", model, share=0.5),
+            }
+            yield Comparison(f"one process {model}", "steps/s", contenders, ("tf2dist", "bare loop"), target)
+
+    def _ourselves(self) -> Iterator[Comparison]:
+        sgd, adam = self._ours("async", "dnn"), self._ours("async", "dnn", optimizer="adam")
+        yield Comparison("adam", "steps/s", {"adam": adam, "sgd": sgd}, ("adam", "sgd"), 0.75)
+        with_it = self._ours("async", "softmax", share=2)
+        without = self._ours("async", "softmax", plugin="unmeasured", share=2)
+        contenders = {"measured": with_it, "unmeasured": without}
+        yield Comparison("measuring", "steps/s", contenders, ("measured", "unmeasured"), 0.97)
+        often = self._ours("async", "dnn", "checkpoint.every_secs=1", share=2)
+        contenders = {"every second": often, "at the end": self._ours("async", "dnn", share=2)}
+        yield Comparison("checkpoints", "steps/s", contenders, ("every second", "at the end"), 0.90)
+        inputs = {how: partial(figures.input_rate, how, self._arrays) for how in ("ours", "per_element")}
+        yield Comparison("input", "batches/s", inputs, ("ours", "per_element"), 4.0)
+        timed = {mode: partial(figures.secs_to_accuracy, mode) for mode in ("async", "sync")}
+        yield Comparison("to 0.97", "s", timed, ("async", "sync"))
+
+    def _start(self) -> Iterator[Comparison]:
+        for mode in ("async", "sync"):
+            first, whole = partial(figures.secs_to_first_step, mode), partial(figures.secs_of_one_step, mode)
+            for name, measure, target in (("first step", first, 2.0), ("one step", whole, 2.5)):
+                contenders: dict[str, Measure] = {"tf2dist": measure, "import": figures.import_secs}
+                yield Comparison(f"{name} {mode}", "s", contenders, ("tf2dist", "import"), target, at_least=False)
+
+    def _memory(self) -> Iterator[Comparison]:
+        steps = max(20, int(1_000 * self._scale))
+        contenders = {
+            "3 workers": partial(figures.our_pss_mb, 3, steps),
+            "4 workers": partial(figures.our_pss_mb, 4, steps),
+            "one process": partial(figures.one_process_pss_mb, steps, self._arrays),
+        }
+        yield Comparison("memory", "MB", contenders, ("3 workers", "one process"), 2.5, at_least=False)
+
+    def _scaling(self) -> Iterator[Comparison]:
+        for mode, sizes, target in (("async", (1, 2, 4, 8, 16), 0.90), ("sync", (1, 2, 4, 8), 0.80)):
+            steps = max(20, int(200 * self._scale))
+            contenders = {f"{n} workers": partial(figures.sleeping_rate, mode, n, steps) for n in sizes}
+            ends = (f"{sizes[-1]} workers", f"{sizes[0]} workers")
+            yield Comparison(f"scaling {mode}", "steps/s and worker", contenders, ends, target)
+        few, many = (int(steps * self._scale) for steps in (10_000, 40_000))
+        cpu = {f"{steps} steps": partial(figures.coordinator_cpu, steps) for steps in (few, many)}
+        ends = (f"{many} steps", f"{few} steps")
+        yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends)

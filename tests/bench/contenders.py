@@ -1,0 +1,149 @@
+"""Runs one contender once, as real processes, and returns what it did."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.bench.workload import Workload
+from tf2dist.netns import unused_ports
+
+TIMEOUT_SECS = 300.0
+MODULES = {"old": "old_program", "plain": "plain_port", "torch": "torch_ddp", "keras_fit": "one_process"}
+
+
+class ContenderError(Exception):
+    """A contender has not done its part; with what it wrote."""
+
+
+def jobs_of(contender: str, mode: str, num_workers: int) -> dict[str, list[str]]:
+    """The processes that a contender consists of; ours makes its own."""
+    if contender in ("keras_fit", "bare"):
+        return {"worker": ["localhost:0"]}
+    sizes = {"worker": num_workers}
+    if contender == "old" or (contender == "plain" and mode == "async"):
+        sizes["ps"] = 1
+    if contender == "plain" and mode == "async":
+        sizes["chief"] = 1
+    ports = iter(unused_ports(sum(sizes.values())))
+    return {job: [f"localhost:{next(ports)}" for _ in range(size)] for job, size in sizes.items()}
+
+
+@contextmanager
+def peer(
+    contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str
+) -> Iterator[tuple[float, subprocess.Popen[str]]]:
+    """Any contender but ours: its global steps per second after a tenth of `steps`, and its leader, which waits."""
+    jobs = jobs_of(contender, mode, num_workers)
+    leader = ("chief", 0) if "chief" in jobs else ("worker", 0)
+    # The coordinator of the plain port comes last: before its servers are there it waits for long.
+    tasks = [(job, index) for job in ("ps", "worker", "chief") for index in range(len(jobs.get(job, [])))]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {}
+        try:
+            for job, index in tasks:
+                workload = Workload(mode, model, jobs, job, index, steps, steps // 10, arrays)
+                processes[job, index] = _start(contender, workload, Path(folder))
+            yield _result(processes[leader])["steps_per_sec"], processes[leader]
+        except ContenderError as error:
+            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(Path(folder).iterdir()))
+            raise ContenderError(f"{contender} {mode} {model} with {num_workers} workers: {error}\n{logs}") from None
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+
+
+def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[str]:
+    module = f"tests.bench.{MODULES.get(contender, 'one_process')}"
+    with open(logs / f"{workload.job}-{workload.index}.log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, workload.to_argument(), contender],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_FAIL_FAST": "use_caller", "NO_GCE_CHECK": "true"},
+        )
+
+
+def _result(process: subprocess.Popen[str]) -> dict[str, float]:
+    """What the process prints as JSON, for which it has TIMEOUT_SECS."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline = time.monotonic() + TIMEOUT_SECS
+    try:
+        while line := lines.get(timeout=max(0.0, deadline - time.monotonic())):
+            if line.startswith("{"):
+                return dict(json.loads(line))
+    except queue.Empty:
+        raise ContenderError(f"not done in {TIMEOUT_SECS:.0f} s") from None
+    raise ContenderError(f"ended with code {process.wait()}")
+
+
+class OurRun:
+    """One run of the command.
+
+    Attributes:
+        started_at: `time.time()` before its start.
+        records: the lines of metrics.jsonl.
+    """
+
+    def __init__(self, run_dir: Path, started_at: float, wall_secs: float) -> None:
+        self.started_at, self.wall_secs = started_at, wall_secs
+        self.records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        self.summary = json.loads((run_dir / "summary.json").read_text())
+
+    def rate(self, warmup_steps: int) -> float:
+        """Steps per second from the first record at or after `warmup_steps` to the last."""
+        timed = [(r["time"], r["step"]) for r in self.records if "loss" in r and r["step"] >= warmup_steps]
+        (first_time, first_step), (last_time, last_step) = timed[0], timed[-1]
+        return float((last_step - first_step) / (last_time - first_time))
+
+    def first_step_secs(self) -> float:
+        """From the command to the first update that the coordinator has seen."""
+        return float(self.records[0]["time"] - self.started_at)
+
+
+@contextmanager
+def our_process(*overrides: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """The command in a run directory of its own, which lasts as long as the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tf2dist", f"run_dir={run_dir}", "data.offline=fail", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield process, run_dir
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=60)
+
+
+def our_run(*overrides: str) -> OurRun:
+    started_at, start = time.time(), time.monotonic()
+    with our_process(*overrides) as (process, run_dir):
+        output, _ = process.communicate(timeout=TIMEOUT_SECS)
+        wall_secs = time.monotonic() - start
+        if process.returncode:
+            raise ContenderError(f"tf2dist {' '.join(overrides)} ended with code {process.returncode}\n{output}")
+        return OurRun(run_dir, started_at, wall_secs)

@@ -1,0 +1,128 @@
+"""What can be measured of a contender: each function does it once, with real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.bench.contenders import OurRun, our_process, our_run, peer
+
+PLUGINS = str(Path(__file__).with_name("plugins.py"))
+SLEEP_SECS = 0.05  # of a step that does nothing else
+
+
+def peer_rate(contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str) -> float:
+    """Global steps per second."""
+    with peer(contender, mode, model, num_workers, steps, arrays) as (rate, _):
+        return rate
+
+
+def our_rate(
+    mode: str, model: str, num_workers: int, steps: int, *more: str, optimizer: str = "sgd", plugin: str = ""
+) -> float:
+    """Our own global steps per second, after a tenth of `steps`."""
+    overrides = [f"mode={mode}", f"model={model}", f"optimizer={optimizer}", f"train.steps={steps}", *more]
+    return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps // 10)
+
+
+def cluster_of(num_workers: int) -> list[str]:
+    return ["cluster=local", f"cluster.num_workers={num_workers}"]
+
+
+def run_with(plugin: str, *overrides: str) -> OurRun:
+    """A run of ours, with one of the changes in `plugins`."""
+    if not plugin:
+        return our_run(*overrides)
+    os.environ["TF2DIST_BENCH"] = plugin
+    return our_run(*overrides, f"plugins=[{PLUGINS}]")
+
+
+def one_step(mode: str) -> OurRun:
+    return our_run(f"mode={mode}", "cluster=local3", "model=dnn", "optimizer=sgd", "train.steps=1")
+
+
+def secs_to_first_step(mode: str) -> float:
+    return one_step(mode).first_step_secs()
+
+
+def secs_of_one_step(mode: str) -> float:
+    """The whole command, from its start to its end."""
+    return one_step(mode).wall_secs
+
+
+def import_secs() -> float:
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import tensorflow, keras"], check=True, stderr=subprocess.DEVNULL)
+    return time.monotonic() - start
+
+
+def input_rate(how: str, arrays: str) -> float:
+    """Batches per second of one pipeline on one core."""
+    command = [sys.executable, "-m", "tests.bench.input_rate", how, arrays]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def secs_to_accuracy(mode: str, accuracy: float = 0.97) -> float:
+    """From the first step to the first evaluation of the validation set that is as good; dnn with Adam."""
+    run = our_run(f"mode={mode}", "experiment=dnn", "data.num_validation=5000", "train.eval_every_steps=500")
+    good = next(record["time"] for record in run.records if record.get("validation_accuracy", 0) >= accuracy)
+    return float(good - run.records[0]["time"])
+
+
+def our_pss_mb(num_workers: int, steps: int) -> float:
+    """Of the launcher and all tasks, after `steps` steps of dnn and before the last."""
+    overrides = ["mode=async", "model=dnn", "optimizer=sgd", "train.steps=1000000"]
+    with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
+        wait_for_step(run_dir, steps)
+        return _pss_mb(process.pid)
+
+
+def one_process_pss_mb(steps: int, arrays: str) -> float:
+    with peer("bare", "async", "dnn", 1, steps, arrays) as (_, process):
+        return _pss_mb(process.pid)
+
+
+def _pss_mb(pid: int) -> float:
+    """The memory of a process and all its descendants; what they share is counted once."""
+    process = psutil.Process(pid)
+    family = [process, *process.children(recursive=True)]
+    return float(sum(one.memory_full_info().pss for one in family) / 2**20)
+
+
+def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
+    """Steps per second and worker, if each sleeps for SLEEP_SECS and does next to nothing else."""
+    times = num_workers if mode == "async" else 1  # there each worker's step is a global step
+    steps = steps_of_a_worker * times
+    overrides = [f"mode={mode}", "model=softmax", "optimizer=sgd", f"train.steps={steps}"]
+    return run_with("sleep", *cluster_of(num_workers), *overrides).rate(steps // 4) / times
+
+
+def coordinator_cpu(steps: int, num_workers: int = 16) -> float:
+    """Seconds of the coordinator's CPU for each 1,000 steps, without its start."""
+    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000"]
+    with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
+        first = wait_for_step(run_dir, 2_000)
+        family = psutil.Process(process.pid).children(recursive=True)
+        # A task is a fork: only where it writes to tells which one it is.
+        chief = next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith("chief-0.log"))
+        before = chief.cpu_times()
+        last = wait_for_step(run_dir, first + steps)
+        after = chief.cpu_times()
+    return float((after.user + after.system - before.user - before.system) / (last - first) * 1_000)
+
+
+def wait_for_step(run_dir: Path, step: int, timeout_secs: float = 240.0) -> int:
+    """Waits until a run has come to `step`; returns the step that it has come to."""
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_secs
+    while time.monotonic() < deadline:
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        if whole and whole[-1]["step"] >= step:
+            return int(whole[-1]["step"])
+        time.sleep(0.1)
+    raise TimeoutError(f"step {step} was not reached in {timeout_secs:.0f} s")

@@ -1,0 +1,95 @@
+"""The program that tf2dist replaces, written anew: sessions, feed_dict, Supervisor, SyncReplicasOptimizer."""
+
+import tempfile
+
+import tensorflow as tf
+
+from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, Batches, Stopwatch, Workload
+
+v1 = tf.compat.v1
+
+
+def dense(x: tf.Tensor, name: str, units: int, *, relu: bool) -> tf.Tensor:
+    inputs = x.shape[-1]
+    with v1.variable_scope(name):
+        weights = v1.get_variable("w", [inputs, units], initializer=v1.glorot_uniform_initializer())
+        bias = v1.get_variable("b", [units], initializer=v1.zeros_initializer())
+    y = tf.matmul(x, weights) + bias
+    return tf.nn.relu(y) if relu else y
+
+
+def convolution(x: tf.Tensor, name: str, filters: int, stride: int) -> tf.Tensor:
+    with v1.variable_scope(name):
+        shape = [3, 3, x.shape[-1], filters]
+        weights = v1.get_variable("w", shape, initializer=v1.glorot_uniform_initializer())
+        bias = v1.get_variable("b", [filters], initializer=v1.zeros_initializer())
+    return tf.nn.relu(tf.nn.conv2d(x, weights, stride, "SAME") + bias)
+
+
+def logits_of(model: str, images: tf.Tensor) -> tf.Tensor:
+    x = tf.reshape(images, [-1, 784])
+    if model == "dnn":
+        for number, units in enumerate(HIDDEN_UNITS):
+            x = dense(x, f"hidden{number}", units, relu=True)
+    if model == "cnn":
+        x = convolution(convolution(images, "conv1", 32, 1), "conv2", 64, 2)
+        x = tf.reshape(tf.nn.max_pool2d(x, 2, 2, "VALID"), [-1, 7 * 7 * 64])
+        x = dense(x, "hidden", 64, relu=True)
+    return dense(x, "logits", 10, relu=False)
+
+
+def main(workload: Workload) -> None:
+    v1.disable_v2_behavior()
+    is_chief = workload.index == 0
+    # Without the filter a worker's session needs all the other workers, at its end too.
+    filters = ["/job:ps", f"/job:worker/task:{workload.index}"] if workload.job == "worker" else []
+    session_config = v1.ConfigProto(device_filters=filters)
+    cluster = tf.train.ClusterSpec(workload.jobs)
+    server = v1.train.Server(cluster, job_name=workload.job, task_index=workload.index, config=session_config)
+    if workload.job == "ps":
+        server.join()
+
+    with v1.device(v1.train.replica_device_setter(worker_device=f"/job:worker/task:{workload.index}", cluster=cluster)):
+        global_step = v1.train.get_or_create_global_step()
+        images = v1.placeholder(tf.float32, [None, 28, 28, 1])
+        labels = v1.placeholder(tf.int32, [None])
+        logits = logits_of(workload.model, images)
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+        optimizer = v1.train.GradientDescentOptimizer(LEARNING_RATE)
+        more = {}
+        if workload.mode == "sync":
+            count = len(workload.jobs["worker"])
+            optimizer = v1.train.SyncReplicasOptimizer(optimizer, replicas_to_aggregate=count, total_num_replicas=count)
+        train = optimizer.minimize(loss, global_step=global_step)
+        if workload.mode == "sync":
+            more["local_init_op"] = optimizer.chief_init_op if is_chief else optimizer.local_step_init_op
+            more["ready_for_local_init_op"] = optimizer.ready_for_local_init_op
+            tokens, queue_runner = optimizer.get_init_tokens_op(), optimizer.get_chief_queue_runner()
+        initialize = v1.global_variables_initializer()
+
+    supervisor = v1.train.Supervisor(
+        is_chief=is_chief,
+        logdir=tempfile.mkdtemp() if is_chief else None,
+        init_op=initialize,
+        global_step=global_step,
+        recovery_wait_secs=1,
+        save_model_secs=600,
+        **more,
+    )
+    session = supervisor.prepare_or_wait_for_session(server.target, config=session_config)
+    if workload.mode == "sync" and is_chief:
+        supervisor.start_queue_runners(session, [queue_runner])
+        session.run(tokens)
+
+    batches, stopwatch = Batches(*workload.load(), seed=workload.index), Stopwatch(workload)
+    while True:
+        batch_images, batch_labels = batches.next()
+        feed = {images: batch_images, labels: batch_labels}
+        _, _, step = session.run([train, loss, global_step], feed_dict=feed)
+        if stopwatch.passed(int(step)):
+            break
+    stopwatch.tell()
+
+
+if __name__ == "__main__":
+    main(Workload.from_arguments())

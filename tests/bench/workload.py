@@ -1,0 +1,93 @@
+"""What every contender of the benchmark is told, and how it measures itself."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+BATCH_SIZE = 100
+LEARNING_RATE = 0.01
+HIDDEN_UNITS = (300, 50, 50, 50)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One process's part of a contest.
+
+    Attributes:
+        mode: "async" or "sync"; a contender of one process does not look at it.
+        jobs: the addresses of each job, as in TF_CONFIG.
+        steps: global steps in all, of which the first `warmup_steps` are not timed.
+        arrays: a folder with images.npy, uint8 [n, 28, 28, 1], and labels.npy, int32 [n].
+    """
+
+    mode: str
+    model: str
+    jobs: dict[str, list[str]]
+    job: str
+    index: int
+    steps: int
+    warmup_steps: int
+    arrays: str
+
+    @classmethod
+    def from_arguments(cls) -> "Workload":
+        return cls(**json.loads(sys.argv[1]))
+
+    def to_argument(self) -> str:
+        return json.dumps(asdict(self))
+
+    def load(self) -> tuple[np.ndarray, np.ndarray]:
+        """Images as float32 in [0, 1] and labels as int32."""
+        images, labels = self.load_bytes()
+        return images.astype(np.float32) / 255, labels
+
+    def load_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        folder = Path(self.arrays)
+        return np.load(folder / "images.npy"), np.load(folder / "labels.npy")
+
+
+class Stopwatch:
+    """The rate from `warmup_steps` on."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._first: tuple[float, int] | None = None
+        self._last = (0.0, 0)
+
+    def passed(self, step: int) -> bool:
+        """Notes that `step` global steps are done; returns whether those were all."""
+        self._last = (time.perf_counter(), step)
+        if self._first is None and step >= self._workload.warmup_steps:
+            self._first = self._last
+        return step >= self._workload.steps
+
+    def tell(self) -> None:
+        """Prints the rate for `contenders`, and waits for the end: who leaves early would cut off the others."""
+        assert self._first is not None
+        secs, steps = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        print(json.dumps({"steps_per_sec": steps / secs}), flush=True)
+        sys.stdin.readline()
+
+
+class Batches:
+    """Shuffled batches for feeding by hand, as the tutorials of TensorFlow 1 had them."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int) -> None:
+        self._images, self._labels = images, labels
+        self._random = np.random.default_rng(seed)
+        self._shuffle()
+
+    def _shuffle(self) -> None:
+        order = self._random.permutation(len(self._labels))
+        self._images, self._labels, self._at = self._images[order], self._labels[order], 0
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._at + BATCH_SIZE > len(self._labels):
+            self._shuffle()
+        part = slice(self._at, self._at + BATCH_SIZE)
+        self._at += BATCH_SIZE
+        return self._images[part], self._labels[part]
