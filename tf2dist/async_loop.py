@@ -5,6 +5,7 @@ parameter servers, which alone know what has been applied: a call that is repeat
 worker died, or that runs past the end, is refused there update by update.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from tf2dist import data, pulse
 from tf2dist.async_step import AsyncStep
+from tf2dist.call_size import Trial
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import NotFiniteError
@@ -23,12 +25,12 @@ from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model
 from tf2dist.parameter_server import MAX_STALENESS, TOTALS
+from tf2dist.pipeline import Sharding
 from tf2dist.saving import Snapshot
 from tf2dist.serving import say_farewell
 from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.strategy import parameter_server_strategy
 
-STEPS_PER_EXECUTION = 50
 POLL_SECS = 0.05
 FAREWELL_TIMEOUT_SECS = 5.0
 TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
@@ -52,7 +54,7 @@ class _Counters:
     earlier_examples: int
 
     @classmethod
-    def of(cls, start: Snapshot | None, sharding: data.Sharding) -> "_Counters":
+    def of(cls, start: Snapshot | None, sharding: Sharding) -> "_Counters":
         step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
         totals = np.zeros((sharding.num_shards, len(TOTALS)))
         staleness = np.zeros(MAX_STALENESS + 1, np.int64)
@@ -78,9 +80,8 @@ class AsyncLoop:
         self._cluster, self._report = cluster, report
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
-        self.sharding = data.Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
+        self.sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
         self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
-        self._num_steps = config.train.steps_per_execution or STEPS_PER_EXECUTION
         self._strategy = parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
@@ -88,16 +89,15 @@ class AsyncLoop:
         self._start = _Counters.of(start, self.sharding)
         self._offsets = self._start.positions - self._start.totals[:, TOTALS.index("steps")].astype(int)
         offsets = [int(offset) for offset in self._offsets]
-        self._graphs = AsyncStep(
-            config, self.model, splits.image_shape, self.sharding, offsets, self._num_steps, self.target_step
-        )
+        self._graphs = AsyncStep(config, self.model, splits.image_shape, self.sharding, offsets, self.target_step)
         variables = [variable for server in self._graphs.servers for variable in server.variables]
         self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
         self.begun_with = begin(self._named, start, config)
         for server in self._graphs.servers:
             server.begin(self._start.step, self._start.totals, self._start.staleness)
-        self._iterator = iter(self._coordinator.create_per_worker_dataset(self._graphs.dataset))
-        self._train_function = self._graphs.train_function()
+        self._is_sized = config.train.steps_per_execution is not None
+        self._num_steps = num_steps = config.train.steps_per_execution or 1
+        self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
         self._evaluate_functions: dict[str, Any] = {}
         local_steps = tuple(int(row[0]) for row in self._start.totals)
         examples = self._start.earlier_examples + int(self._start.totals[:, TOTALS.index("examples")].sum())
@@ -111,7 +111,7 @@ class AsyncLoop:
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
-        limit, wished = tf.constant(until_step, tf.int64), Wish.NOTHING
+        limit, wished, trial = tf.constant(until_step, tf.int64), Wish.NOTHING, Trial()
         scheduled = first_admitted = 0
         while True:
             idle = self._coordinator.done()  # raises what a worker has raised
@@ -119,6 +119,9 @@ class AsyncLoop:
             missing = until_step - self.progress.global_step
             if missing <= 0 or (wished := wish()):
                 break
+            if not self._is_sized and (size := trial.size(time.monotonic(), self.progress.local_steps)):
+                self._resize(size)
+                continue
             if idle:
                 for server in self._graphs.servers:
                     server.forget_refused()  # admitted, then lost with their worker
@@ -134,6 +137,19 @@ class AsyncLoop:
         if wished:
             self._level()
         return wished
+
+    def _resize(self, num_steps: int) -> None:
+        """Makes the calls longer, once the first ones have shown how long a step takes."""
+        self._is_sized = True
+        if num_steps > self._num_steps:
+            function = self._graphs.train_function(num_steps)
+            self._coordinator.join()
+            self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
+
+    def _make_iterator(self, num_steps: int) -> Any:
+        """An element for each call of `num_steps`; it begins where the updates of a worker have ended."""
+        dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
+        return iter(self._coordinator.create_per_worker_dataset(dataset))
 
     def _level(self) -> None:
         """Brings all ps to the same count: a worker that died may have pushed to some of them only."""

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf2dist import data
 from tf2dist.config import RunConfig
 from tf2dist.parameter_server import NO_INLINE, TOTALS, ParameterServer
+from tf2dist.pipeline import Sharding, blocks
 from tf2dist.serving import remote_array
 from tf2dist.step import Batch, ModelStep, step_seed
 
@@ -30,7 +30,6 @@ class AsyncStep:
         model: its variables lie on parameter servers.
         sharding: of the training set.
         offsets: of each worker, from the steps that the ps have counted to those of its input.
-        steps_per_execution: steps of one call.
         total_steps: updates in the whole run.
     """
 
@@ -39,12 +38,11 @@ class AsyncStep:
         config: RunConfig,
         model: keras.Model,
         image_shape: tuple[int, ...],
-        sharding: data.Sharding,
+        sharding: Sharding,
         offsets: list[int],
-        steps_per_execution: int,
         total_steps: int,
     ) -> None:
-        self._config, self._sharding, self._num_steps = config, sharding, steps_per_execution
+        self._config, self._sharding = config, sharding
         self._step = ModelStep(model)
         self._image_shape = image_shape
         self._offsets = offsets
@@ -61,18 +59,18 @@ class AsyncStep:
             for device in sorted({v.value.device for v in everything})
         ]
 
-    def dataset(self) -> tf.data.Dataset:
-        """Made on each worker, over the arrays that the worker's own process has loaded."""
+    def dataset(self, num_steps: int) -> tf.data.Dataset:
+        """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
         images = remote_array("train", "images", self._image_shape)
         labels = remote_array("train", "labels", (), tf.int32)
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         # A worker that was lost begins again where its updates ended.
         taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
         first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
-        return data.blocks(images, labels, self._sharding, worker, self._num_steps, first_step)
+        return blocks(images, labels, self._sharding, worker, num_steps, first_step)
 
-    def train_function(self) -> Any:
-        """``function(iterator, limit)``: steps of which those above `limit` updates are refused."""
+    def train_function(self, num_steps: int) -> Any:
+        """``function(iterator, limit)``: `num_steps` steps, of which those above `limit` updates are refused."""
         xla = self._config.devices.xla
         compute = tf.function(
             self._compute,
@@ -85,7 +83,7 @@ class AsyncStep:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
             with tf.device("CPU:0"):
-                parts = [tf.unstack(part, self._num_steps) for part in next(iterator)]
+                parts = [tf.unstack(part, num_steps) for part in next(iterator)]
             losses = []
             for batch in zip(*parts, strict=True):
                 pulled = [server.pull() for server in self.servers]
@@ -98,7 +96,7 @@ class AsyncStep:
                 losses.append(loss)
             self._log(worker, before, tf.reduce_mean(losses))
 
-        batch_size, num_steps = self._sharding.batch_size, self._num_steps
+        batch_size = self._sharding.batch_size
         element = (
             tf.TensorSpec([num_steps, batch_size, *self._image_shape], tf.uint8),
             tf.TensorSpec([num_steps, batch_size], tf.int32),

@@ -1,9 +1,4 @@
-"""The data as arrays in memory, and the tf.data pipeline that shards, shuffles and batches them.
-
-Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
-a run can go on anywhere without a saved shuffle buffer, and N workers with batches of b see the
-examples of one worker with batches of N*b.
-"""
+"""The data as arrays in memory, by name."""
 
 import contextlib
 import gzip
@@ -21,6 +16,9 @@ from tf2dist.config import DataConfig
 from tf2dist.errors import DataError
 from tf2dist.registry import DATA, look_up, register_data
 from tf2dist.sources import mnist_dir
+
+# Rewriting functions takes longer than tracing them, and a task that is killed leaves the new source in /tmp.
+NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 
 
 @dataclass(frozen=True)
@@ -134,6 +132,7 @@ def _decode(path: Path) -> Arrays:
     """Decodes a TFRecord file of tensorflow-datasets; 4 times as fast as `tfds.load`, which imports more too."""
     features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
+    @NO_AUTOGRAPH
     def decode(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         examples = tf.io.parse_example(records, features)
         image = tf.TensorSpec([28, 28, 1], tf.uint8)
@@ -144,107 +143,3 @@ def _decode(path: Path) -> Arrays:
         records = tf.data.TFRecordDataset(str(path), buffer_size=1 << 20).batch(2000)
         blocks = list(records.map(decode, num_parallel_calls=2).as_numpy_iterator())
     return Arrays(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How the training set is cut into batches.
-
-    Attributes:
-        num_examples: of the whole training set.
-        batch_size: of one worker.
-        num_shards: the number of workers.
-        seed: of the permutations; every epoch has its own.
-        whole_batch_loss: whether the loss is the mean over the batches of all workers (sync) or
-            over the worker's own batch (async). They differ in the last, uneven step of an epoch.
-    """
-
-    num_examples: int
-    batch_size: int
-    num_shards: int
-    seed: int
-    whole_batch_loss: bool
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.batch_size * self.num_shards
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one worker."""
-        return -(-self.num_examples // self.global_batch_size)
-
-    @property
-    def updates_per_epoch(self) -> int:
-        """Batches of all workers in an epoch, without those that would be empty."""
-        full_steps, rest = divmod(self.num_examples, self.global_batch_size)
-        return full_steps * self.num_shards + min(rest, self.num_shards)
-
-    def epoch_rows(self, epoch: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """One epoch of one worker: indices of its examples, int32 [steps, batch], and their weights.
-
-        The weights, float32 [steps, batch], turn a sum over examples into a mean. What is left
-        over after the last full step is divided evenly; the places that stay empty hold other
-        examples with weight 0, so that every batch has one shape.
-        """
-        n, batch, shards = self.num_examples, self.batch_size, self.num_shards
-        order = tf.random.experimental.stateless_shuffle(tf.range(n), tf.stack([self.seed, epoch]), alg="philox")
-        full_steps, rest = divmod(n, self.global_batch_size)
-        full = tf.reshape(order[: n - rest], [full_steps, shards, batch])[:, shard]
-        scale = self.global_batch_size if self.whole_batch_loss else batch
-        weights = tf.fill([full_steps, batch], 1.0 / scale)
-        if rest == 0:
-            return full, weights
-        share = rest // shards + tf.cast(shard < rest % shards, tf.int32)
-        first = n - rest + shard * (rest // shards) + tf.minimum(shard, rest % shards)
-        last = tf.gather(order, (first + tf.range(batch)) % n)
-        count = rest if self.whole_batch_loss else tf.maximum(share, 1)
-        last_weights = tf.cast(tf.range(batch) < share, tf.float32) / tf.cast(count, tf.float32)
-        return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
-
-
-def batches(
-    images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0
-) -> tf.data.Dataset:
-    """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
-
-    It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
-    """
-    return _gathered(_rows(sharding, shard, first_step), images, labels)
-
-
-def blocks(
-    images: tf.Tensor,
-    labels: tf.Tensor,
-    sharding: Sharding,
-    shard: int | tf.Tensor,
-    size: int,
-    first_step: int | tf.Tensor = 0,
-) -> tf.data.Dataset:
-    """Like `batches`, `size` steps an element: one call of the iterator for many steps.
-
-    A step that has no example of its own for this worker is left out: its update would do nothing.
-    """
-    rows = _rows(sharding, shard, first_step).filter(lambda _, weights: weights[0] > 0)
-    return _gathered(rows.batch(size, drop_remainder=True), images, labels)
-
-
-def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
-    shard, first_step = tf.cast(shard, tf.int32), tf.cast(first_step, tf.int64)
-
-    def epoch_dataset(epoch: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(sharding.epoch_rows(tf.cast(epoch, tf.int32), shard))
-
-    first_epoch = first_step // sharding.steps_per_epoch
-    epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int32).max)
-    return epochs.flat_map(epoch_dataset).skip(first_step % sharding.steps_per_epoch)
-
-
-def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
-    def gather(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return tf.gather(images, index), tf.gather(labels, index), weights
-
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
-    options.threading.private_threadpool_size = 1
-    return rows.map(gather).prefetch(2).with_options(options)

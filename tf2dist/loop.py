@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import keras
 
 from tf2dist.config import RunConfig
-from tf2dist.data import Sharding
 from tf2dist.errors import ConfigError
 from tf2dist.evaluate import Evaluation
+from tf2dist.pipeline import Sharding
 from tf2dist.saving import Snapshot
 from tf2dist.sources import DEFAULT_EPOCHS
 

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from tf2dist.config import RunConfig
-from tf2dist.data import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.pipeline import Sharding
 from tf2dist.saving import Snapshot
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta

@@ -15,19 +15,19 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data, peers, pulse
+from tf2dist.call_size import steps_of_a_call
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model, build_optimizer
+from tf2dist.pipeline import Sharding, batches
 from tf2dist.saving import Snapshot
 from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
 from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy
 
-MAX_STEPS_PER_CALL = 50
-CALL_SECS = 1.0  # how long a wish to stop or save may have to wait
 FINISH_TIMEOUT_SECS = 60.0
 LEAVE_TIMEOUT_SECS = 10.0
 
@@ -67,7 +67,7 @@ class SyncLoop:
                 f"train.batch_size_per_worker ({config.train.batch_size_per_worker}): must be a multiple of the "
                 f"{local_replicas} GPUs of a worker"
             )
-        self.sharding = data.Sharding(len(splits.train), batch_size, num_replicas, config.seed, whole_batch_loss=True)
+        self.sharding = Sharding(len(splits.train), batch_size, num_replicas, config.seed, whole_batch_loss=True)
         shared = broadcast(self._strategy, start.to_bytes() if start else b"")
         start = Snapshot.from_bytes(shared) if shared else None
         self._begin_step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
@@ -94,7 +94,7 @@ class SyncLoop:
         self._optimizer.iterations.assign(self._begin_step)
         self._packing = Packing(variables)
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
-        self._train = tf.function(self._train_steps)
+        self._train = tf.function(self._train_steps, autograph=False)
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
         self._reduce = tf.function(self._sum_over_workers, autograph=False)
         self._secs_per_step = self._own_secs = 0.0  # of all workers and of this one, not known yet
@@ -110,7 +110,7 @@ class SyncLoop:
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
         begin_at = self._begin_position
-        shards = [data.batches(images, labels, self.sharding, first + i, begin_at) for i in range(count)]
+        shards = [batches(images, labels, self.sharding, first + i, begin_at) for i in range(count)]
         if count == 1:
             return shards[0]
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
@@ -146,9 +146,7 @@ class SyncLoop:
         """All workers must come to the same number, so it follows from the mean of their times."""
         if self._config.train.steps_per_execution:
             return self._config.train.steps_per_execution
-        if not self._secs_per_step:
-            return 1
-        return max(1, min(MAX_STEPS_PER_CALL, int(CALL_SECS / self._secs_per_step)))
+        return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
 
     def agree(self, wish: Wish) -> Wish:
         return _from_floats(list(self._reduce(tf.constant(_to_floats(wish))).numpy()))
@@ -167,11 +165,14 @@ class SyncLoop:
         Args:
             shared: what every worker tells the others, float32 [3].
         """
-        sums = tf.zeros([6], tf.float64)
-        for _ in tf.range(num_steps):
+
+        def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             per_replica = self._strategy.run(self._replica_step, args=(*next(iterator), shared))
-            sums += tf.cast(self._strategy.experimental_local_results(per_replica)[0], tf.float64)
-        return sums
+            first = self._strategy.experimental_local_results(per_replica)[0]
+            return number + 1, sums + tf.cast(first, tf.float64)
+
+        start = tf.constant(0), tf.zeros([6], tf.float64)
+        return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()

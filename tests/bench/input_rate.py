@@ -7,14 +7,14 @@ import time
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, Workload
-from tf2dist import data
+from tf2dist import pipeline
 
 WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
 
 
 def ours(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.data.Dataset, int]:
-    sharding = data.Sharding(len(labels), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
-    return data.blocks(images, labels, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
+    sharding = pipeline.Sharding(len(labels), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
+    return pipeline.blocks(images, labels, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
 
 
 def per_element(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.data.Dataset, int]:

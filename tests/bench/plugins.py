@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
 from tests.bench.figures import SLEEP_SECS
-from tf2dist import data
+from tf2dist import pipeline
 from tf2dist.parameter_server import TOTALS, ParameterServer
 
 wanted = os.environ["TF2DIST_BENCH"]
@@ -25,7 +25,7 @@ def count_only(self: ParameterServer, footer: tf.Tensor, worker: tf.Tensor, numb
 
 
 def sleeping(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
-    """Like `data._gathered`; each step's rows take SLEEP_SECS, and no core."""
+    """Like `pipeline._gathered`; each step's rows take SLEEP_SECS, and no core."""
     steps: Any = rows.element_spec[0].shape
     per_element = steps[0] if steps.rank == 2 else 1
     return gathered(rows.apply(testing.sleep(int(per_element * SLEEP_SECS * 1e6))), images, labels)
@@ -34,7 +34,7 @@ def sleeping(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.
 if wanted == "unmeasured":
     ParameterServer._count = count_only  # type: ignore[method-assign]
 elif wanted == "sleep":
-    gathered = data._gathered
-    data._gathered = sleeping
+    gathered = pipeline._gathered
+    pipeline._gathered = sleeping
 else:
     raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured or sleep")

@@ -6,7 +6,11 @@ from tf2dist.config import DataConfig, RunConfig, TrainConfig
 
 
 def run_config(
-    model: str = "softmax", optimizer: str = "sgd", batch_size: int = 50, steps_per_execution: int = 10, **more: Any
+    model: str = "softmax",
+    optimizer: str = "sgd",
+    batch_size: int = 50,
+    steps_per_execution: int | None = 10,
+    **more: Any,
 ) -> RunConfig:
     """A configuration for small tests; `more` are arguments of the model."""
     return RunConfig(

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
-from tf2dist import async_step, data, registry
+from tf2dist import async_step, data, pipeline, registry
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.loop import Wish
@@ -123,6 +123,16 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
 
 
+def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(steps_per_execution=None))
+    loop.train(3)
+    assert loop._num_steps == 1, "nothing to find out for three steps"
+    for steps in (3000, 3001, 3100):
+        loop.train(steps)
+        assert_exact(loop, steps)
+        assert loop._num_steps > 1
+
+
 def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps are asked for, and however slow the workers are."""
     loop = async_loop(run_config(steps_per_execution=10))
@@ -165,8 +175,10 @@ def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
     config = run_config()
     for xla in (False, True):
         config.devices.xla = xla
-        graph = async_loop(config)._train_function.graph.as_graph_def()
-        assert ("_XlaMustCompile" in str(graph)) == xla
+        loop = async_loop(config)
+        assert ("_XlaMustCompile" in str(loop._train_function.graph.as_graph_def())) == xla
+        loop.train(10)
+        assert_exact(loop, 10)
 
 
 def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:
@@ -200,9 +212,9 @@ def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
     reference.set_weights([variable.numpy() for variable in loop.model.variables])
     reference.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     splits = data.load(config.data)
-    sharding = data.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
+    sharding = pipeline.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
     arrays = (tf.constant(splits.train.images), tf.constant(splits.train.labels))
-    for images, labels, example_weights in data.batches(*arrays, sharding, 0).take(40):  # with an uneven 26th
+    for images, labels, example_weights in pipeline.batches(*arrays, sharding, 0).take(40):  # with an uneven 26th
         real = example_weights > 0
         reference.train_on_batch(tf.cast(images, tf.float32)[real] / 255.0, labels[real])
     loop.train(40)

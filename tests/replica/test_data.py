@@ -6,10 +6,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import data, registry
+from tf2dist import data, pipeline, registry
 from tf2dist.config import DataConfig
-from tf2dist.data import Sharding
 from tf2dist.errors import DataError
+from tf2dist.pipeline import Sharding
 from tf2dist.step import step_seed
 
 
@@ -62,7 +62,7 @@ def test_batches_hold_the_images_of_their_labels() -> None:
     labels = np.arange(100, dtype=np.uint8)
     images, labels = tf.constant(labels[:, None, None, None]), tf.constant(labels)
     sharding = Sharding(100, 8, 2, 0, False)
-    for pictures, numbers, _ in data.blocks(images, labels, sharding, 1, 5).take(3):
+    for pictures, numbers, _ in pipeline.blocks(images, labels, sharding, 1, 5).take(3):
         assert pictures.shape == (5, 8, 1, 1, 1)
         np.testing.assert_array_equal(pictures.numpy()[..., 0, 0, 0], numbers.numpy())
 
@@ -70,7 +70,7 @@ def test_batches_hold_the_images_of_their_labels() -> None:
 def test_batches_without_examples_are_left_out() -> None:
     labels = tf.constant(np.arange(21, dtype=np.uint8))  # 2 steps of 2 x 5, then one example for the first worker alone
     sharding = Sharding(21, 5, 2, 0, False)
-    weights = next(iter(data.blocks(labels[:, None], labels, sharding, 1, 6)))[2]
+    weights = next(iter(pipeline.blocks(labels[:, None], labels, sharding, 1, 6)))[2]
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 
 

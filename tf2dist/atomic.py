@@ -1,0 +1,110 @@
+"""Optimizer updates that two pushes cannot mix.
+
+Keras writes an update as several operations on several variables. When two pushes meet on a ps,
+one may divide the momentum that the other has just added to by a velocity that it has not: with
+Adam one run in ten made steps that were thousands of times too large. So an update is either one
+kernel of TensorFlow, which holds the locks of its variables, or it runs alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+UpdateStep = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
+
+
+def make_atomic(optimizer: keras.Optimizer) -> bool:
+    """Replaces the update of a built optimizer by a kernel that does the same, where there is one.
+
+    Returns:
+        Whether updates can run at the same time; otherwise the caller must see that they do not.
+    """
+    plain = not (optimizer.use_ema or optimizer.gradient_accumulation_steps)
+    update_step = _update_step(optimizer)
+    if not plain or update_step is None:
+        return False
+    optimizer.update_step = update_step
+    return True
+
+
+def _update_step(optimizer: keras.Optimizer) -> UpdateStep | None:
+    kind, optimizers = type(optimizer), keras.optimizers
+    if kind is optimizers.SGD:
+        return _momentum(optimizer) if optimizer.momentum else _as_it_is(optimizer)  # a single subtraction
+    if kind is optimizers.Adagrad:
+        return _as_it_is(optimizer)  # the accumulator only grows, and every update finds its own part in it
+    if kind in (optimizers.Adam, optimizers.AdamW) and not optimizer.amsgrad:
+        return _adam(optimizer)
+    if kind is optimizers.RMSprop and not optimizer.centered:
+        return _rmsprop(optimizer)
+    return None
+
+
+def _as_it_is(optimizer: keras.Optimizer) -> UpdateStep:
+    update_step: UpdateStep = optimizer.update_step
+    return update_step
+
+
+def _slot(optimizer: keras.Optimizer, slots: list[keras.Variable], variable: tf.Variable) -> Any:
+    return slots[optimizer._get_variable_index(variable)].value.handle
+
+
+def _momentum(optimizer: keras.Optimizer) -> UpdateStep:
+    def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=_slot(optimizer, optimizer.momentums, variable),
+            lr=tf.cast(learning_rate, variable.dtype),
+            grad=gradient,
+            momentum=tf.constant(optimizer.momentum, variable.dtype),
+            use_locking=True,
+            use_nesterov=optimizer.nesterov,
+        )
+
+    return update_step
+
+
+def _adam(optimizer: keras.Optimizer) -> UpdateStep:
+    def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        number = tf.cast(optimizer.iterations.value + 1, variable.dtype)
+        beta1, beta2 = (tf.constant(beta, variable.dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.handle,
+            m=_slot(optimizer, optimizer._momentums, variable),
+            v=_slot(optimizer, optimizer._velocities, variable),
+            beta1_power=tf.pow(beta1, number),
+            beta2_power=tf.pow(beta2, number),
+            lr=tf.cast(learning_rate, variable.dtype),
+            beta1=beta1,
+            beta2=beta2,
+            epsilon=tf.constant(optimizer.epsilon, variable.dtype),
+            grad=gradient,
+            use_locking=True,
+        )
+
+    return update_step
+
+
+def _rmsprop(optimizer: keras.Optimizer) -> UpdateStep:
+    def increments(velocity: keras.Variable) -> tf.Variable:
+        with tf.device(velocity.value.device):  # the kernel wants them; without momentum they carry nothing over
+            return tf.Variable(tf.zeros(velocity.shape, velocity.dtype), trainable=False)
+
+    momentums = [variable.value for variable in optimizer._momentums] or list(map(increments, optimizer._velocities))
+
+    def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        tf.raw_ops.ResourceApplyRMSProp(
+            var=variable.handle,
+            ms=_slot(optimizer, optimizer._velocities, variable),
+            mom=momentums[optimizer._get_variable_index(variable)].handle,
+            lr=tf.cast(learning_rate, variable.dtype),
+            rho=tf.constant(optimizer.rho, variable.dtype),
+            momentum=tf.constant(optimizer.momentum, variable.dtype),
+            epsilon=tf.constant(optimizer.epsilon, variable.dtype),
+            grad=gradient,
+            use_locking=True,
+        )
+
+    return update_step

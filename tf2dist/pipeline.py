@@ -1,0 +1,124 @@
+"""The tf.data pipeline that shards, shuffles and batches arrays in memory.
+
+Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
+a run can go on anywhere without a saved shuffle buffer, and N workers with batches of b see the
+examples of one worker with batches of N*b.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.data import NO_AUTOGRAPH
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the training set is cut into batches.
+
+    Attributes:
+        num_examples: of the whole training set.
+        batch_size: of one worker.
+        num_shards: the number of workers.
+        seed: of the permutations; every epoch has its own.
+        whole_batch_loss: whether the loss is the mean over the batches of all workers (sync) or
+            over the worker's own batch (async). They differ in the last, uneven step of an epoch.
+    """
+
+    num_examples: int
+    batch_size: int
+    num_shards: int
+    seed: int
+    whole_batch_loss: bool
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.num_shards
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one worker."""
+        return -(-self.num_examples // self.global_batch_size)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Batches of all workers in an epoch, without those that would be empty."""
+        full_steps, rest = divmod(self.num_examples, self.global_batch_size)
+        return full_steps * self.num_shards + min(rest, self.num_shards)
+
+    def epoch_rows(self, epoch: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """One epoch of one worker: indices of its examples, int32 [steps, batch], and their weights.
+
+        The weights, float32 [steps, batch], turn a sum over examples into a mean. What is left
+        over after the last full step is divided evenly; the places that stay empty hold other
+        examples with weight 0, so that every batch has one shape.
+        """
+        n, batch, shards = self.num_examples, self.batch_size, self.num_shards
+        order = tf.random.experimental.stateless_shuffle(tf.range(n), tf.stack([self.seed, epoch]), alg="philox")
+        full_steps, rest = divmod(n, self.global_batch_size)
+        full = tf.reshape(order[: n - rest], [full_steps, shards, batch])[:, shard]
+        scale = self.global_batch_size if self.whole_batch_loss else batch
+        weights = tf.fill([full_steps, batch], 1.0 / scale)
+        if rest == 0:
+            return full, weights
+        share = rest // shards + tf.cast(shard < rest % shards, tf.int32)
+        first = n - rest + shard * (rest // shards) + tf.minimum(shard, rest % shards)
+        last = tf.gather(order, (first + tf.range(batch)) % n)
+        count = rest if self.whole_batch_loss else tf.maximum(share, 1)
+        last_weights = tf.cast(tf.range(batch) < share, tf.float32) / tf.cast(count, tf.float32)
+        return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
+
+
+def batches(
+    images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0
+) -> tf.data.Dataset:
+    """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
+
+    It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
+    """
+    return _gathered(_rows(sharding, shard, first_step), images, labels)
+
+
+def blocks(
+    images: tf.Tensor,
+    labels: tf.Tensor,
+    sharding: Sharding,
+    shard: int | tf.Tensor,
+    size: int,
+    first_step: int | tf.Tensor = 0,
+) -> tf.data.Dataset:
+    """Like `batches`, `size` steps an element: one call of the iterator for many steps.
+
+    A step that has no example of its own for this worker is left out: its update would do nothing.
+    """
+
+    @NO_AUTOGRAPH
+    def has_examples(index: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+        return weights[0] > 0
+
+    rows = _rows(sharding, shard, first_step).filter(has_examples)
+    return _gathered(rows.batch(size, drop_remainder=True), images, labels)
+
+
+def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
+    shard, first_step = tf.cast(shard, tf.int32), tf.cast(first_step, tf.int64)
+
+    @NO_AUTOGRAPH
+    def epoch_dataset(epoch: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(sharding.epoch_rows(tf.cast(epoch, tf.int32), shard))
+
+    first_epoch = first_step // sharding.steps_per_epoch
+    epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int32).max)
+    return epochs.flat_map(epoch_dataset).skip(first_step % sharding.steps_per_epoch)
+
+
+def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
+    @NO_AUTOGRAPH
+    def gather(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        return tf.gather(images, index), tf.gather(labels, index), weights
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
+    options.threading.private_threadpool_size = 1
+    return rows.map(gather).prefetch(2).with_options(options)
