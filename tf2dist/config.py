@@ -86,6 +86,7 @@ class RunConfig:
     init_from: str | None = None
     init_layers: str | None = None
     seed: int = 0
+    profile: bool = False
     startup_timeout_secs: float = 60.0
     watchdog_secs: float = 120.0
     max_restarts: int = 3

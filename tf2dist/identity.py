@@ -23,6 +23,7 @@ OF_THE_HOST = (
     "task",
     "plugins",
     "run_dir",
+    "profile",
     "startup_timeout_secs",
     "grace_secs",
     "data.dir",

@@ -1,5 +1,6 @@
 """One task's life, from the cluster that it belongs to, to the result."""
 
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tf2dist import data, devices, inbox, peers, pulse, serving
+from tf2dist import data, devices, inbox, peers, profiling, pulse, serving
 from tf2dist.async_loop import AsyncLoop
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
@@ -43,7 +44,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
 
     # A parameter server has no data of its own, and an asynchronous worker serves it.
     if task.job == "ps":
-        serving.serve(cluster, task, server_config, config.startup_timeout_secs, config.silence_secs)
+        serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
     splits = data.load(config.data)
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
@@ -54,7 +55,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
     if cluster.mode == "async" and task.job == "worker":
         serving.publish(splits)
-        farewell = serving.serve(cluster, task, server_config, config.startup_timeout_secs, config.silence_secs)
+        limits = config.startup_timeout_secs, config.silence_secs
+        farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
         return
 
@@ -69,6 +71,9 @@ def train(
 
     def tell(text: str) -> None:
         send({"event": "message", "text": text})
+
+    def warn(text: str) -> None:
+        send({"event": "warning", "text": text})
 
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
@@ -95,8 +100,10 @@ def train(
             tell(loop.begun_with)
         end_on_sigterm()
         stop_when_asked()
+        wants_profile = config.profile and task == cluster.leader
         try:
-            drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
+            with profiling.of_run(cluster, task, run_dir, warn) if wants_profile else contextlib.nullcontext():
+                drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
         except Interrupted:
             raise  # it has said farewell
         except Exception as error:

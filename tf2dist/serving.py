@@ -10,11 +10,12 @@ import json
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from tf2dist import peers, pulse
+from tf2dist import peers, profiling, pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.data import Arrays, Splits
 from tf2dist.errors import Interrupted, TaskLostError
@@ -43,7 +44,7 @@ def remote_array(split: str, field: str, shape: tuple[int, ...], dtype: tf.DType
 
 
 def serve(
-    cluster: Cluster, task: Task, server_config: Any, startup_timeout_secs: float, silence_secs: float
+    cluster: Cluster, task: Task, server_config: Any, run_dir: Path, startup_timeout_secs: float, silence_secs: float
 ) -> dict[str, Any]:
     """Serves until the coordinator has written its farewell, which is returned.
 
@@ -55,6 +56,7 @@ def serve(
         Interrupted: it was stopped.
     """
     start_server(cluster, task, server_config)
+    profile = profiling.Answer(profiling.folder_of(run_dir, task))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the coordinator saves first, and says when we may go
     chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
     last_seen = time.monotonic()
@@ -62,6 +64,7 @@ def serve(
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
         pulse.beat()
+        profile.look()
         now = time.monotonic()
         if now < next_look:
             continue
@@ -71,6 +74,7 @@ def serve(
         elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
             what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"
             raise TaskLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
+    profile.finish()
     if "failure" in farewell:
         raise TaskLostError(f"{chief} has failed: {farewell['failure']}")
     if farewell["final_accuracy"] is None:

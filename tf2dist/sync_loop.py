@@ -156,14 +156,13 @@ class SyncLoop:
         step, every = self.progress.global_step, self._config.train.log_every_steps
         if step // every != (step - count) // every:
             worker, epoch = self._cluster.training_tasks.index(self._task), (step - 1) // self.updates_per_epoch
-            loss = self.progress.loss
-            print(f"worker={worker}, epoch={epoch}, global_step={step}, local_step={step}, loss={loss:.4f}", flush=True)
+            where = f"worker={worker}, epoch={epoch}, global_step={step}, local_step={step}"
+            print(f"{where}, loss={self.progress.loss:.4f}", flush=True)
 
     def _train_steps(self, iterator: Any, num_steps: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """`num_steps` steps; returns the sums over them of loss, correct, examples and `shared`, float64 [6].
 
-        Args:
-            shared: what every worker tells the others, float32 [3].
+        `shared` is what every worker tells the others, float32 [3].
         """
 
         def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

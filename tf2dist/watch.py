@@ -187,7 +187,7 @@ class Watch:
         """Answers the failures since the last look.
 
         Raises:
-            TaskFailure: they cannot be answered by a restart.
+            TaskFailure: by no restart.
         """
         self._await_cause()
         verdict = self._policy.judge(self._failures[0])
@@ -199,8 +199,7 @@ class Watch:
                 raise self._interrupted(signal.SIGTERM)  # another host was told to stop
             used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
             raise TaskFailure(self._failures, used_up)
-        lost = self._failures.pop(0)
-        self._restarted_at = time.monotonic()
+        lost, self._restarted_at = self._failures.pop(0), time.monotonic()
         if verdict is Verdict.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
             self._start_task(lost.task)
@@ -211,9 +210,8 @@ class Watch:
         for event in self._launcher.kill_all():
             if event["event"] == "saved":
                 self._saved_step = event["step"]
-        self._vitals.clear()
-        self._failures.clear()
-        self._killed.clear()
+        for known in (self._vitals, self._failures, self._killed):
+            known.clear()
         self._summary, self._leave_by = {}, float("inf")
         where = "" if self._saved_step is None else f" from the checkpoint at step {self._saved_step}"
         self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from tests.bench.workload import Workload
 from tf2dist.netns import unused_ports
+from tf2dist.peers import problem
 
 TIMEOUT_SECS = 300.0
+START_TIMEOUT_SECS = 60.0
 MODULES = {"old": "old_program", "plain": "plain_port", "torch": "torch_ddp", "keras_fit": "one_process"}
 
 
@@ -44,12 +46,14 @@ def peer(
     """Any contender but ours: its global steps per second after a tenth of `steps`, and its leader, which waits."""
     jobs = jobs_of(contender, mode, num_workers)
     leader = ("chief", 0) if "chief" in jobs else ("worker", 0)
-    # The coordinator of the plain port comes last: before its servers are there it waits for long.
+    # The coordinator of the plain port comes last: it does not wait for its servers.
     tasks = [(job, index) for job in ("ps", "worker", "chief") for index in range(len(jobs.get(job, [])))]
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         try:
             for job, index in tasks:
+                if job == "chief":
+                    _wait_for([address for other in ("ps", "worker") for address in jobs[other]])
                 workload = Workload(mode, model, jobs, job, index, steps, steps // 10, arrays)
                 processes[job, index] = _start(contender, workload, Path(folder))
             yield _result(processes[leader])["steps_per_sec"], processes[leader]
@@ -60,6 +64,14 @@ def peer(
             for process in processes.values():
                 process.kill()
                 process.wait()
+
+
+def _wait_for(addresses: list[str]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECS
+    while missing := [address for address in addresses if problem(address)]:
+        if time.monotonic() > deadline:
+            raise ContenderError(f"{', '.join(missing)} did not answer in {START_TIMEOUT_SECS:.0f} s")
+        time.sleep(0.1)
 
 
 def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[str]:

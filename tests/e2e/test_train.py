@@ -5,6 +5,7 @@ import math
 import os
 import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,8 +86,25 @@ def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_fewer_steps_than_workers(command: Command, mode: str) -> None:
-    assert summary_of(command(f"mode={mode}", "data=digits", "train.steps=1"))["target_step"] == 1
+def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    finished = command(f"mode={mode}", "data=digits", "train.steps=1", env={"TMPDIR": str(temporary)})
+    assert summary_of(finished)["target_step"] == 1
+    assert list(temporary.iterdir()) == [], "TensorFlow's autograph would leave what it has generated"
+
+
+def test_a_profile_of_each_kind_of_task(command: Command) -> None:
+    finished = command("data=digits", "profile=true", "train.steps=4000")
+    assert summary_of(finished)["global_step"] == 4000
+    profiles = {path.relative_to(finished.run_dir / "tensorboard").parts[0] for path in finished.run_dir.rglob("*.pb")}
+    assert profiles == {"chief-0", "worker-0", "ps-0"}
+
+
+def test_a_run_that_is_too_short_for_a_profile(command: Command) -> None:
+    finished = command("mode=sync", "data=digits", "profile=true", "train.steps=1")
+    assert summary_of(finished)["global_step"] == 1
+    assert "profile: there is none" in finished.stderr
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

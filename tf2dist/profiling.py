@@ -1,0 +1,76 @@
+"""``profile=true``: two seconds of the training, for TensorBoard's profiler.
+
+The leader chooses the time. In mode async it tells the first worker and the first ps as it says
+farewell, through their in-memory file systems, and each writes its own part into the run
+directory of its host.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tensorflow as tf
+
+from tf2dist.cluster import Cluster, Task
+
+RAM_FILE = "ram://tf2dist/profile"
+AFTER_SECS = 4.0  # until calls have found their size
+SECS = 2.0
+JOIN_SECS = 10.0  # it may wait for a task that is lost
+
+
+def folder_of(run_dir: Path, task: Task) -> Path:
+    """A run of its own in TensorBoard: tasks of one host would write the same file."""
+    return run_dir / "tensorboard" / str(task)
+
+
+@contextmanager
+def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """On the leader: profiles a part of what runs in the block, here and on one task of each kind."""
+    ended = threading.Event()
+    others = [Task("worker", 0), Task("ps", 0)] if cluster.mode == "async" else []
+    arguments = (others, folder_of(run_dir, task), ended, warn)
+    thread = threading.Thread(target=_run, args=arguments, name="profile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(JOIN_SECS)
+
+
+def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callable[[str], None]) -> None:
+    if ended.wait(AFTER_SECS):
+        warn(f"profile: there is none, the training took less than {AFTER_SECS:.0f} s")
+        return
+    for other in others:
+        with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):
+            tf.io.write_file(RAM_FILE, "")
+    record(folder, ended)
+
+
+def record(folder: Path, ended: threading.Event) -> None:
+    """Writes what this process does for some seconds, or until `ended` is set."""
+    tf.profiler.experimental.start(str(folder))
+    ended.wait(SECS)
+    tf.profiler.experimental.stop()
+
+
+class Answer:
+    """On a task that serves: the profile that the coordinator asks for; `look` is cheap."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ended = folder, threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        if self._thread is None and tf.io.gfile.exists(RAM_FILE):
+            arguments = (self._folder, self._ended)
+            self._thread = threading.Thread(target=record, args=arguments, name="profile", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        self._ended.set()
+        if self._thread:
+            self._thread.join(JOIN_SECS)
