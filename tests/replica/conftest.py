@@ -1,6 +1,7 @@
 """An asynchronous cluster in the tests' own process, and small real data."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +24,31 @@ def cluster() -> PsCluster:
 
 
 @pytest.fixture
-def async_loop(cluster: PsCluster) -> Callable[..., Any]:
+def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
     from tf2dist import data
     from tf2dist.async_loop import AsyncLoop
     from tf2dist.cluster import Cluster
 
+    loops: list[AsyncLoop] = []
+
     def make(config: RunConfig, num_workers: int = 4, num_ps: int = 2, start: Snapshot | None = None) -> AsyncLoop:
+        settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
         part = Cluster("async", jobs)
-        return AsyncLoop(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None)
+        loops.append(AsyncLoop(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None))
+        return loops[-1]
 
-    return make
+    yield make
+    settle(loops)
+
+
+def settle(loops: list[Any]) -> None:
+    """Waits for what the newest loop has in flight: TensorFlow connects no other coordinator before, and for ever."""
+    for loop in loops[-1:]:
+        for iterator in loop._iterator._values:
+            assert iterator._status_available_event.wait(60), "an iterator was not made"
+        with contextlib.suppress(Exception):  # a test may have caused it
+            loop._coordinator.join()

@@ -127,7 +127,7 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(async_loop: 
     loop = async_loop(run_config(steps_per_execution=None))
     loop.train(3)
     assert loop._num_steps == 1, "nothing to find out for three steps"
-    for steps in (3000, 3001, 3100):
+    for steps in (1500, 1501, 1600):
         loop.train(steps)
         assert_exact(loop, steps)
         assert loop._num_steps > 1

@@ -23,10 +23,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "amsgrad": {"name": "adam", "amsgrad": True},  # this and the next one run under the lock
     "nadam": {"name": "nadam"},
 }
+FIRST = ("momentum", "adam", "nadam")
 registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_many_pushes_at_once_are_as_many_updates(async_loop: Callable[..., Any], optimizer: str) -> None:
     config = run_config("dnn", hidden_units=[500])  # its updates take so long that they meet
     config.optimizer = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}

@@ -34,7 +34,10 @@ def assert_same_arrays(one: Snapshot, other: Snapshot, prefixes: tuple[str, ...]
         np.testing.assert_array_equal(one.arrays[name], other.arrays[name], err_msg=name)
 
 
-@pytest.mark.parametrize(("num_workers", "num_ps"), [(4, 2), (4, 1), (2, 2), (1, 1)])
+SIZES = [(4, 2), (1, 1), *(pytest.param(*size, marks=pytest.mark.slow) for size in [(4, 1), (2, 2)])]
+
+
+@pytest.mark.parametrize(("num_workers", "num_ps"), SIZES)
 def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_workers: int, num_ps: int) -> None:
     config = run_config("cnn", "adam", steps_per_execution=5, batch_norm=True)
     config.optimizer["learning_rate"] = 0.001
