@@ -32,6 +32,7 @@ from tf2dist.state import begin, input_facts, input_positions, named_variables, 
 from tf2dist.strategy import parameter_server_strategy
 
 POLL_SECS = 0.05
+TRACE_SECS = 0.7  # of a function with many steps, about
 FAREWELL_TIMEOUT_SECS = 5.0
 TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
 
@@ -120,7 +121,7 @@ class AsyncLoop:
             if missing <= 0 or (wished := wish()):
                 break
             if not self._is_sized and (size := trial.size(time.monotonic(), self.progress.local_steps)):
-                self._resize(size)
+                self._resize(size, limit)
                 continue
             if idle:
                 for server in self._graphs.servers:
@@ -138,10 +139,12 @@ class AsyncLoop:
             self._level()
         return wished
 
-    def _resize(self, num_steps: int) -> None:
+    def _resize(self, num_steps: int, limit: tf.Tensor) -> None:
         """Makes the calls longer, once the first ones have shown how long a step takes."""
         self._is_sized = True
         if num_steps > self._num_steps:
+            for _ in range(int(TRACE_SECS * self._steps_per_sec / self._num_steps)):  # the workers go on meanwhile
+                self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
             self._coordinator.join()
             self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)

@@ -87,6 +87,81 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
         assert "final accuracy" in log, "it took part again"
 
 
+GATED = """
+import os
+
+import keras
+import tensorflow as tf
+import tf2dist
+
+CLOSED, INSIDE = os.environ["TEST_GATE"] + ".closed", os.environ["TEST_GATE"] + ".inside"
+
+
+class Gate(keras.layers.Layer):
+    def call(self, images):
+        def is_closed(_):
+            return tf.size(tf.io.matching_files(CLOSED)) > 0
+
+        def wait(number):
+            with tf.control_dependencies([tf.io.write_file(INSIDE, "")]):
+                return number + 1
+
+        with tf.control_dependencies(tf.while_loop(is_closed, wait, [tf.constant(0)])):
+            return tf.identity(images)
+
+
+@tf2dist.register_model("gated")
+def gated(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), Gate(), layers.Flatten(), layers.Dense(num_classes)])
+"""
+ROLES_IN_A_STEP = [
+    *(("async", task) for task in ("worker-1", "ps-0", "chief-0")),
+    *(("sync", task) for task in ("worker-1", "worker-0")),
+]
+
+
+def start_and_close_the_gate(command: Command, mode: str) -> subprocess.Popen[str]:
+    """Every worker is in the middle of a step when it returns, and stays there as long as the gate is closed."""
+    (command.folder / "gated.py").write_text(GATED)
+    command.env["TEST_GATE"] = str(command.folder / "gate")
+    more = ["model=gated", "plugins=[gated.py]", f"checkpoint.every_steps={STEPS[mode] // 12}", "watchdog_secs=20"]
+    process = start(command, mode, *more)
+    wait_for_step(command, process, STEPS[mode] // 6)
+    (command.folder / "gate.closed").touch()
+    wait_until((command.folder / "gate.inside").exists, process)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(("mode", "task"), ROLES_IN_A_STEP)
+def test_a_loss_in_the_middle_of_a_step(command: Command, mode: str, task: str, signum: signal.Signals) -> None:
+    process = start_and_close_the_gate(command, mode)
+    os.kill(task_process(command.folder / "run", task).pid, signum)
+    (command.folder / "gate.closed").unlink()
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 12 s"
+    assert f"{task} {how}" in finished.stderr
+    restarts = [1]
+    if (mode, task) == ("async", "worker-1"):
+        # TensorFlow may lose the call that it gives to a worker in the moment when that one is back: then the
+        # coordinator waits for it until it is found to make no progress, and all begin again at the last step.
+        restarts.append(2)
+    summary = json.loads((command.folder / "run" / "summary.json").read_text())
+    assert_exact(command, mode, restarts=summary["restarts"])
+    assert summary["restarts"] in restarts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_launcher_killed_in_the_middle_of_a_step_leaves_nobody(command: Command, mode: str) -> None:
+    process = start_and_close_the_gate(command, mode)  # it stays closed
+    process.kill()
+    process.communicate(timeout=10)
+
+
 def test_all_workers_lost(command: Command) -> None:
     """All take part again, and the updates of their first lives are not lost."""
     process = start(command, "async")
