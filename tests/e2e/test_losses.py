@@ -99,8 +99,10 @@ CLOSED, INSIDE = os.environ["TEST_GATE"] + ".closed", os.environ["TEST_GATE"] + 
 
 class Gate(keras.layers.Layer):
     def call(self, images):
-        def is_closed(_):
-            return tf.size(tf.io.matching_files(CLOSED)) > 0
+        def is_closed(number):
+            # The name depends on the number, or TensorFlow would look for the file once, before the loop.
+            name = tf.strings.substr(CLOSED, 0, tf.minimum(number, 0) + len(CLOSED))
+            return tf.size(tf.io.matching_files(name)) > 0
 
         def wait(number):
             with tf.control_dependencies([tf.io.write_file(INSIDE, "")]):
@@ -144,14 +146,7 @@ def test_a_loss_in_the_middle_of_a_step(command: Command, mode: str, task: str, 
     assert finished.code == 0, finished
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 12 s"
     assert f"{task} {how}" in finished.stderr
-    restarts = [1]
-    if (mode, task) == ("async", "worker-1"):
-        # TensorFlow may lose the call that it gives to a worker in the moment when that one is back: then the
-        # coordinator waits for it until it is found to make no progress, and all begin again at the last step.
-        restarts.append(2)
-    summary = json.loads((command.folder / "run" / "summary.json").read_text())
-    assert_exact(command, mode, restarts=summary["restarts"])
-    assert summary["restarts"] in restarts
+    assert_exact(command, mode, restarts=1)
 
 
 @pytest.mark.slow
