@@ -14,13 +14,13 @@ from tests.conftest import REPOSITORY
 def test_the_benchmark_runs(real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
-    arguments = ["--only", "async softmax,input", "--rounds", "1", "--scale", "0.02", "--out", str(tmp_path)]
+    arguments = ["--only", "one process softmax,input", "--rounds", "1", "--scale", "0.02", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tests.bench", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     comparisons = {one["name"]: one for one in json.loads((tmp_path / "bench.json").read_text())["comparisons"]}
-    assert set(comparisons) == {"async softmax", "input"}
-    assert set(comparisons["async softmax"]["medians"]) == {"tf2dist", "old program", "plain port"}
+    assert set(comparisons) == {"one process softmax", "input"}
+    assert set(comparisons["one process softmax"]["medians"]) == {"tf2dist", "bare loop", "keras fit"}
     for one in comparisons.values():
         assert all(figure > 0 for figures in one["values"].values() for figure in figures), done.stdout
         assert one["ratio"] > 0
