@@ -12,7 +12,7 @@ from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload
 from tf2dist.models import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
-SCHEDULE = 100  # calls between two looks
+MAX_SCHEDULE = 100  # calls between two looks
 
 
 def dataset(workload: Workload, seed: int) -> tf.data.Dataset:
@@ -83,12 +83,13 @@ def asynchronous(workload: Workload) -> None:
         return strategy.run(step, args=next(iterator))
 
     iterator = iter(coordinator.create_per_worker_dataset(lambda: dataset(workload, 0)))
+    schedule = min(MAX_SCHEDULE, workload.warmup_steps)
     stopwatch, done = Stopwatch(workload), 0
     while not stopwatch.passed(done):
-        for _ in range(SCHEDULE):
+        for _ in range(schedule):
             coordinator.schedule(train, args=(iterator,))
         coordinator.join()
-        done += SCHEDULE
+        done += schedule
     stopwatch.tell()
 
 
