@@ -21,9 +21,9 @@ def make_atomic(optimizer: keras.Optimizer) -> bool:
     Returns:
         Whether updates can run at the same time; otherwise the caller must see that they do not.
     """
-    plain = not (optimizer.use_ema or optimizer.gradient_accumulation_steps)
-    update_step = _update_step(optimizer)
-    if not plain or update_step is None:
+    if optimizer.use_ema or optimizer.gradient_accumulation_steps:  # which read and assign beside it
+        return False
+    if (update_step := _update_step(optimizer)) is None:
         return False
     optimizer.update_step = update_step
     return True

@@ -13,6 +13,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from tf2dist.cluster import Cluster, Task
+from tf2dist.errors import first_line
 
 RAM_FILE = "ram://tf2dist/profile"
 AFTER_SECS = 4.0  # until calls have found their size
@@ -45,8 +46,11 @@ def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callabl
         warn(f"profile: there is none, the training took less than {AFTER_SECS:.0f} s")
         return
     for other in others:
-        with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):
-            tf.io.write_file(RAM_FILE, "")
+        try:
+            with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):
+                tf.io.write_file(RAM_FILE, "")
+        except tf.errors.OpError as error:
+            warn(f"profile: there is none of {other} ({first_line(str(error))})")
     record(folder, ended)
 
 

@@ -187,7 +187,7 @@ class Watch:
         """Answers the failures since the last look.
 
         Raises:
-            TaskFailure: by no restart.
+            TaskFailure: no restart helps.
         """
         self._await_cause()
         verdict = self._policy.judge(self._failures[0])

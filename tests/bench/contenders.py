@@ -123,6 +123,8 @@ class OurRun:
     def rate(self, warmup_steps: int) -> float:
         """Steps per second from the first record at or after `warmup_steps` to the last."""
         timed = [(r["time"], r["step"]) for r in self.records if "loss" in r and r["step"] >= warmup_steps]
+        if len(timed) < 2:
+            raise ContenderError(f"{self.summary['target_step']} steps are too few: one look after the warm-up")
         (first_time, first_step), (last_time, last_step) = timed[0], timed[-1]
         return float((last_step - first_step) / (last_time - first_time))
 

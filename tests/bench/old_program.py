@@ -4,7 +4,7 @@ import tempfile
 
 import tensorflow as tf
 
-from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, Batches, Stopwatch, Workload
+from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, Batches, Stopwatch, Workload, run
 
 v1 = tf.compat.v1
 
@@ -92,4 +92,4 @@ def main(workload: Workload) -> None:
 
 
 if __name__ == "__main__":
-    main(Workload.from_arguments())
+    run(main)

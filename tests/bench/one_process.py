@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tests.bench.plain_port import ARGUMENTS, dataset
-from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload
+from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
 from tf2dist.models import build_model
 
 STEPS_PER_CALL = 50
@@ -53,7 +53,8 @@ def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
         done += STEPS_PER_CALL
 
 
-def main(how: str, workload: Workload) -> None:
+def main(workload: Workload) -> None:
+    how = sys.argv[2]
     model = build_model({"name": workload.model, **ARGUMENTS[workload.model]}, (28, 28, 1), 10, 0)
     stopwatch = Stopwatch(workload)
     {"keras_fit": keras_fit, "bare": bare}[how](workload, model, stopwatch)
@@ -61,4 +62,4 @@ def main(how: str, workload: Workload) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2], Workload.from_arguments())
+    run(main)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload
+from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
 from tf2dist.models import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
@@ -94,4 +94,4 @@ def asynchronous(workload: Workload) -> None:
 
 
 if __name__ == "__main__":
-    main(Workload.from_arguments())
+    run(main)

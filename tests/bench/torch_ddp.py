@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE, Stopwatch, Workload
+from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE, Stopwatch, Workload, run
 
 
 def network(model: str) -> nn.Module:
@@ -55,4 +55,4 @@ def main(workload: Workload) -> None:
 
 
 if __name__ == "__main__":
-    main(Workload.from_arguments())
+    run(main)

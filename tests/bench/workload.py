@@ -1,8 +1,11 @@
 """What every contender of the benchmark is told, and how it measures itself."""
 
 import json
+import os
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,10 +70,20 @@ class Stopwatch:
 
     def tell(self) -> None:
         """Prints the rate for `contenders`, and waits for the end: who leaves early would cut off the others."""
-        assert self._first is not None
+        if self._first is None or self._first == self._last:
+            raise ValueError(f"{self._workload.steps} steps are too few: there was but one look after the warm-up")
         secs, steps = self._last[0] - self._first[0], self._last[1] - self._first[1]
         print(json.dumps({"steps_per_sec": steps / secs}), flush=True)
         sys.stdin.readline()
+
+
+def run(main: Callable[[Workload], None]) -> None:
+    """Runs a contender; what TensorFlow has running does not keep one alive that has failed."""
+    try:
+        main(Workload.from_arguments())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 class Batches:

@@ -19,3 +19,13 @@ def run_config(
         optimizer={"name": optimizer, "learning_rate": 0.01},
         train=TrainConfig(batch_size_per_worker=batch_size, steps_per_execution=steps_per_execution),
     )
+
+
+def assert_exact(loop: Any, steps: int) -> None:
+    """An asynchronous loop has applied so many updates, and every ps has counted each."""
+    assert loop.progress.global_step == steps
+    assert loop.updates_applied() == steps
+    assert sum(loop.progress.local_steps) == steps
+    for server in loop._graphs.servers:
+        assert server.applied.numpy() == steps
+        assert server.staleness.numpy().sum() == steps, "staleness is measured at every update"

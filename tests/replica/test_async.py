@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
-from tf2dist import async_step, data, pipeline, registry
+from tests.replica.small_runs import assert_exact, run_config
+from tf2dist import data, pipeline, registry
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError, NotFiniteError
-from tf2dist.loop import Wish
 
 MakeLoop = Callable[..., Any]
 
@@ -45,15 +44,6 @@ def weights(loop: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in loop.model.trainable_variables]
 
 
-def assert_exact(loop: Any, steps: int) -> None:
-    assert loop.progress.global_step == steps
-    assert loop.updates_applied() == steps
-    assert sum(loop.progress.local_steps) == steps
-    for server in loop._graphs.servers:
-        assert server.applied.numpy() == steps
-        assert server.staleness.numpy().sum() == steps, "staleness is measured at every update"
-
-
 @pytest.mark.parametrize("num_workers", [3, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimizer: str) -> None:
@@ -62,26 +52,6 @@ def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimi
         loop.train(steps)
         assert_exact(loop, steps)
     assert all(loop.progress.local_steps), "every worker took part"
-
-
-def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # a GPU's place; each worker has such a device
-    loop = async_loop(run_config())
-    names = {device.name for device in tf.config.list_logical_devices()}
-    assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
-    nodes = {node.name: node for node in loop._train_function.graph.as_graph_def().node}
-    steps = [node for node in nodes.values() if node.op == "PartitionedCall"]
-    assert len(steps) == 10
-    for step in steps:
-        assert step.device == "/device:CPU:1"
-        inputs = [nodes[name.partition(":")[0]] for name in step.input]
-        copies = [node for node in inputs if node.op == "Identity" and node.device == "/device:CPU:1"]
-        batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
-        assert [batch.op for batch in batches] == ["Unpack"] * 3
-        assert all(batch.device == "/device:CPU:0" for batch in batches)
-        assert not any(name.startswith("^") for copy in copies for name in copy.input), "a copy waits for a step"
-    loop.train(95)
-    assert_exact(loop, 95)
 
 
 def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
@@ -123,34 +93,6 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
 
 
-def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config(steps_per_execution=None))
-    loop.train(3)
-    assert loop._num_steps == 1, "nothing to find out for three steps"
-    for steps in (1500, 1501, 1600):
-        loop.train(steps)
-        assert_exact(loop, steps)
-        assert loop._num_steps > 1
-
-
-def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps are asked for, and however slow the workers are."""
-    loop = async_loop(run_config(steps_per_execution=10))
-    schedule = loop._coordinator.schedule
-    ahead: list[int] = []
-    windows: list[int] = []  # wider while the workers are faster
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        windows.append(loop._window())
-        ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
-        return schedule(*args, **kwargs)
-
-    monkeypatch.setattr(loop._coordinator, "schedule", note)
-    loop.train(1_000, lambda: Wish.STOP if len(ahead) > 100 else Wish.NOTHING)
-    assert 0 < max(ahead) <= max(windows) + 10
-    assert len(ahead) <= 102, "none for what is done"
-
-
 def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(50)
@@ -169,16 +111,6 @@ def test_a_ps_that_is_one_update_behind_is_waited_for(async_loop: MakeLoop) -> N
     loop.train(150)
     assert [server.applied.numpy() for server in loop._graphs.servers] == [150, 150]
     assert loop.progress.global_step == 150
-
-
-def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
-    config = run_config()
-    for xla in (False, True):
-        config.devices.xla = xla
-        loop = async_loop(config)
-        assert ("_XlaMustCompile" in str(loop._train_function.graph.as_graph_def())) == xla
-        loop.train(10)
-        assert_exact(loop, 10)
 
 
 def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:

@@ -23,6 +23,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "amsgrad": {"name": "adam", "amsgrad": True},  # this and the next one run under the lock
     "nadam": {"name": "nadam"},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "averaged": {"name": "adam", "use_ema": True},
+    "accumulated": {"name": "adam", "gradient_accumulation_steps": 2},
+}
 FIRST = ("momentum", "adam", "nadam")
 registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 
@@ -60,10 +64,10 @@ def push_at_once(loop: Any) -> np.ndarray:
     return np.concatenate([(new - old).ravel() for new, old in zip(after, before, strict=True)])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS | OTHERS)
 def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     """Two updates mixed divide the momentum of one by the velocity of the other, which few runs survive."""
-    arguments = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}
+    arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = ParameterServer("CPU:0", [keras.Variable([1.0, 2.0])], [], arguments, num_workers=1, total_steps=1)
     size, scalar = tf.TensorSpec([2 + FOOTER], tf.float32), tf.TensorSpec([], tf.int64)
     push = tf.function(server._push, autograph=False).get_concrete_function(size, scalar, scalar)
