@@ -1,7 +1,9 @@
 """What all tests share: the data that is really there, the command, and a look for what was left behind."""
 
+import atexit
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +27,13 @@ os.environ["NO_GCE_CHECK"] = "true"
 if "TFDS_DATA_DIR" not in os.environ and PREPARED.is_dir():
     os.environ["TFDS_DATA_DIR"] = str(PREPARED)
 os.environ.pop("TF_CONFIG", None)
+# A shell starts what it runs in the background with Ctrl-C ignored, and every command of ours would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    """Silence: TensorFlow tells at exit, in pages below the summary, that the servers of a cluster are gone."""
+    atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)  # pytest gives back the file descriptor before
 
 
 @pytest.fixture(scope="session")
