@@ -1,9 +1,11 @@
-"""Which processors a task may use: GPUs go round robin to the workers of a host, and to nobody else."""
+"""Which processors a task may use: the workers of a host get its GPUs round robin, and share its cores."""
 
+import os
 import subprocess
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import DevicesConfig
@@ -30,6 +32,9 @@ def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bo
 def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host: bool) -> tf.compat.v1.ConfigProto:
     """Applies the choice to this process. To be called before TensorFlow touches a device.
 
+    Args:
+        share_host: whether all tasks of the cluster are on this host.
+
     Returns:
         The same choice for `tf.distribute.Server`, which does not look at `tf.config`.
 
@@ -50,7 +55,24 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
         allow_growth=config.gpu_memory_fraction is None,
         per_process_gpu_memory_fraction=config.gpu_memory_fraction or 0.0,
     )
-    return tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+    server_config = tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+    if share_host:
+        share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
+    return server_config
+
+
+def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:
+    """Leaves a task its share of the host's cores, in `server_config` and in this process.
+
+    By default every process has a thread for each core, which spin while they look for work: with
+    three workers on two cores that was a third of all the time of the cores.
+    """
+    num_threads = max(1, num_cores // num_workers)
+    server_config.intra_op_parallelism_threads = num_threads
+    server_config.experimental.disable_thread_spinning = True
+    tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+    # No public function sets it for the process itself.
+    context.context()._config = tf.compat.v1.ConfigProto(experimental=server_config.experimental)
 
 
 def gpu_memory_mb(index: int, query: str | None = None) -> int:

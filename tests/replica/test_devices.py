@@ -1,5 +1,8 @@
 """Who gets which GPU, with a list of GPUs made up for the test."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tf2dist import devices
@@ -36,3 +39,21 @@ def test_gpu_memory() -> None:
     assert devices.gpu_memory_mb(1, "16384\n24576\n") == 24576
     with pytest.raises(ConfigError, match="memory of GPU 2"):
         devices.gpu_memory_mb(2, "16384\n24576\n")
+
+
+def test_tasks_of_one_host_share_its_cores() -> None:
+    """In a process of its own: TensorFlow takes it only before its first operation."""
+    code = """if True:
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+        from tf2dist import devices
+        for num_cores, num_workers, threads in [(2, 3, 1), (64, 3, 21), (8, 1, 8)]:
+            server_config = tf.compat.v1.ConfigProto()
+            devices.share_cores(server_config, num_cores, num_workers)
+            for config in (server_config, context.context().config):
+                assert config.experimental.disable_thread_spinning, config
+                assert config.intra_op_parallelism_threads == threads, config
+        assert float(tf.reduce_sum(tf.ones([1000]))) == 1000
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
