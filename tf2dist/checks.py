@@ -56,7 +56,7 @@ def _train(config: RunConfig) -> list[Rule]:
 
 def _cluster(config: RunConfig) -> list[Rule]:
     cluster = config.cluster
-    kind, num_ps, shift = cluster.kind, cluster.num_ps, cluster.control_port_shift
+    kind, num_ps, shift, all_reduce = cluster.kind, cluster.num_ps, cluster.control_port_shift, cluster.all_reduce
     needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
     return [
         ("cluster.kind", kind, kind in CLUSTER_KINDS, f"must be one of {', '.join(CLUSTER_KINDS)}"),
@@ -65,6 +65,7 @@ def _cluster(config: RunConfig) -> list[Rule]:
         *_local(config),
         ("cluster.num_ps", num_ps, config.mode == "sync" or num_ps != 0, needs_ps),
         ("cluster.control_port_shift", shift, 1 <= shift <= 32767, "must be from 1 to 32767"),
+        ("cluster.all_reduce", all_reduce, all_reduce in ("auto", "tensorflow"), "must be auto or tensorflow"),
     ]
 
 

@@ -27,6 +27,7 @@ class ClusterConfig:
     check_address: bool = True
     allow_public: bool = False
     control_port_shift: int = 1000
+    all_reduce: str = "auto"
 
 
 @dataclass(kw_only=True, slots=True)

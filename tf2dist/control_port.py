@@ -44,7 +44,22 @@ def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
     """
     host, port = control_address(cluster.address(task), shift)
     name = f"{task.job} {task.index} ({cluster.address(task)})"
-    for family, address in [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))]:
+    return _listen(name, [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))])
+
+
+def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
+    """Listens at some free port of the task's own address.
+
+    Raises:
+        ClusterError: the address is not this host's, or the name unknown.
+    """
+    name = f"{task.job} {task.index} ({cluster.address(task)})"
+    return _listen(name, _own_addresses(name, split(cluster.address(task))[0], 0))
+
+
+def _listen(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.socket:
+    """At the first of some families and addresses that this host has."""
+    for family, address in candidates:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
@@ -54,12 +69,12 @@ def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
             listener.close()
             if error.errno == errno.EADDRINUSE:
                 raise ClusterError(
-                    f"{name}: its control port {port} is taken on this host; does the same task run here already? "
-                    "Otherwise give another cluster.control_port_shift, the same to every task"
+                    f"{name}: its control port {address[1]} is taken on this host; does the same task run here "
+                    "already? Otherwise give another cluster.control_port_shift, the same to every task"
                 ) from None
             if error.errno == errno.EADDRNOTAVAIL:
                 continue
-            raise ClusterError(f"{name}: cannot listen at its control port {port}: {error.strerror}") from None
+            raise ClusterError(f"{name}: cannot listen at its control port {address[1]}: {error.strerror}") from None
         listener.setblocking(False)
         return listener
     raise ClusterError(f"{name}: this host has no address to listen at")

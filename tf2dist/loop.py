@@ -1,7 +1,9 @@
 """What the two training loops have in common: the signature, and what they tell about themselves."""
 
 import enum
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -45,6 +47,15 @@ class Wish(enum.Flag):
     NOTHING = 0
     SAVE = enum.auto()
     STOP = enum.auto()
+
+    def to_floats(self) -> list[float]:
+        """Something that can be added up: the sum is not zero where one worker's is not."""
+        return [float(one in self) for one in Wish]
+
+    @classmethod
+    def of_sums(cls, sums: list[float]) -> "Wish":
+        wished = [one for one, total in zip(Wish, sums, strict=True) if total > 0]
+        return functools.reduce(operator.or_, wished, cls.NOTHING)
 
 
 def target_step(config: RunConfig, sharding: Sharding, updates_per_epoch: int, start: Snapshot | None) -> int:

@@ -45,6 +45,13 @@ class ModelStep:
         self.trainable = list(model.trainable_variables)
         self.state = [v for v in model.non_trainable_variables if not _is_seed(v)]
 
+    def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """What the trainable variables and the state hold now."""
+        trainable, state = (
+            [tf.convert_to_tensor(v.value) for v in variables] for variables in (self.trainable, self.state)
+        )
+        return trainable, state
+
     def __call__(self, trainable: list[tf.Tensor], state: list[tf.Tensor], batch: Batch, seed: tf.Tensor) -> StepOutput:
         """One forward and backward pass at the given values of the variables; `seed`: int64 [2]."""
         with tf.GradientTape() as tape:

@@ -62,7 +62,7 @@ def multi_worker_mirrored_strategy(
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
         late = [Task(job, int(index)) for job, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)]
@@ -71,6 +71,9 @@ def multi_worker_mirrored_strategy(
         raise TaskLostError(
             f"after {timeout_secs:.0f} s still waiting for {names}; see startup_timeout_secs"
         ) from error
+    # Otherwise all workers ask each other in every step whether somebody's input is at its end, which ours never is.
+    strategy.extended.experimental_enable_get_next_as_optional = False
+    return strategy
 
 
 def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:
@@ -88,6 +91,17 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
     size = int(of_leader(np.array(len(packed), np.int64)))
     padded = packed[:size].ljust(-(-size // 4) * 4, b"\0")
     return of_leader(np.frombuffer(padded, np.float32)).tobytes()[:size] if size else b""
+
+
+def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values: tf.Tensor) -> tf.Tensor:
+    """Adds up what every synchronous worker has; the first replica of each contributes it."""
+    first = strategy.num_replicas_in_sync // strategy.extended._num_workers
+
+    def mine(tensor: tf.Tensor) -> tf.Tensor:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tf.where(tf.cast(replica, tf.int32) % first == 0, tensor, tf.zeros_like(tensor))
+
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(mine, (values,)), None)
 
 
 def barrier(name: str, timeout_secs: float) -> None:

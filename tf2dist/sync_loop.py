@@ -6,7 +6,7 @@ for the log, packed into one vector. All replicas then apply the same update to 
 
 import functools
 import math
-import operator
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data, peers, pulse
+from tf2dist import data, mesh, peers, pulse
+from tf2dist.all_reduce import AllReduce
 from tf2dist.call_size import steps_of_a_call
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
-from tf2dist.errors import ConfigError, NotFiniteError
+from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError
 from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model, build_optimizer
@@ -26,20 +27,10 @@ from tf2dist.pipeline import Sharding, batches
 from tf2dist.saving import Snapshot
 from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
-from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy
+from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
 
 FINISH_TIMEOUT_SECS = 60.0
 LEAVE_TIMEOUT_SECS = 10.0
-
-
-def _to_floats(wish: Wish) -> list[float]:
-    """A wish as something that can be added up: the sum is not zero where one worker's is not."""
-    return [float(one in wish) for one in Wish]
-
-
-def _from_floats(sums: list[float]) -> Wish:
-    wished = [one for one, total in zip(Wish, sums, strict=True) if total > 0]
-    return functools.reduce(operator.or_, wished, Wish.NOTHING)
 
 
 class SyncLoop:
@@ -54,8 +45,7 @@ class SyncLoop:
         start: Snapshot | None,
         report: Report,
     ) -> None:
-        self._config, self._report = config, report
-        self._task, self._cluster = task, cluster
+        self._config, self._cluster, self._task, self._report = config, cluster, task, report
         self._strategy = multi_worker_mirrored_strategy(
             cluster, task, config.startup_timeout_secs, config.watchdog_secs
         )
@@ -76,6 +66,8 @@ class SyncLoop:
         self._earlier_steps = self._begin_step - (local_steps[0] if len(local_steps) == cluster.num_workers else 0)
         self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
         self._splits = splits
+        self._reduce = tf.function(functools.partial(sum_over_workers, self._strategy), autograph=False)
+        self._all_reduce = self._own_all_reduce()
         with self._strategy.scope():
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
             self._optimizer = build_optimizer(config.optimizer, self.target_step)
@@ -96,13 +88,20 @@ class SyncLoop:
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
         self._train = tf.function(self._train_steps, autograph=False)
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
-        self._reduce = tf.function(self._sum_over_workers, autograph=False)
-        self._secs_per_step = self._own_secs = 0.0  # of all workers and of this one, not known yet
+        self._secs_per_step = self._own_secs = 0.0  # of all workers and of this one; not known yet
         self.progress = Progress(self._begin_step, self._local_steps(self._begin_step), examples, math.nan, math.nan)
 
     @property
     def updates_per_epoch(self) -> int:
         return self.sharding.steps_per_epoch
+
+    def _own_all_reduce(self) -> AllReduce | None:
+        """Faster than TensorFlow's on CPUs; on GPUs that one is NCCL's, which is faster."""
+        only_tensorflow = self._config.cluster.all_reduce == "tensorflow"
+        has_gpu = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
+        why_not = "cluster.all_reduce=tensorflow" if only_tensorflow else has_gpu
+        secret = broadcast(self._strategy, os.urandom(mesh.SECRET_BYTES))
+        return mesh.join(self._cluster, self._task, secret, lambda own: self._reduce(tf.constant(own)).numpy(), why_not)
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
@@ -124,9 +123,9 @@ class SyncLoop:
         while self.progress.global_step < until_step and not wished:
             count = min(self._steps_per_call(), until_step - self.progress.global_step)
             started = time.monotonic()
-            shared = tf.constant([*_to_floats(wish()), self._own_secs / self._strategy.num_replicas_in_sync])
-            loss, correct, examples, *wishes, secs = self._train(self._iterator, tf.constant(count), shared).numpy()
-            wished, self._secs_per_step = _from_floats(wishes), secs / count
+            shared = tf.constant([*wish().to_floats(), self._own_secs / self._strategy.num_replicas_in_sync])
+            loss, correct, examples, *wishes, secs = self._take_steps(count, shared)
+            wished, self._secs_per_step = Wish.of_sums(wishes), secs / count
             self._own_secs = (time.monotonic() - started) / count
             step = int(self._applied.numpy())
             if not np.isfinite(loss):
@@ -142,6 +141,16 @@ class SyncLoop:
             self._report(self.progress)
         return wished
 
+    def _take_steps(self, count: int, shared: tf.Tensor) -> np.ndarray:
+        """See `_train_steps`."""
+        try:
+            sums: np.ndarray = self._train(self._iterator, tf.constant(count), shared).numpy()
+        except tf.errors.UnknownError as error:  # how an exception leaves a Python function in a graph
+            if self._all_reduce and (lost := self._all_reduce.lost):
+                raise TaskLostError(f"lost {self._cluster.training_tasks[lost.index]}: {lost}") from error
+            raise
+        return sums
+
     def _steps_per_call(self) -> int:
         """All workers must come to the same number, so it follows from the mean of their times."""
         if self._config.train.steps_per_execution:
@@ -149,7 +158,7 @@ class SyncLoop:
         return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
 
     def agree(self, wish: Wish) -> Wish:
-        return _from_floats(list(self._reduce(tf.constant(_to_floats(wish))).numpy()))
+        return Wish.of_sums(list(self._reduce(tf.constant(wish.to_floats())).numpy()))
 
     def _log(self, count: int) -> None:
         """The worker's line, whenever it passes a multiple of log_every_steps."""
@@ -175,18 +184,21 @@ class SyncLoop:
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        trainable, state = (
-            [tf.convert_to_tensor(v.value) for v in variables] for variables in (self._step.trainable, self._step.state)
-        )
+        trainable, state = self._step.values()
         seed = step_seed(self._config.seed, context.replica_id_in_sync_group, self._applied.read_value())
         output = self._compute(trainable, state, Batch(images, labels, weights), seed)
         changes = [(new - old) / self.sharding.num_shards for new, old in zip(output.state, state, strict=True)]
         packed = self._packing.pack([*output.gradients, *changes], output.sums, shared)
-        tensors, sums = self._packing.unpack(context.all_reduce(tf.distribute.ReduceOp.SUM, packed))
+        tensors, sums = self._packing.unpack(self._reduced(packed))
         gradients, changes = tensors[: len(trainable)], tensors[len(trainable) :]
         self._optimizer.apply(gradients, self._step.trainable)
         context.merge_call(self._add_to_state, args=(changes,))
         return sums
+
+    def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
+        if self._all_reduce is None:
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, packed)
+        return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
 
     def _add_to_state(self, strategy: tf.distribute.Strategy, changes: list[tf.Tensor]) -> None:
         """Adds the mean change of the replicas to every copy; all copies stay equal."""
@@ -198,24 +210,12 @@ class SyncLoop:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
         arrays = getattr(self._splits, split)
         worker, num_workers = self._cluster.training_tasks.index(self._task), self._cluster.num_workers
-        trainable, state = (
-            [tf.convert_to_tensor(v.value) for v in variables] for variables in (self._step.trainable, self._step.state)
-        )
+        trainable, state = self._step.values()
         sums = np.zeros(3)
         for first, last in chunks(len(arrays), worker, num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
             pulse.beat()
         return Evaluation.of_sums(self._reduce(tf.constant(sums)).numpy(), len(arrays))
-
-    def _sum_over_workers(self, values: tf.Tensor) -> tf.Tensor:
-        """Adds up what every worker has; the first replica of each contributes it."""
-        first = self._strategy.num_replicas_in_sync // self._cluster.num_workers
-
-        def mine(tensor: tf.Tensor) -> tf.Tensor:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return tf.where(tf.cast(replica, tf.int32) % first == 0, tensor, tf.zeros_like(tensor))
-
-        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self._strategy.run(mine, (values,)), None)
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""

@@ -37,13 +37,17 @@ def assert_equal_weights(found: list[np.ndarray], expected: list[np.ndarray], at
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("softmax", "sgd"), ("dnn", "adam")])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "all_reduce"),
+    [("softmax", "sgd", "auto"), ("dnn", "adam", "auto"), ("dnn", "adam", "tensorflow")],
+)
 def test_three_workers_equal_one_with_three_times_the_batch(
-    sync_workers: SyncWorkers, model: str, optimizer: str
+    sync_workers: SyncWorkers, model: str, optimizer: str, all_reduce: str
 ) -> None:
     """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
     more: dict[str, Any] = {"hidden_units": [30, 20]} if model == "dnn" else {}
     few = run_config(model, optimizer, batch_size=50, steps_per_execution=7, **more)
+    few.cluster.all_reduce = all_reduce
     one = run_config(model, optimizer, batch_size=150, **more)
     three = sync_workers(train, num_workers=3, args=(few, 20))
     single = sync_workers(train, num_workers=1, args=(one, 20))[0]

@@ -90,6 +90,7 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
+    (["cluster.all_reduce=nccl"], "cluster.all_reduce (nccl): must be auto or tensorflow"),
     (["model=null"], "model (null): must be one of"),
     (["mode=null"], "mode (null): must be one of"),
     (["model.name=null"], "model.name=null: is set by another option; choose with model=NAME"),

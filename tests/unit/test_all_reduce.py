@@ -1,0 +1,142 @@
+"""The sum over workers through real sockets, each worker a thread."""
+
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tf2dist import mesh
+from tf2dist.all_reduce import ONE_HOP_BYTES, AllReduce, LostWorkerError
+from tf2dist.cluster import Cluster, Task
+
+TIMEOUT_SECS = 30
+
+
+def connected(num_workers: int) -> list[AllReduce]:
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_workers)]
+    for one, other in itertools.combinations(range(num_workers), 2):
+        sockets[one][other], sockets[other][one] = socket.socketpair()
+    return [AllReduce(index, mine) for index, mine in enumerate(sockets)]
+
+
+def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result(TIMEOUT_SECS) for future in [pool.submit(function) for function in functions]]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 1_000_003])
+def test_the_sum_is_the_same_bits_everywhere(num_workers: int, size: int) -> None:
+    """Many times bigger than the sockets' buffers too, and several one after the other."""
+    workers, random = connected(num_workers), np.random.default_rng(size)
+    for _ in range(3):
+        vectors = random.normal(size=[num_workers, size]).astype(np.float32)
+        expected = vectors[0].copy()
+        for vector in vectors[1:]:
+            expected += vector
+        calls = [partial(worker, own) for worker, own in zip(workers, vectors, strict=True)]
+        for result in at_once(calls):
+            np.testing.assert_array_equal(result, expected)
+    for worker in workers:
+        worker.close()
+
+
+def test_a_result_is_not_changed_by_the_next_call() -> None:
+    workers = connected(2)
+    first, _ = at_once([partial(worker, np.ones(100, np.float32)) for worker in workers])
+    at_once([partial(worker, np.zeros(100, np.float32)) for worker in workers])
+    assert first.tolist() == [2.0] * 100
+
+
+@pytest.mark.parametrize("how", ["closed", "severed"])
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_worker_that_is_gone_ends_the_waiting_of_the_others(how: str, size: int) -> None:
+    """In the middle of a call, or on the word of the launcher where a cut-off host closes nothing."""
+    workers = connected(3)
+
+    def lose() -> None:
+        for worker in workers[:2]:
+            if how == "severed":
+                worker.sever(2)
+        if how == "closed":
+            workers[2].close()
+
+    def lost_in_a_call(worker: AllReduce) -> int:
+        with pytest.raises(LostWorkerError) as raised:
+            worker(np.ones(size, np.float32))
+        assert worker.lost is raised.value
+        return raised.value.index
+
+    timer = threading.Timer(0.2, lose)
+    timer.start()
+    assert at_once([partial(lost_in_a_call, worker) for worker in workers[:2]]) == [2, 2]
+    timer.join()
+
+
+class Together:
+    """What `mesh.join` adds up with: the cluster of TensorFlow in real life."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
+        self._sum: np.ndarray = np.zeros(0)
+
+    def add_up(self, own: list[float]) -> np.ndarray:
+        if self._barrier.wait(TIMEOUT_SECS) == 0:
+            self._sum = np.zeros(len(own))
+        self._barrier.wait(TIMEOUT_SECS)
+        with self._lock:
+            self._sum += own
+        self._barrier.wait(TIMEOUT_SECS)
+        return self._sum.copy()
+
+
+def join_all(num_workers: int, why_not: tuple[str, ...] = (), secrets: tuple[bytes, ...] = ()) -> list[Any]:
+    cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{1000 + index}" for index in range(num_workers))})
+    together, secret = Together(num_workers), os.urandom(mesh.SECRET_BYTES)
+
+    def join(index: int) -> AllReduce | None:
+        own = secrets[index] if secrets else secret
+        reason = why_not[index] if why_not else ""
+        return mesh.join(cluster, Task("worker", index), own, together.add_up, reason)
+
+    return at_once([partial(join, index) for index in range(num_workers)])
+
+
+def test_workers_find_each_other() -> None:
+    workers = join_all(4)
+    calls = [partial(worker, np.full(5, 10.0**index, np.float32)) for index, worker in enumerate(workers)]
+    assert [result.tolist() for result in at_once(calls)] == [[1111.0] * 5] * 4
+
+
+def test_one_that_cannot_or_will_not_leaves_all_without(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert join_all(3, why_not=("", "there are GPUs", "")) == [None] * 3
+    assert "the all-reduce is TensorFlow's: there are GPUs" in capsys.readouterr().out
+    monkeypatch.setattr(mesh, "CONNECT_SECS", 1.0)
+    assert join_all(2, secrets=(b"a" * 32, b"b" * 32)) == [None] * 2
+    assert "worker 0 is not connected with all others" in capsys.readouterr().out
+
+
+def test_strangers_are_not_heard() -> None:
+    """Who calls first, says nothing, half of it or the wrong thing, does not keep the worker from getting in."""
+    cluster = Cluster("sync", {"worker": ("127.0.0.1:1", "127.0.0.1:2")})
+    first, second = (mesh.Mesh(cluster, Task("worker", index)) for index in range(2))
+    strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(2)]
+    strangers[0].sendall(b"x" * mesh.SECRET_BYTES + struct.pack(">I", 1))
+    strangers[1].sendall(b"s" * 7)
+    strangers[1].shutdown(socket.SHUT_WR)
+    secret = b"s" * mesh.SECRET_BYTES
+    ports = [first.port, second.port]
+    found = at_once([partial(first.connect, ports, secret), partial(second.connect, ports, secret)])
+    found[0][1].sendall(b"hello")
+    assert found[1][0].recv(5) == b"hello"
+    assert strangers[0].recv(1) == b""

@@ -1,0 +1,137 @@
+"""Connections between every two synchronous workers, for `all_reduce`.
+
+Every worker listens at a free port of its own address and calls those before it. The ports, and
+a secret that a caller must know, travel through the cluster of TensorFlow. Where one connection
+cannot be had, because of a firewall for instance, there are none.
+"""
+
+import contextlib
+import hmac
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tf2dist import inbox
+from tf2dist.all_reduce import AllReduce
+from tf2dist.cluster import Cluster, Task
+from tf2dist.control_port import listen_at_own, resolve, split
+from tf2dist.errors import ClusterError
+
+SECRET_BYTES = 32
+CONNECT_SECS = 10.0  # for all connections of a worker
+GREETING_SECS = 2.0  # for what a caller says
+INDEX = struct.Struct(">I")
+
+
+def join(
+    cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[float]], np.ndarray], why_not: str = ""
+) -> AllReduce | None:
+    """To be called by all workers at once; either all of them get an `AllReduce`, or none does.
+
+    Args:
+        secret: SECRET_BYTES, the same for all.
+        add_up: sums what all workers give.
+        why_not: a reason of this worker's own to get none.
+
+    Returns:
+        None too for a worker that is alone.
+    """
+    num_workers = cluster.num_workers
+    if num_workers == 1:
+        return None
+    mesh = Mesh(cluster, task, why_not)
+    index = cluster.training_tasks.index(task)
+    ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
+    sockets = mesh.connect(ports, secret) if all(ports) else {}
+    connected = add_up([float(len(sockets) == num_workers - 1)])[0]
+    if connected == num_workers:
+        joined = AllReduce(index, sockets)
+        inbox.when_gone(lambda gone: joined.sever(cluster.training_tasks.index(gone)))
+        return joined
+    for sock in sockets.values():
+        sock.close()
+    print(f"the all-reduce is TensorFlow's: {mesh.why_not or 'another worker is not connected'}", flush=True)
+    return None
+
+
+class Mesh:
+    """This worker's end.
+
+    Attributes:
+        port: where it listens; 0 if it does not.
+        why_not: why it does not, or could not connect.
+    """
+
+    def __init__(self, cluster: Cluster, task: Task, why_not: str = "") -> None:
+        self._addresses = [cluster.address(worker) for worker in cluster.training_tasks]
+        self._index = cluster.training_tasks.index(task)
+        self.port, self.why_not = 0, why_not
+        if why_not:
+            return
+        try:
+            self._listener = listen_at_own(cluster, task)
+            self.port = int(self._listener.getsockname()[1])
+        except ClusterError as error:
+            self.why_not = str(error)
+
+    def connect(self, ports: list[int], secret: bytes) -> dict[int, socket.socket]:
+        """A connection to each other worker by its index; none at all, and `why_not`, if one cannot be had.
+
+        Args:
+            ports: of all workers.
+            secret: SECRET_BYTES that all workers know.
+        """
+        deadline, sockets = time.monotonic() + CONNECT_SECS, {}
+        try:
+            for index in range(self._index):
+                sockets[index] = self._call(index, ports[index], secret)
+            while len(sockets) < len(ports) - 1:
+                index, sock = self._accept(secret, deadline)
+                sockets[index] = sock
+        except OSError as error:
+            self.why_not = f"worker {self._index} is not connected with all others: {error}"
+            for sock in sockets.values():
+                sock.close()
+            return {}
+        finally:
+            self.close()
+        for sock in sockets.values():
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sockets
+
+    def _call(self, index: int, port: int, secret: bytes) -> socket.socket:
+        error = OSError(f"worker {index} has no address")
+        for family, address in resolve(split(self._addresses[index])[0], port):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(CONNECT_SECS)
+                sock.connect(address)
+                sock.sendall(secret + INDEX.pack(self._index))
+            except OSError as one:
+                error = one
+                sock.close()
+                continue
+            return sock
+        raise error
+
+    def _accept(self, secret: bytes, deadline: float) -> tuple[int, socket.socket]:
+        """The next worker behind this one that calls; who does not know the secret is not heard."""
+        while (left := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            sock, _ = self._listener.accept()
+            sock.settimeout(GREETING_SECS)
+            with contextlib.suppress(OSError):
+                greeting = sock.recv(SECRET_BYTES + INDEX.size, socket.MSG_WAITALL)
+                if hmac.compare_digest(greeting[:SECRET_BYTES], secret):
+                    (index,) = INDEX.unpack(greeting[SECRET_BYTES:])
+                    return index, sock
+            sock.close()
+        raise TimeoutError("timed out")
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self.port:
+            self._listener.close()
