@@ -55,6 +55,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
     if cluster.mode == "async" and task.job == "worker":
         serving.publish(splits)
+        del splits  # what is published is a copy
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
