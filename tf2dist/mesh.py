@@ -46,6 +46,7 @@ def join(
     index = cluster.training_tasks.index(task)
     ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
     sockets = mesh.connect(ports, secret) if all(ports) else {}
+    mesh.close()
     connected = add_up([float(len(sockets) == num_workers - 1)])[0]
     if connected == num_workers:
         joined = AllReduce(index, sockets)
@@ -96,8 +97,6 @@ class Mesh:
             for sock in sockets.values():
                 sock.close()
             return {}
-        finally:
-            self.close()
         for sock in sockets.values():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sockets
@@ -123,11 +122,10 @@ class Mesh:
             self._listener.settimeout(left)
             sock, _ = self._listener.accept()
             sock.settimeout(GREETING_SECS)
-            with contextlib.suppress(OSError):
-                greeting = sock.recv(SECRET_BYTES + INDEX.size, socket.MSG_WAITALL)
-                if hmac.compare_digest(greeting[:SECRET_BYTES], secret):
-                    (index,) = INDEX.unpack(greeting[SECRET_BYTES:])
-                    return index, sock
+            with contextlib.suppress(OSError), sock.makefile("rb") as stream:
+                greeting, last = stream.read(SECRET_BYTES), stream.read(INDEX.size)
+                if hmac.compare_digest(greeting, secret) and len(last) == INDEX.size:
+                    return int(INDEX.unpack(last)[0]), sock
             sock.close()
         raise TimeoutError("timed out")
 

@@ -127,14 +127,16 @@ def test_one_that_cannot_or_will_not_leaves_all_without(
 
 
 def test_strangers_are_not_heard() -> None:
-    """Who calls first, says nothing, half of it or the wrong thing, does not keep the worker from getting in."""
+    """Who calls first and says the wrong thing, or half of the right one, does not keep the worker from getting in."""
     cluster = Cluster("sync", {"worker": ("127.0.0.1:1", "127.0.0.1:2")})
     first, second = (mesh.Mesh(cluster, Task("worker", index)) for index in range(2))
-    strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(2)]
+    strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(3)]
     strangers[0].sendall(b"x" * mesh.SECRET_BYTES + struct.pack(">I", 1))
     strangers[1].sendall(b"s" * 7)
     strangers[1].shutdown(socket.SHUT_WR)
     secret = b"s" * mesh.SECRET_BYTES
+    strangers[2].sendall(secret + b"\0\0")
+    strangers[2].shutdown(socket.SHUT_WR)
     ports = [first.port, second.port]
     found = at_once([partial(first.connect, ports, secret), partial(second.connect, ports, secret)])
     found[0][1].sendall(b"hello")
