@@ -121,4 +121,5 @@ def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
     options.threading.private_threadpool_size = 1
+    options.experimental_optimization.apply_default_optimizations = False  # which would hold another copy of the images
     return rows.map(gather).prefetch(2).with_options(options)

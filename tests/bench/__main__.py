@@ -94,7 +94,7 @@ def main() -> int:
         results = [run(comparison, options.rounds, console) for comparison in chosen]
     show(results, console)
     if importlib.util.find_spec("torch") is None:
-        console.print("torch is not installed, so it did not take part: pip install torch")
+        console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
     options.out.mkdir(parents=True, exist_ok=True)
     about = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
