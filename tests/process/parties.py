@@ -1,0 +1,135 @@
+"""Members of a meeting for the tests of the control plane: threads, on real sockets."""
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tf2dist.cluster import Cluster, Task
+from tf2dist.control import Event, Meeting
+from tf2dist.errors import Interrupted, TfDistError
+from tf2dist.job_token import NO_TOKEN_KEY
+from tf2dist.netns import unused_ports
+
+WAIT_SECS = 20.0
+
+
+def wait_for(holds: Callable[[], Any], what: str = "") -> Any:
+    deadline = time.monotonic() + WAIT_SECS
+    while not (value := holds()):
+        assert time.monotonic() < deadline, f"never true: {what or holds}"
+        time.sleep(0.01)
+    return value
+
+
+class Party:
+    """A meeting, and its `join` in a thread."""
+
+    def __init__(self, pool: ThreadPoolExecutor, meeting: Meeting, timeout_secs: float) -> None:
+        self.told: list[str] = []
+        self.seen: list[Event] = []
+        self.meeting, self.pool, self.timeout_secs = meeting, pool, timeout_secs
+        self.signum = 0
+        self.left = False
+
+    def check(self) -> None:
+        if self.signum:
+            raise Interrupted(self.signum)
+
+    def start(self) -> "Party":
+        self.meeting.__enter__()
+        self.joined: Future[None] = self.pool.submit(self._join)
+        return self
+
+    def _join(self) -> None:
+        try:
+            self.meeting.join(self.timeout_secs, self.check)
+        except TfDistError as error:
+            self.leave(error)
+            raise
+
+    def go(self) -> "Party":
+        self.joined.result(WAIT_SECS)
+        return self
+
+    def error(self) -> TfDistError:
+        error = self.joined.exception(WAIT_SECS)
+        assert isinstance(error, TfDistError)
+        return error
+
+    def leave(self, error: TfDistError | None = None) -> None:
+        if not self.left:
+            self.left = True
+            self.meeting.__exit__(type(error) if error else None, error, None)
+
+    def vanish(self) -> None:
+        """As a process that is killed: its sockets close without a word."""
+        self.left = True
+        self.meeting._ended = True
+        self.meeting._role.say = lambda message: None  # type: ignore[method-assign]
+        self.meeting._commands.put(None)
+        self.meeting._thread.join(WAIT_SECS)
+
+    def events(self) -> list[Event]:
+        self.seen += self.meeting.events()
+        return self.seen
+
+    def event(self, kind: str, task: str) -> Event:
+        def find() -> list[Event]:
+            return [event for event in self.events() if (event["event"], event["task"]) == (kind, task)]
+
+        return wait_for(find, f"{kind} of {task}")[0]  # type: ignore[no-any-return]
+
+
+class Table:
+    """Makes meetings that all end with the test."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+        self.parties: list[Party] = []
+
+    def __call__(
+        self,
+        cluster: Cluster,
+        task: str,
+        identity: dict[str, Any] | None = None,
+        key: bytes = NO_TOKEN_KEY,
+        timeout_secs: float = 60.0,
+        lost_after_secs: float = 30.0,
+    ) -> Party:
+        job, _, index = task.partition("-")
+        made = {"cluster": {job: list(hosts) for job, hosts in cluster.jobs.items()}, **(identity or {})}
+        told: list[str] = []
+        meeting = Meeting(cluster, Task(job, int(index)), made, key, told.append, lost_after_secs=lost_after_secs)
+        party = Party(self.pool, meeting, timeout_secs)
+        party.told = told
+        self.parties.append(party)
+        return party.start()
+
+
+def cluster_of(mode: str = "sync", **counts: int) -> Cluster:
+    ports = unused_ports(sum(counts.values()))
+    return Cluster(mode, {job: tuple(f"localhost:{ports.pop()}" for _ in range(n)) for job, n in counts.items()})
+
+
+def all_of(table: Table, cluster: Cluster, **options: Any) -> dict[str, Party]:
+    parties = {str(task): table(cluster, str(task), **options) for task in cluster.tasks}
+    for party in parties.values():
+        party.go()
+    return parties
+
+
+def claimant(table: Table, cluster: Cluster, task: str) -> Party:
+    """A second process that claims a task: it listens elsewhere, as another host behind the same list would."""
+    with pytest.MonkeyPatch.context() as patch:
+        (port,) = unused_ports(1)
+        listener = socket.create_server(("localhost", port))
+        listener.setblocking(False)
+        patch.setattr("tf2dist.control_port.listen", lambda *args: listener)
+        return table(cluster, task)
+
+
+ASYNC = {"chief": 1, "ps": 1, "worker": 2}

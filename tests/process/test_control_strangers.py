@@ -1,0 +1,197 @@
+"""What strangers, and members gone wrong, may send to a control port."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, cluster_of, wait_for
+from tf2dist import wire
+from tf2dist.cluster import Cluster
+from tf2dist.control_port import control_address
+from tf2dist.errors import ClusterError
+from tf2dist.job_token import NO_TOKEN_KEY
+from tf2dist.wire import Channel
+
+
+def test_a_wrong_token(table: Table) -> None:
+    cluster = cluster_of(worker=2)
+    leader = table(cluster, "worker-0", key=b"a" * 32)
+    for key, hint in ((b"b" * 32, "the same TF2DIST_TOKEN"), (NO_TOKEN_KEY, "this task has none")):
+        error = table(cluster, "worker-1", key=key).error()
+        assert isinstance(error, ClusterError)
+        assert "the job token differs from the leader's" in str(error)
+        assert hint in str(error)
+    wait_for(lambda: any("refused a call from 127.0.0.1: the job token differs" in line for line in leader.told))
+    table(cluster, "worker-1", key=b"a" * 32).go()
+    leader.go()
+
+
+def test_a_control_port_that_is_taken(table: Table) -> None:
+    cluster = cluster_of(worker=2)
+    with (
+        socket.create_server(control_address(cluster.jobs["worker"][0])),
+        pytest.raises(ClusterError, match=r"its control port .* is taken"),
+    ):
+        table(cluster, "worker-0")
+    table.parties.clear()
+
+
+def test_it_listens_at_its_own_address_alone(table: Table) -> None:
+    cluster = cluster_of(worker=2)
+    table(cluster, "worker-0")
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    port = control_address(cluster.jobs["worker"][0])[1]
+    assert [c.laddr.ip for c in listening if c.laddr.port == port] == ["127.0.0.1"]
+
+
+# What strangers may send.
+
+
+def call(cluster: Cluster) -> socket.socket:
+    return socket.create_connection(control_address(cluster.address(cluster.leader)), timeout=WAIT_SECS)
+
+
+def is_closed(line: socket.socket) -> bool:
+    """Whether the other side closes it; what it has said before is read."""
+    with contextlib.suppress(ConnectionError):
+        while line.recv(65536):
+            pass
+    return True
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[tuple[Cluster, list[Party]]]:
+    with ThreadPoolExecutor(16) as pool:
+        made = Table(pool)
+        cluster = cluster_of("async", **ASYNC)
+        parties = all_of(made, cluster)
+        yield cluster, list(parties.values())
+        for party in made.parties:
+            party.leave()
+
+
+Healthy = tuple[Cluster, list[Party]]
+
+
+def assert_well(healthy: Healthy) -> None:
+    """Nobody was lost, and what one says still reaches all the others."""
+    _, parties = healthy
+    source = parties[-1]
+    source.meeting.stop(10)
+    for party in parties[:-1]:
+        party.event("stop", "worker-1")
+        assert {event["event"] for event in party.seen} == {"stop"}
+        party.seen.clear()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=300), max_size=4))
+def test_garbage(healthy: Healthy, pieces: list[bytes]) -> None:
+    with call(healthy[0]) as line:
+        assert len(line.recv(wire.NONCE_BYTES, socket.MSG_WAITALL)) == wire.NONCE_BYTES
+        with contextlib.suppress(OSError):  # it may hang up in the middle
+            for piece in pieces:
+                line.sendall(piece)
+            line.shutdown(socket.SHUT_WR)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            said = line.recv(1)
+        assert said == b"", "a stranger hears a nonce and nothing else"
+
+
+def test_after_garbage_all_is_well(healthy: Healthy) -> None:
+    with call(healthy[0]) as line:
+        line.sendall(os.urandom(1 << 20)[: wire.NONCE_BYTES + wire.MAC_BYTES])
+        assert is_closed(line)
+    assert_well(healthy)
+
+
+def member_of_sorts(cluster: Cluster) -> tuple[socket.socket, Channel]:
+    """One who knows the token and then says what it likes."""
+    line, channel = call(cluster), Channel(NO_TOKEN_KEY, dials=True)
+    while not channel.open:
+        channel.receive(line.recv(65536))
+        line.sendall(channel.unsent)
+        channel.unsent.clear()
+    return line, channel
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = ("job", "index", "identity", "host", "pid", "who", "protocol", "address", "cluster", "signum", "task", "code")
+MESSAGES = st.builds(
+    lambda kind, values: {**values, "type": kind},
+    st.sampled_from(["join", "probe", "beat", "stop", "ended", "go", "x"]),
+    st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=12),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MESSAGES)
+def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: dict[str, Any]) -> None:
+    line, channel = member_of_sorts(healthy[0])
+    with line:
+        channel.send(message)
+        line.sendall(channel.unsent)
+        with contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_WR)
+        assert is_closed(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 60_000, b'{"a":' * 9_000, b"{}", b"[]", b'{"type":1}', b"\xff", b'{"type":"x","n":' + b"9" * 9000 + b"}"],
+)
+def test_bad_json(healthy: Healthy, text: bytes) -> None:
+    line, channel = member_of_sorts(healthy[0])
+    with line, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "dumps", lambda *args, **kwargs: text.decode("latin-1"))
+        patch.setattr(wire, "MAX_MESSAGE_BYTES", 1 << 20)
+        channel.send({})
+        patch.undo()
+        line.sendall(channel.unsent)
+        assert is_closed(line)
+    assert_well(healthy)
+
+
+def test_a_huge_length(healthy: Healthy) -> None:
+    line, _ = member_of_sorts(healthy[0])
+    with line:
+        line.sendall(struct.pack(">I", 0xFFFFFFFF))
+        assert is_closed(line)
+    assert_well(healthy)
+
+
+def test_a_crowd_that_says_nothing(healthy: Healthy) -> None:
+    """More than may wait: the oldest must leave, and honest ones still come in; nobody stays for long."""
+    cluster, parties = healthy
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(call(cluster)) for _ in range(100)]
+        assert is_closed(crowd[0])
+        line, _ = member_of_sorts(cluster)
+        line.close()
+        nonce = crowd[-1].recv(wire.NONCE_BYTES, socket.MSG_WAITALL)
+        assert len(nonce) == wire.NONCE_BYTES, "the newest is served"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(10):  # slowly, a byte at a time
+                crowd[-1].sendall(b"x")
+                time.sleep(0.1)
+        begun = time.monotonic()
+        assert is_closed(crowd[-1])
+        assert time.monotonic() - begun < 30
+    assert_well(healthy)
+    assert all(len(party.meeting._links.all) <= 4 for party in parties)
