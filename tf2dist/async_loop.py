@@ -32,6 +32,7 @@ from tf2dist.state import begin, input_facts, input_positions, named_variables, 
 from tf2dist.strategy import parameter_server_strategy
 
 POLL_SECS = 0.05
+STEPS_ON_HOSTS = 10  # of a call
 TRACE_SECS = 0.7  # of a function with many steps, about
 FAREWELL_TIMEOUT_SECS = 5.0
 TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
@@ -96,8 +97,11 @@ class AsyncLoop:
         self.begun_with = begin(self._named, start, config)
         for server in self._graphs.servers:
             server.begin(self._start.step, self._start.totals, self._start.staleness)
-        self._is_sized = config.train.steps_per_execution is not None
-        self._num_steps = num_steps = config.train.steps_per_execution or 1
+        # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
+        # many hosts the calls keep a fixed size, and none is made once the training has begun.
+        chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
+        self._is_sized = chosen is not None
+        self._num_steps = num_steps = chosen or 1
         self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
         self._evaluate_functions: dict[str, Any] = {}
         local_steps = tuple(int(row[0]) for row in self._start.totals)
