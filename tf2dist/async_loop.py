@@ -98,7 +98,7 @@ class AsyncLoop:
         for server in self._graphs.servers:
             server.begin(self._start.step, self._start.totals, self._start.staleness)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
-        # many hosts the calls keep a fixed size, and none is made once the training has begun.
+        # many hosts the calls keep a fixed size, and only the first evaluation makes more functions.
         chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         self._is_sized = chosen is not None
         self._num_steps = num_steps = chosen or 1

@@ -47,12 +47,18 @@ def test_tasks_of_one_host_share_its_cores() -> None:
         import tensorflow as tf
         from tensorflow.python.eager import context
         from tf2dist import devices
+        from tf2dist.cluster import Cluster, Task
+        from tf2dist.config import DevicesConfig
         for num_cores, num_workers, threads in [(2, 3, 1), (64, 3, 21), (8, 1, 8)]:
             server_config = tf.compat.v1.ConfigProto()
             devices.share_cores(server_config, num_cores, num_workers)
             for config in (server_config, context.context().config):
                 assert config.experimental.disable_thread_spinning, config
                 assert config.intra_op_parallelism_threads == threads, config
+        cluster, task = Cluster("sync", {"worker": ("localhost:1", "localhost:2")}), Task("worker", 0)
+        for share_host in (False, True):
+            server_config = devices.configure(DevicesConfig(), cluster, task, share_host=share_host)
+            assert server_config.experimental.disable_thread_spinning == share_host
         assert float(tf.reduce_sum(tf.ones([1000]))) == 1000
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -97,6 +97,14 @@ def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:
         assert ("_XlaMustCompile" in sync_workers(graph_of_the_step, 1, (config,))[0]) == xla
 
 
+def test_workers_talk_once_a_step(sync_workers: SyncWorkers) -> None:
+    """Through their own all-reduce; TensorFlow's input would ask all of them whether it has ended."""
+    graph = sync_workers(graph_of_the_step, 2, (run_config(),))[0]
+    assert graph.count('op: "PyFunc"') == 1
+    assert "CollectiveReduce" not in graph
+    assert "GetNextAsOptional" not in graph
+
+
 def train_with_each_optimizer(worker: SyncWorker, configs: list[RunConfig]) -> list[dict[str, Any]]:
     return [train(worker, config, 30) for config in configs]
 
