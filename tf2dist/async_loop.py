@@ -98,12 +98,12 @@ class AsyncLoop:
         for server in self._graphs.servers:
             server.begin(self._start.step, self._start.totals, self._start.staleness)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
-        # many hosts the calls keep a fixed size, and only the first evaluation makes more functions.
+        # many hosts the calls keep a fixed size, and every function is made before the training.
         chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         self._is_sized = chosen is not None
         self._num_steps = num_steps = chosen or 1
         self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
-        self._evaluate_functions: dict[str, Any] = {}
+        self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
         local_steps = tuple(int(row[0]) for row in self._start.totals)
         examples = self._start.earlier_examples + int(self._start.totals[:, TOTALS.index("examples")].sum())
         self.progress = Progress(self._start.step, local_steps, examples, math.nan, math.nan)
@@ -198,8 +198,6 @@ class AsyncLoop:
 
     def evaluate(self, split: str) -> Evaluation:
         """Every worker evaluates some ranges of the split, whoever is free the next."""
-        if split not in self._evaluate_functions:
-            self._evaluate_functions[split] = self._graphs.evaluate_function(split)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in chunks(self._sizes[split])]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
         total = np.zeros(3)

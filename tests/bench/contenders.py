@@ -41,9 +41,12 @@ def jobs_of(contender: str, mode: str, num_workers: int) -> dict[str, list[str]]
 
 @contextmanager
 def peer(
-    contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str
+    contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str, accuracy: float = 0.0
 ) -> Iterator[tuple[float, subprocess.Popen[str]]]:
-    """Any contender but ours: its global steps per second after a tenth of `steps`, and its leader, which waits."""
+    """Any contender but ours, and its leader, which waits.
+
+    What it has measured is its global steps per second after a tenth of `steps`, or the seconds to an accuracy.
+    """
     jobs = jobs_of(contender, mode, num_workers)
     leader = ("chief", 0) if "chief" in jobs else ("worker", 0)
     # The coordinator of the plain port comes last: it does not wait for its servers.
@@ -54,9 +57,9 @@ def peer(
             for job, index in tasks:
                 if job == "chief":
                     _wait_for([address for other in ("ps", "worker") for address in jobs[other]])
-                workload = Workload(mode, model, jobs, job, index, steps, steps // 10, arrays)
+                workload = Workload(mode, model, jobs, job, index, steps, steps // 10, arrays, accuracy)
                 processes[job, index] = _start(contender, workload, Path(folder))
-            yield _result(processes[leader])["steps_per_sec"], processes[leader]
+            yield _result(processes[leader])["figure"], processes[leader]
         except ContenderError as error:
             logs = "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(Path(folder).iterdir()))
             raise ContenderError(f"{contender} {mode} {model} with {num_workers} workers: {error}\n{logs}") from None

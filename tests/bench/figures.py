@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.contenders import OurRun, our_process, our_run, peer
+from tests.bench.workload import EVALUATE_EVERY, NUM_VALIDATION
 
 PLUGINS = str(Path(__file__).with_name("plugins.py"))
 SLEEP_SECS = 0.05  # of a step that does nothing else
@@ -67,11 +68,18 @@ def input_rate(how: str, arrays: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def secs_to_accuracy(mode: str, accuracy: float = 0.97) -> float:
+def secs_to_accuracy(mode: str, accuracy: float) -> float:
     """From the first step to the first evaluation of the validation set that is as good; dnn with Adam."""
-    run = our_run(f"mode={mode}", "experiment=dnn", "data.num_validation=5000", "train.eval_every_steps=500")
+    often = [f"data.num_validation={NUM_VALIDATION}", f"train.eval_every_steps={EVALUATE_EVERY[mode]}"]
+    run = our_run(f"mode={mode}", "experiment=dnn", *often)
     good = next(record["time"] for record in run.records if record.get("validation_accuracy", 0) >= accuracy)
     return float(good - run.records[0]["time"])
+
+
+def peer_secs_to_accuracy(contender: str, mode: str, accuracy: float, arrays: str) -> float:
+    """The same of another contender."""
+    with peer(contender, mode, "dnn", 3, 1_000_000, arrays, accuracy) as (secs, _):
+        return secs
 
 
 def our_pss_mb(num_workers: int, steps: int) -> float:

@@ -4,7 +4,7 @@ import tempfile
 
 import tensorflow as tf
 
-from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, Batches, Stopwatch, Workload, run
+from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, NUM_VALIDATION, Batches, Race, Stopwatch, Workload, run
 
 v1 = tf.compat.v1
 
@@ -55,7 +55,10 @@ def main(workload: Workload) -> None:
         labels = v1.placeholder(tf.int32, [None])
         logits = logits_of(workload.model, images)
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-        optimizer = v1.train.GradientDescentOptimizer(LEARNING_RATE)
+        correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
+        accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
+        gradient_descent = v1.train.GradientDescentOptimizer(LEARNING_RATE)
+        optimizer = v1.train.AdamOptimizer() if workload.accuracy else gradient_descent
         more = {}
         if workload.mode == "sync":
             count = len(workload.jobs["worker"])
@@ -81,14 +84,21 @@ def main(workload: Workload) -> None:
         supervisor.start_queue_runners(session, [queue_runner])
         session.run(tokens)
 
-    batches, stopwatch = Batches(*workload.load(), seed=workload.index), Stopwatch(workload)
+    all_images, all_labels = workload.load()
+    num_train = len(all_labels) - (NUM_VALIDATION if workload.accuracy else 0)
+    batches = Batches(all_images[:num_train], all_labels[:num_train], seed=workload.index)
+    held_out = {images: all_images[num_train:], labels: all_labels[num_train:]}
+    stopwatch, race = Stopwatch(workload), Race(workload)
     while True:
         batch_images, batch_labels = batches.next()
         feed = {images: batch_images, labels: batch_labels}
         _, _, step = session.run([train, loss, global_step], feed_dict=feed)
-        if stopwatch.passed(int(step)):
+        if workload.accuracy:
+            if is_chief and race.won(int(step), lambda: session.run(accuracy, held_out)):
+                race.tell()
+        elif stopwatch.passed(int(step)):
+            stopwatch.tell()
             break
-    stopwatch.tell()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ import numpy as np
 BATCH_SIZE = 100
 LEARNING_RATE = 0.01
 HIDDEN_UNITS = (300, 50, 50, 50)
+# In the race to an accuracy.
+NUM_VALIDATION = 5_000
+EVALUATE_EVERY = {"async": 300, "sync": 100}  # global steps, over as many examples
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Workload:
         jobs: the addresses of each job, as in TF_CONFIG.
         steps: global steps in all, of which the first `warmup_steps` are not timed.
         arrays: a folder with images.npy, uint8 [n, 28, 28, 1], and labels.npy, int32 [n].
+        accuracy: if above 0, the time to this accuracy is measured instead of the rate, with Adam; on
+            NUM_VALIDATION examples that are not trained on.
     """
 
     mode: str
@@ -35,6 +40,7 @@ class Workload:
     steps: int
     warmup_steps: int
     arrays: str
+    accuracy: float = 0.0
 
     @classmethod
     def from_arguments(cls) -> "Workload":
@@ -69,12 +75,35 @@ class Stopwatch:
         return step >= self._workload.steps
 
     def tell(self) -> None:
-        """Prints the rate for `contenders`, and waits for the end: who leaves early would cut off the others."""
         if self._first is None or self._first == self._last:
             raise ValueError(f"{self._workload.steps} steps are too few: there was but one look after the warm-up")
         secs, steps = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        print(json.dumps({"steps_per_sec": steps / secs}), flush=True)
-        sys.stdin.readline()
+        tell(steps / secs)
+
+
+class Race:
+    """The seconds from the first step to the first evaluation that is as good as wanted."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._accuracy, self._every = workload.accuracy, EVALUATE_EVERY[workload.mode]
+        self._start, self._next = 0.0, self._every
+
+    def won(self, step: int, evaluate: Callable[[], float]) -> bool:
+        """To be called after every step."""
+        self._start = self._start or time.perf_counter()
+        if step < self._next:
+            return False
+        self._next = (step // self._every + 1) * self._every
+        return evaluate() >= self._accuracy
+
+    def tell(self) -> None:
+        tell(time.perf_counter() - self._start)
+
+
+def tell(figure: float) -> None:
+    """Prints it for `contenders`, and waits for the end: who leaves early would cut off the others."""
+    print(json.dumps({"figure": figure}), flush=True)
+    sys.stdin.readline()
 
 
 def run(main: Callable[[Workload], None]) -> None:
