@@ -141,38 +141,42 @@ class SyncWorkers:
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
         for index, name in enumerate(names):
-            payload = {"call": str(call), "index": index, "name": name}
+            payload = {"call": str(call), "index": index, "names": names}
             self._launcher.start(name, "tf2dist.testing:call_on_worker", payload, sys_path=sys.path)
         try:
             while set(names) & set(self._launcher.tasks):
                 self._follow(deadline, ", ".join(set(names) & set(self._launcher.tasks)))
-                if any(self._error(name) for name in names):
+                if any(path.exists() for path in map(self._error_file, names)):
                     break
         finally:
             self._launcher.stop()
-        for name in names:
-            if error := self._error(name):
-                raise WorkerError(f"{name}:\n{error}")
+        failed = [path for path in map(self._error_file, names) if path.exists()]
+        if failed:
+            first_error = min(failed, key=lambda path: path.stat().st_mtime_ns)
+            raise WorkerError(f"{first_error.stem}:\n{first_error.read_text()}")
         return [pickle.loads((self._folder / f"{name}.result").read_bytes()) for name in names]
 
-    def _error(self, name: str) -> str:
-        path = self._folder / f"{name}.error"
-        return path.read_text() if path.exists() else ""
+    def _error_file(self, name: str) -> Path:
+        return self._folder / f"{name}.error"
 
     def _follow(self, deadline: float, awaited: str) -> None:
         for event in self._launcher.events(0.1):
-            if event["event"] == "exited" and event["code"] != 0 and not self._error(event["task"]):
+            if event["event"] == "exited" and event["code"] != 0 and not self._error_file(event["task"]).exists():
                 log = (self._folder / f"{event['task']}.log").read_text(errors="replace")
                 text = f"ended with code {event['code']}; its log ends with\n{log[-3000:]}"
-                (self._folder / f"{event['task']}.error").write_text(text)
+                self._error_file(event["task"]).write_text(text)
         if time.monotonic() > deadline:
             logs = "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in self._folder.glob("*.log"))
             raise WorkerError(f"no answer in time from {awaited}\n{logs}")
 
 
 def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> int:
-    """Entry of a worker's process."""
-    call, name = Path(payload["call"]), payload["name"]
+    """Entry of a worker's process.
+
+    It lasts until all have their results: a worker may still be reading what this one has summed up for it.
+    """
+    call, names = Path(payload["call"]), payload["names"]
+    name = names[payload["index"]]
     function, cluster, args = cloudpickle.loads(call.read_bytes())
     try:
         result = function(SyncWorker(cluster, Task("worker", payload["index"])), *args)
@@ -184,6 +188,8 @@ def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], Non
         part.write_text(traceback.format_exc())
         part.rename(call.with_name(f"{name}.error"))
         return 1
+    while not all(call.with_name(f"{other}.result").exists() for other in names):
+        time.sleep(0.01)  # between two looks; the launcher stops all if one fails
     return 0
 
 

@@ -1,5 +1,6 @@
 """Synchronous training on real workers: N of them do what one does with an N-fold batch."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,44 @@ def test_an_error_on_one_worker_is_shown(sync_workers: SyncWorkers) -> None:
 
     with pytest.raises(WorkerError, match="the second worker is broken"):
         sync_workers(fail, num_workers=2)
+
+
+def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_path: Path) -> None:
+    def fail(worker: SyncWorker, came: Path) -> None:
+        import time
+
+        if worker.index == 1:
+            came.touch()
+            raise RuntimeError("the cause")
+        while not came.exists():
+            time.sleep(0.01)
+        time.sleep(0.03)  # files tell no shorter times apart
+        raise RuntimeError("what came of it")
+
+    with pytest.raises(WorkerError, match="the cause"):
+        sync_workers(fail, num_workers=2, args=(tmp_path / "came",))
+
+
+def test_a_worker_that_is_done_stays_for_the_others(sync_workers: SyncWorkers, tmp_path: Path) -> None:
+    """Who leaves cuts off those who still read what it has summed up."""
+
+    def leave(worker: SyncWorker, note: Path) -> bool:
+        import os
+        import time
+
+        import psutil
+
+        if worker.index == 0:
+            note.with_name("part").write_text(str(os.getpid()))
+            note.with_name("part").rename(note)
+            return True
+        while not note.exists():
+            time.sleep(0.01)
+        with pytest.raises(psutil.TimeoutExpired):
+            psutil.Process(int(note.read_text())).wait(timeout=1)
+        return True
+
+    assert sync_workers(leave, num_workers=2, args=(tmp_path / "pid",)) == [True, True]
 
 
 def test_a_worker_that_dies_is_named(sync_workers: SyncWorkers) -> None:
