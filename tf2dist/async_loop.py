@@ -151,6 +151,7 @@ class AsyncLoop:
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
             self._coordinator.join()
+            del self._iterator  # first: the workers have room for the images once
             self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
 
     def _make_iterator(self, num_steps: int) -> Any:

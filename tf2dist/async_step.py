@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf2dist.config import RunConfig
 from tf2dist.parameter_server import NO_INLINE, TOTALS, ParameterServer
 from tf2dist.pipeline import Sharding, blocks
-from tf2dist.serving import remote_array
+from tf2dist.publishing import remote_array
 from tf2dist.step import Batch, ModelStep, step_seed
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU

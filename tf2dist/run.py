@@ -18,6 +18,7 @@ from tf2dist.evaluate import Evaluation
 from tf2dist.evaluator import Evaluator, follow
 from tf2dist.forkserver import Send
 from tf2dist.loop import Loop, Progress, Wish
+from tf2dist.publishing import publish
 from tf2dist.report import NoReporter, Reporter
 from tf2dist.saver import NoSaver, Saver
 from tf2dist.saving import Checkpoints, Snapshot, Tell
@@ -54,8 +55,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
             follow(Evaluator(config, splits), run_dir, split, writer.on_evaluation)
         return
     if cluster.mode == "async" and task.job == "worker":
-        serving.publish(splits)
-        del splits  # what is published is a copy
+        publish(splits)
+        del splits  # it is not needed any more
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)

@@ -1,9 +1,8 @@
 """A ps's or an asynchronous worker's life: serve what the coordinator sends until it says done.
 
 Such a task runs no Python for a step: TensorFlow's server runs graphs that the coordinator made.
-What those graphs need from this process, and what the coordinator has to tell it, goes through
-``ram://``, TensorFlow's in-memory file system: it belongs to the process, so every worker reads
-the arrays that it has loaded itself, wherever they lie on its host.
+What the coordinator has to tell this process goes through ``ram://``, TensorFlow's in-memory file
+system.
 """
 
 import json
@@ -17,33 +16,14 @@ import tensorflow as tf
 
 from tf2dist import peers, profiling, pulse
 from tf2dist.cluster import Cluster, Task
-from tf2dist.data import Arrays, Splits
 from tf2dist.errors import Interrupted, TaskLostError
+from tf2dist.publishing import RAM
 from tf2dist.strategy import start_server
 
-RAM = "ram://tf2dist"
 FAREWELL = f"{RAM}/farewell"
 POLL_SECS = 0.1
 LOOK_EVERY_SECS = 0.5
 GONE_SECS = 15.0  # at least: to find out takes seconds
-
-
-def publish(splits: Splits) -> None:
-    """Makes the arrays of this process readable for the graphs that run in it."""
-    parts: dict[str, Arrays] = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    for name, arrays in parts.items():
-        for field, array in (("images", arrays.images), ("labels", arrays.labels)):
-            with tf.io.gfile.GFile(f"{RAM}/{name}/{field}", "wb") as file:
-                file.write(array.tobytes())
-
-
-def remote_array(split: str, field: str, shape: tuple[int, ...], dtype: tf.DType = tf.uint8) -> tf.Tensor:
-    """In a graph: the published array, `shape` without the first dimension."""
-    # Behind the name stands nothing, taken from the time: of a constant name TensorFlow would make a constant array,
-    # which the graph keeps as another copy.
-    nothing = tf.strings.substr(tf.as_string(tf.timestamp()), 0, 0)
-    flat = tf.io.decode_raw(tf.io.read_file(f"{RAM}/{split}/{field}" + nothing), dtype)
-    return tf.reshape(flat, [-1, *shape])
 
 
 def serve(
