@@ -15,7 +15,7 @@ train: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-# Whole hosts cut off for good, frozen tasks: what takes minutes.
+# Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 

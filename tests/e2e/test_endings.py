@@ -46,6 +46,7 @@ def test_a_signal_during_the_import_of_tensorflow(command: Command) -> None:
     assert command.finish(process, timeout_secs=10).code == 130
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_stop_the_training(command: Command) -> None:
     process = command.start("data=digits", "train.steps=300")
     assert process.stderr

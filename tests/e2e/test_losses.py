@@ -87,6 +87,7 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
         assert "final accuracy" in log, "it took part again"
 
 
+@pytest.mark.slow
 def test_all_workers_lost(command: Command) -> None:
     """All take part again, and the updates of their first lives are not lost."""
     process = start(command, "async")
@@ -166,6 +167,7 @@ def stuck(input_shape, num_classes):
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
     """It shows signs of life, and makes no progress: the watchdog writes its stacks and begins again."""
     (command.folder / "stuck.py").write_text(STUCK)

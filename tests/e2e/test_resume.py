@@ -68,6 +68,7 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
     assert names == ["step-0000000400", "step-0000000500", "step-0000000900"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_nothing_is_lost(command: Command) -> None:
     run_dir = command.folder / "run"
     small = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=20"]
@@ -99,6 +100,7 @@ def test_a_run_directory_serves_one_run_at_a_time(command: Command) -> None:
     assert command.finish(process).code == 130
 
 
+@pytest.mark.slow
 def test_chosen_layers_of_another_run(command: Command) -> None:
     small = ["data=digits", "mode=sync", "cluster=local1", "train.steps=20"]
     assert command(*small, run_dir="donor").code == 0
@@ -113,6 +115,7 @@ def test_chosen_layers_of_another_run(command: Command) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_told(command: Command) -> None:
     small = ["data=digits", "model=softmax", "mode=sync", "cluster=local1"]
     assert command(*small, "train.steps=20", "checkpoint.every_steps=10").code == 0

@@ -61,6 +61,7 @@ def test_async_the_coordinator_first(command: Command) -> None:
         assert not (command.folder / f"worker-{index}" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_async_the_coordinator_last(command: Command) -> None:
     jobs = addresses({"worker": 1, "ps": 2, "chief": 1})
     finish_all(command, start_one_by_one(command, jobs, "async"))
@@ -82,7 +83,11 @@ def test_sync(command: Command, counts: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "counts"), [("sync", {"worker": 2}), ("async", {"chief": 1, "ps": 1, "worker": 1})], ids=["sync", "async"]
+    ("mode", "counts"),
+    [
+        pytest.param("sync", {"worker": 2}, id="sync"),
+        pytest.param("async", {"chief": 1, "ps": 1, "worker": 1}, id="async", marks=pytest.mark.slow),
+    ],
 )
 def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: dict[str, int]) -> None:
     jobs = addresses(counts)
@@ -118,6 +123,7 @@ def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
     assert evaluated[-2]["validation_accuracy"] == pytest.approx(summary["validation_accuracy"])
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> None:
     """Each of them would otherwise wait for ever: nobody else knows of them."""
     for end in ("fails", "dies"):

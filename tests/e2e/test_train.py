@@ -85,7 +85,7 @@ def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
     assert summary["cluster"] == {"worker": workers, "ps": 2}
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -94,6 +94,7 @@ def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -
     assert list(temporary.iterdir()) == [], "TensorFlow's autograph would leave what it has generated"
 
 
+@pytest.mark.slow
 def test_a_profile_of_each_kind_of_task(command: Command) -> None:
     finished = command("data=digits", "profile=true", "train.steps=4000")
     assert summary_of(finished)["global_step"] == 4000
@@ -107,7 +108,7 @@ def test_a_run_that_is_too_short_for_a_profile(command: Command) -> None:
     assert "profile: there is none" in finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
 def test_xla_and_mixed_precision(command: Command, mode: str) -> None:
     summary = summary_of(
         command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", "devices.precision=bfloat16")

@@ -18,7 +18,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
 def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
     assert command(f"mode={mode}", *SMALL, "optimizer=sgd", "train.steps=20").code == 0
     finished = command(f"mode={mode}", *SMALL, "optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000")
@@ -42,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
 def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
     """The training goes on to its end, and keeps the checkpoint that it could write."""
     command = Command(small_disk)
