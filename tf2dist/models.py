@@ -17,6 +17,7 @@ OPTIMIZERS.update(
     adagrad=keras.optimizers.Adagrad,
     rmsprop=keras.optimizers.RMSprop,
 )
+WARMUP = 0.05  # of the steps of a schedule
 
 
 @register_model("softmax")
@@ -77,8 +78,12 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
     arguments = dict(arguments)
     if arguments.pop("schedule", "constant") == "cosine":
-        schedule = keras.optimizers.schedules.CosineDecay(arguments["learning_rate"], total_steps)
-        arguments["learning_rate"] = schedule
+        # From nothing to the full rate first: stale first steps of Adam, each as large as the rate, add up.
+        warmup = int(WARMUP * total_steps)
+        begin, peak = (0.0, arguments["learning_rate"]) if warmup else (arguments["learning_rate"], None)
+        arguments["learning_rate"] = keras.optimizers.schedules.CosineDecay(
+            begin, total_steps - warmup, warmup_target=peak, warmup_steps=warmup
+        )
     optimizer: keras.Optimizer = _call("optimizer", function, arguments)
     return optimizer
 
