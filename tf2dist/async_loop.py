@@ -98,7 +98,10 @@ class AsyncLoop:
         for server in self._graphs.servers:
             server.begin(self._start.step, self._start.totals, self._start.staleness)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
-        # many hosts the calls keep a fixed size, and every function is made before the training.
+        # many hosts the calls keep a fixed size, and every function is made before the training: one of TensorFlow's
+        # own, too, which copies what workers return.
+        with tf.device(f"/job:{task.job}"):
+            tf.identity(self._graphs.servers[0].counts())
         chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         self._is_sized = chosen is not None
         self._num_steps = num_steps = chosen or 1

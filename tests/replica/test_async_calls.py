@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tests.replica.small_runs import assert_exact, run_config
+from tf2dist import async_loop as async_loop_module
 from tf2dist import async_step
 from tf2dist.loop import Wish
 
@@ -41,6 +43,21 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(async_loop: 
         loop.train(steps)
         assert_exact(loop, steps)
         assert loop._num_steps > 1
+
+
+def test_no_function_is_made_while_many_hosts_train(async_loop: MakeLoop) -> None:
+    """TensorFlow tells all hosts of a new one, and stands still if one of them is cut off."""
+    config = run_config(steps_per_execution=None)
+    config.cluster.kind = "hosts"
+    loop = async_loop(config)
+    known = context.context().list_function_names()
+    for steps in (100, 150):
+        loop.train(steps)
+        loop.evaluate("validation")
+        loop.evaluate("test")
+        loop.snapshot()
+    assert loop._num_steps == async_loop_module.STEPS_ON_HOSTS
+    assert context.context().list_function_names() <= known
 
 
 def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
