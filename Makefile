@@ -21,7 +21,7 @@ slow: $(STAMP)
 
 # Two minutes of kills and freezes in each mode.
 chaos: $(STAMP)
-	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s tests/e2e/test_chaos.py $(ARGS)
+	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m "slow or not slow" tests/e2e/test_chaos.py $(ARGS)
 
 # Needs MNIST; compares with torch too if that is installed.
 bench: $(STAMP)

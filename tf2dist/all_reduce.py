@@ -7,7 +7,6 @@ is two hops and as many bytes as in a ring (a direct reduce-scatter and all-gath
 Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
-import contextlib
 import itertools
 import select
 import socket
@@ -113,12 +112,6 @@ class AllReduce:
         if not count:
             raise ConnectionError("the connection was closed")
         return count
-
-    def sever(self, index: int) -> None:
-        """Ends the connection to a worker, from any thread: who waits for that worker learns that it is gone."""
-        if index in self._sockets:
-            with contextlib.suppress(OSError):
-                self._sockets[index].shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for sock in self._sockets.values():

@@ -29,6 +29,9 @@ def rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
         elif name == "optimizer.schedule":
             known = isinstance(value, str) and value in SCHEDULES
             found.append((name, value, known, f"must be {' or '.join(SCHEDULES)}"))
+            if known and value != "constant":
+                rate, must = arguments.get("learning_rate"), f"must be a number for optimizer.schedule={value}"
+                found.append(("optimizer.learning_rate", rate, _is_number(rate), must))
         elif not all(item is None or _is_finite(item) for item in (value if isinstance(value, list) else [value])):
             endless = isinstance(value, float)
             must = "must be a finite number" if endless else "must be a number, true or false, or null"

@@ -75,16 +75,21 @@ def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_wor
     context.context()._config = tf.compat.v1.ConfigProto(experimental=server_config.experimental)
 
 
-def gpu_memory_mb(index: int, query: str | None = None) -> int:
-    """The size of a GPU's memory in MB, as nvidia-smi tells it.
+def gpu_memory_mb(index: int) -> int:
+    """The size of a GPU's memory in MB, as nvidia-smi tells it, which lists those too that this process may not see.
+
+    Args:
+        index: among the GPUs that this process sees.
 
     Raises:
         ConfigError: nvidia-smi does not say.
     """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        text = query or subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return int(text.split()[index])
+        which = visible.split(",")[index].strip() if visible else str(index)
+        command.append(f"--id={which}")
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         raise ConfigError(
             f"devices.gpu_memory_fraction: nvidia-smi does not tell the memory of GPU {index}; leave the option out "

@@ -12,19 +12,12 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable
 
 from tf2dist import pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.control_port import resolve, split
 
-_when_gone: list[Callable[[Task], None]] = []
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
-
-
-def when_gone(act: Callable[[Task], None]) -> None:
-    """Has a function called, by the thread that reads, with every task of the training that is gone."""
-    _when_gone.append(act)
 
 
 def listen(cluster: Cluster) -> None:
@@ -37,12 +30,9 @@ def _listen(cluster: Cluster) -> None:
         message = json.loads(line)
         if message["event"] == "gone":
             job, _, index = message["task"].rpartition("-")
-            gone = Task(job, int(index))
-            address = cluster.address(gone)
+            address = cluster.address(Task(job, int(index)))
             pulse.excuse(RECONNECT_SECS)
             print(f"{message['task']} is gone: {sever(address)} connections to {address} are cut", flush=True)
-            for act in _when_gone if gone in cluster.training_tasks else ():
-                act(gone)
 
 
 def sever(address: str) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tf2dist import inbox
 from tf2dist.all_reduce import AllReduce
 from tf2dist.cluster import Cluster, Task
 from tf2dist.control_port import listen_at_own, resolve, split
@@ -22,7 +21,8 @@ from tf2dist.errors import ClusterError
 
 SECRET_BYTES = 32
 CONNECT_SECS = 10.0  # for all connections of a worker
-GREETING_SECS = 2.0  # for what a caller says
+CALL_SECS = 3.0  # for each of a worker's addresses
+GREETING_SECS = 1.0  # for what a caller says
 INDEX = struct.Struct(">I")
 
 
@@ -49,9 +49,7 @@ def join(
     mesh.close()
     connected = add_up([float(len(sockets) == num_workers - 1)])[0]
     if connected == num_workers:
-        joined = AllReduce(index, sockets)
-        inbox.when_gone(lambda gone: joined.sever(cluster.training_tasks.index(gone)))
-        return joined
+        return AllReduce(index, sockets)
     for sock in sockets.values():
         sock.close()
     print(f"the all-reduce is TensorFlow's: {mesh.why_not or 'another worker is not connected'}", flush=True)
@@ -88,7 +86,7 @@ class Mesh:
         deadline, sockets = time.monotonic() + CONNECT_SECS, {}
         try:
             for index in range(self._index):
-                sockets[index] = self._call(index, ports[index], secret)
+                sockets[index] = self._call(index, ports[index], secret, deadline)
             while len(sockets) < len(ports) - 1:
                 index, sock = self._accept(secret, deadline)
                 sockets[index] = sock
@@ -101,12 +99,12 @@ class Mesh:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sockets
 
-    def _call(self, index: int, port: int, secret: bytes) -> socket.socket:
+    def _call(self, index: int, port: int, secret: bytes, deadline: float) -> socket.socket:
         error = OSError(f"worker {index} has no address")
         for family, address in resolve(split(self._addresses[index])[0], port):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(CONNECT_SECS)
+                sock.settimeout(max(0.1, min(CALL_SECS, deadline - time.monotonic())))
                 sock.connect(address)
                 sock.sendall(secret + INDEX.pack(self._index))
             except OSError as one:
@@ -121,11 +119,10 @@ class Mesh:
         while (left := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left)
             sock, _ = self._listener.accept()
-            sock.settimeout(GREETING_SECS)
-            with contextlib.suppress(OSError), sock.makefile("rb") as stream:
-                greeting, last = stream.read(SECRET_BYTES), stream.read(INDEX.size)
-                if hmac.compare_digest(greeting, secret) and len(last) == INDEX.size:
-                    return int(INDEX.unpack(last)[0]), sock
+            said = _greeting(sock, SECRET_BYTES + INDEX.size)
+            if hmac.compare_digest(said[:SECRET_BYTES], secret) and len(said) == SECRET_BYTES + INDEX.size:
+                sock.settimeout(None)
+                return int(INDEX.unpack(said[SECRET_BYTES:])[0]), sock
             sock.close()
         raise TimeoutError("timed out")
 
@@ -133,3 +130,15 @@ class Mesh:
         """Stops listening."""
         if self.port:
             self._listener.close()
+
+
+def _greeting(sock: socket.socket, size: int) -> bytes:
+    """What a caller says first, up to `size` bytes; less if it is slow, since others wait to be heard."""
+    said, deadline = b"", time.monotonic() + GREETING_SECS
+    with contextlib.suppress(OSError):
+        while len(said) < size:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (part := sock.recv(size - len(said))):
+                break
+            said += part
+    return said

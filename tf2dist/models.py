@@ -80,7 +80,8 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     if arguments.pop("schedule", "constant") == "cosine":
         # From nothing to the full rate first: stale first steps of Adam, each as large as the rate, add up.
         warmup = int(WARMUP * total_steps)
-        begin, peak = (0.0, arguments["learning_rate"]) if warmup else (arguments["learning_rate"], None)
+        rate = float(arguments["learning_rate"])  # of a whole number Keras would make whole numbers
+        begin, peak = (0.0, rate) if warmup else (rate, None)
         arguments["learning_rate"] = keras.optimizers.schedules.CosineDecay(
             begin, total_steps - warmup, warmup_target=peak, warmup_steps=warmup
         )

@@ -1,10 +1,12 @@
 """Arrays of this process for the graphs that a coordinator runs in it.
 
 They go through ``ram://``, TensorFlow's in-memory file system, which belongs to the process: every
-worker reads the arrays that it has loaded itself. What is a good part of a file on the host already
-is named there and not copied: a worker then has the array once, not twice.
+worker reads the arrays that it has loaded itself. Images to train on that are mapped from a file on
+the host are named there and not copied: a worker then has them once, not twice. What is read again
+and again until the end, for the evaluation, is copied, since a file may be gone by then.
 """
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -20,7 +22,7 @@ def publish(splits: Splits) -> None:
     parts: dict[str, Arrays] = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     for name, arrays in parts.items():
         for field, array in (("images", arrays.images), ("labels", arrays.labels)):
-            path, first = _place(array) or ("", 0)
+            path, first = (_place(array) if name == "train" else None) or ("", 0)
             if not path:
                 path = f"{RAM}/{name}/{field}.bytes"
                 _write(path, array.tobytes())
@@ -29,13 +31,17 @@ def publish(splits: Splits) -> None:
 
 def _place(array: np.ndarray) -> tuple[str, int] | None:
     """The file of a mapped array and its first byte there, if the array is most of that file."""
-    if not isinstance(array, np.memmap) or array.mode != "r" or not array.flags.c_contiguous:
+    if not isinstance(array, np.memmap) or not array.filename or not array.flags.c_contiguous:
         return None
-    mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
-    if array.nbytes < len(mapped) / 2 or "\n" in str(array.filename):
+    path, mapped = str(array.filename), np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
+    if array.nbytes < len(mapped) / 2 or "\n" in path:
         return None
-    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # of what is mapped
-    return str(array.filename), start + array.ctypes.data - mapped.ctypes.data
+    # What is mapped begins at a page; the file of that name may be another one by now.
+    first = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + array.ctypes.data - mapped.ctypes.data
+    with contextlib.suppress(OSError, ValueError):
+        if np.array_equal(np.memmap(path, np.uint8, "r", first, array.nbytes), np.frombuffer(array, np.uint8)):
+            return path, first
+    return None
 
 
 def _write(path: str, content: bytes) -> None:

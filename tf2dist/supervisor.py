@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
     "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
     "KERAS_BACKEND": "tensorflow",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # that of nvidia-smi
     "http_proxy": "",  # gRPC would ask a proxy for the way to the next process
     "https_proxy": "",
 }

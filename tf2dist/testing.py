@@ -161,7 +161,8 @@ class SyncWorkers:
 
     def _follow(self, deadline: float, awaited: str) -> None:
         for event in self._launcher.events(0.1):
-            if event["event"] == "exited" and event["code"] != 0 and not self._error_file(event["task"]).exists():
+            ended = event["event"] == "exited" and not self._error_file(event["task"]).exists()
+            if ended and not (self._folder / f"{event['task']}.result").exists():
                 log = (self._folder / f"{event['task']}.log").read_text(errors="replace")
                 text = f"ended with code {event['code']}; its log ends with\n{log[-3000:]}"
                 self._error_file(event["task"]).write_text(text)

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 def test_the_benchmark_runs(real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
-    arguments = ["--only", "one process softmax,input", "--rounds", "1", "--out", str(tmp_path)]
+    arguments = ["--only", "one process softmax,input", "--rounds", "1", "--scale", "0.3", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tests.bench", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

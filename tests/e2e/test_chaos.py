@@ -214,7 +214,7 @@ def chaos(command: Command, mode: str, no_leftovers: Callable[[], None]) -> Iter
 
 
 @pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_chaos(chaos: Chaos, mode: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)

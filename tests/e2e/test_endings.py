@@ -26,8 +26,15 @@ def wait_for_line(process: subprocess.Popen[str], path: Path, text: str) -> None
 LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("mode", "signum"),
+    [
+        ("async", signal.SIGTERM),
+        ("sync", signal.SIGINT),
+        pytest.param("async", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_everything(command: Command, mode: str, signum: int) -> None:
     process = command.start(f"mode={mode}", *LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
@@ -67,7 +74,10 @@ def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callab
     no_leftovers()
 
 
-@pytest.mark.parametrize(("mode", "task"), [("sync", "worker-1"), ("async", "ps-0"), ("async", "chief-0")])
+@pytest.mark.parametrize(
+    ("mode", "task"),
+    [("sync", "worker-1"), pytest.param("async", "ps-0", marks=pytest.mark.slow), ("async", "chief-0")],
+)
 def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
     process = command.start(f"mode={mode}", *LONG, "max_restarts=0")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-1.log", "worker=1, epoch")
@@ -127,7 +137,7 @@ def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -
         assert newest == f"step-{int(step):010}"
 
 
-@pytest.mark.parametrize("patience", ["grace", "second signal"])
+@pytest.mark.parametrize("patience", [pytest.param("grace", marks=pytest.mark.slow), "second signal"])
 def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None:
     """A frozen ps lets nobody save: the time for that is limited, and a second signal ends it at once."""
     process = command.start(*LONG, f"grace_secs={2 if patience == 'grace' else 600}")

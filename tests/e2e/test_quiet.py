@@ -27,7 +27,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_plain_run_is_quiet_and_looks_up_no_name(command: Command, mode: str) -> None:
     (command.folder / "sitecustomize.py").write_text(NOTE_NAMES)
     names = command.folder / "names"

@@ -103,6 +103,7 @@ def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: d
     assert json.loads((command.folder / "run" / "summary.json").read_text())["global_step"] == STEPS
 
 
+@pytest.mark.slow
 def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
     """It shares the run directory, sees every checkpoint that it has time for, and the last."""
     jobs = addresses({"chief": 1, "ps": 1, "worker": 1, "evaluator": 1})

@@ -78,6 +78,7 @@ def test_digits_are_learned(command: Command, mode: str) -> None:
     assert summary["test_accuracy"] >= 0.95
 
 
+@pytest.mark.slow
 def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
     workers = (os.cpu_count() or 1) + 3
     arguments = ["cluster=local", f"cluster.num_workers={workers}", "cluster.num_ps=2", "data=digits"]
@@ -108,7 +109,8 @@ def test_a_run_that_is_too_short_for_a_profile(command: Command) -> None:
     assert "profile: there is none" in finished.stderr
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_xla_and_mixed_precision(command: Command, mode: str) -> None:
     summary = summary_of(
         command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", "devices.precision=bfloat16")
@@ -149,7 +151,7 @@ def slow_start(peak):
 """
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_plugins(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
     finished = command(

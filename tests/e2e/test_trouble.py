@@ -18,7 +18,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
     assert command(f"mode={mode}", *SMALL, "optimizer=sgd", "train.steps=20").code == 0
     finished = command(f"mode={mode}", *SMALL, "optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000")

@@ -169,10 +169,9 @@ def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
 def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:
     loop = async_loop(run_config(optimizer=optimizer), num_workers=2)
-    loop.train(20)
-    first = loop.progress.loss
+    untrained = loop.evaluate("validation").loss
     loop.train(300)
-    assert loop.evaluate("validation").loss < first
+    assert loop.evaluate("validation").loss < untrained - 0.3
 
 
 def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:

@@ -1,7 +1,9 @@
 """Who gets which GPU, with a list of GPUs made up for the test."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,10 +37,20 @@ def test_without_gpus_there_is_nothing_to_choose() -> None:
     assert devices.choose_gpus([], SYNC, Task("worker", 1), share_host=True) == []
 
 
-def test_gpu_memory() -> None:
-    assert devices.gpu_memory_mb(1, "16384\n24576\n") == 24576
+def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that the process may see; nvidia-smi itself knows the numbers 0 to 2."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$*" in *=0) echo 16384;; *=1) echo 24576;; *=2) echo 8192;; *) exit 6;; esac')
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.gpu_memory_mb(1) == 24576
+    with pytest.raises(ConfigError, match="memory of GPU 3"):
+        devices.gpu_memory_mb(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0")
+    assert [devices.gpu_memory_mb(index) for index in (0, 1)] == [8192, 16384]
     with pytest.raises(ConfigError, match="memory of GPU 2"):
-        devices.gpu_memory_mb(2, "16384\n24576\n")
+        devices.gpu_memory_mb(2)
 
 
 def test_tasks_of_one_host_share_its_cores() -> None:

@@ -1,5 +1,6 @@
 """What a worker publishes is what the coordinator's graphs read, with or without a file behind it."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,24 @@ def test_what_the_file_does_not_hold_is_copied(tmp_path: Path) -> None:
     assert in_ram("train")
     np.testing.assert_array_equal(remote_array("train", "images", (2, 2)), private)
     np.testing.assert_array_equal(remote_array("test", "images", (1, 2)), images[:, ::2])
+
+
+def test_a_file_that_is_gone_or_another_by_now_is_not_named(tmp_path: Path) -> None:
+    images = RANDOM.integers(0, 256, (10, 2, 2), np.uint8)
+    gone = mapped(tmp_path / "a.npy", images)
+    (tmp_path / "a.npy").unlink()
+    replaced = mapped(tmp_path / "b.npy", images)
+    np.save(tmp_path / "new.npy", images + 1)
+    (tmp_path / "new.npy").rename(tmp_path / "b.npy")
+    with tempfile.TemporaryFile() as file:
+        file.write(images.tobytes())
+        unnamed = np.memmap(file, np.uint8, "r", 0, images.shape)
+    for array in (gone, replaced, unnamed):
+        publish(Splits(arrays(array), arrays(images), arrays(images)))
+        assert in_ram("train")
+        np.testing.assert_array_equal(remote_array("train", "images", (2, 2)), images)
+        for path in tf.io.gfile.glob(f"{publishing.RAM}/*/*"):
+            tf.io.gfile.remove(path)
 
 
 def test_a_map_in_another_order_is_copied(tmp_path: Path) -> None:

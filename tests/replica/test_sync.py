@@ -187,6 +187,17 @@ def test_a_worker_that_dies_is_named(sync_workers: SyncWorkers) -> None:
         sync_workers(die, num_workers=1)
 
 
+def test_a_worker_that_leaves_without_a_result_is_named(sync_workers: SyncWorkers) -> None:
+    def leave(worker: SyncWorker) -> None:
+        import os
+
+        if worker.index == 1:
+            os._exit(0)
+
+    with pytest.raises(WorkerError, match=r"worker-1(.|\n)*code 0"):
+        sync_workers(leave, num_workers=2)
+
+
 def test_a_worker_that_never_comes_back_is_named(sync_workers: SyncWorkers) -> None:
     def wait(worker: SyncWorker) -> None:
         import threading
