@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config import RunConfig
-from tf2dist.counters import TOTALS
-from tf2dist.parameter_server import NO_INLINE, ParameterServer
+from tf2dist.counters import ONES, TOTALS
+from tf2dist.parameter_server import COUNT, NO_INLINE, ParameterServer
 from tf2dist.pipeline import Sharding, blocks
 from tf2dist.publishing import remote_array
 from tf2dist.step import Batch, ModelStep, step_seed
@@ -84,6 +84,7 @@ class AsyncStep:
         def steps(iterator: Any, limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
+            places = self.servers[0].counters.places(worker)
             with tf.device("CPU:0"):
                 parts = [tf.unstack(part, num_steps) for part in next(iterator)]
             losses = []
@@ -95,7 +96,7 @@ class AsyncStep:
                     pushes, loss = compute(pulled, *on_device, worker)
                 last = number == num_steps
                 pulled = [
-                    (server.push if last else server.exchange)(push, worker, limit)
+                    (server.push if last else server.exchange)(push, places, limit)
                     for server, push in zip(self.servers, pushes, strict=True)
                 ]
                 losses.append(loss)
@@ -137,7 +138,7 @@ class AsyncStep:
         for variable, new, old in zip(self._step.state, output.state, state, strict=True):
             changes[id(variable)] = new - old
         pushes = [
-            server.packing.pack([changes[id(v)] for v in server.variables], count, output.sums)
+            server.packing.pack([changes[id(v)] for v in server.variables], count, ONES, output.sums)
             for server, count in zip(self.servers, counts, strict=True)
         ]
         return pushes, output.sums[0]
@@ -147,7 +148,7 @@ class AsyncStep:
         values: Values = {}
         counts = []
         for server, vector in zip(self.servers, pulled, strict=True):
-            tensors, count = server.packing.unpack(vector)
+            tensors, (count,) = server.packing.unpack(vector, COUNT)
             values.update({id(v): tensor for v, tensor in zip(server.variables, tensors, strict=True)})
             counts.append(count)
         return values, counts

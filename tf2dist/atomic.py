@@ -34,7 +34,7 @@ def make_atomic(optimizer: keras.Optimizer) -> bool:
 def _update_step(optimizer: keras.Optimizer) -> UpdateStep | None:
     kind, optimizers = type(optimizer), keras.optimizers
     if kind is optimizers.SGD:
-        return _momentum(optimizer) if optimizer.momentum else _as_it_is(optimizer)  # a single subtraction
+        return _momentum(optimizer) if optimizer.momentum else _sgd
     if kind is optimizers.Adagrad:
         return _as_it_is(optimizer)  # the accumulator only grows, and every update finds its own part in it
     if kind in (optimizers.Adam, optimizers.AdamW) and not optimizer.amsgrad:
@@ -51,6 +51,13 @@ def _as_it_is(optimizer: keras.Optimizer) -> UpdateStep:
 
 def _slot(optimizer: keras.Optimizer, slots: list[keras.Variable], variable: tf.Variable) -> Any:
     return slots[optimizer._get_variable_index(variable)].value.handle
+
+
+def _sgd(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+    """Keras would make a product as large as the variable first."""
+    tf.raw_ops.ResourceApplyGradientDescent(
+        var=variable.handle, alpha=tf.cast(learning_rate, variable.dtype), delta=gradient, use_locking=True
+    )
 
 
 def _momentum(optimizer: keras.Optimizer) -> UpdateStep:

@@ -11,6 +11,9 @@ import tensorflow as tf
 
 MAX_STALENESS = 1023  # the histogram's last bin holds this and more
 TOTALS = ("steps", "loss", "correct", "examples")  # of each worker
+ADDED = 2 + len(TOTALS)  # numbers an update adds: to those applied, to a bin of staleness, to its worker's totals
+ONES = np.ones(3, np.float32)  # the first of them: it is one of all, one of its bin, one of its worker's
+_IS_BIN = np.array([[0], [1], *([[0]] * len(TOTALS))])
 
 
 class Counts(NamedTuple):
@@ -43,18 +46,24 @@ class Counters:
         totals, staleness = np.split(values[1:], [self._shape[0] * self._shape[1]])
         return Counts(int(values[0]), totals.reshape(self._shape), staleness.astype(np.int64))
 
-    def add(self, worker: tf.Tensor, staleness: tf.Tensor, sums: tf.Tensor) -> None:
+    def places(self, worker: tf.Tensor) -> tf.Tensor:
+        """Where the updates of a worker are counted, if none is stale: int64 [ADDED, 1]; made once for many updates."""
+        first_bin = 1 + self._shape[0] * self._shape[1]
+        return tf.concat([[0, first_bin], self._row(worker)], 0)[:, None]
+
+    def add(self, places: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
         """Counts one update.
 
         Args:
-            worker: its index, int64.
+            places: of its worker.
             staleness: how many updates came between its pull and it, int64.
-            sums: float64 [3], its loss, correct and examples.
+            added: float [ADDED]: `ONES`, and its loss, correct and examples.
         """
-        bins = 1 + self._shape[0] * self._shape[1]
-        late = bins + tf.clip_by_value(staleness, 0, MAX_STALENESS)
-        row = 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)
-        self._values.scatter_nd_add(tf.concat([[0, late], row], 0)[:, None], tf.concat([[1.0, 1.0, 1.0], sums], 0))
+        late = tf.clip_by_value(staleness, 0, MAX_STALENESS)
+        self._values.scatter_nd_add(places + late * _IS_BIN, tf.cast(added, tf.float64))
+
+    def _row(self, worker: tf.Tensor) -> tf.Tensor:
+        return 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)
 
     def applied(self) -> tf.Tensor:
         """The updates applied so far, float64; reads no more than it needs."""
@@ -62,8 +71,7 @@ class Counters:
 
     def of_worker(self, worker: tf.Tensor) -> tf.Tensor:
         """One worker's totals and the updates applied by all, float64 [len(TOTALS) + 1]."""
-        row = 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)
-        return self._values.sparse_read(tf.concat([row, [0]], 0))
+        return self._values.sparse_read(tf.concat([self._row(worker), [0]], 0))
 
     def heads(self) -> tf.Tensor:
         """The updates applied and the totals row by row, float64."""

@@ -14,14 +14,15 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.atomic import make_atomic
-from tf2dist.counters import Counters, Counts
+from tf2dist.counters import ADDED, Counters, Counts
 from tf2dist.errors import ConfigError
 from tf2dist.models import build_optimizer
 from tf2dist.step import Packing
 
 NEVER = np.iinfo(np.int64).max
 NO_INLINE = {"_noinline": True}
-FOOTER = 2 + 3  # the count at the pull, a float64 in two float32; loss, correct and examples
+COUNT = 2  # float32 that carry a float64
+FOOTER = COUNT + ADDED
 
 
 class UpdateNumber(keras.Variable):
@@ -85,12 +86,15 @@ class ParameterServer:
             self._number = UpdateNumber()
             self.optimizer._iterations = self._number
             self.optimizer.build(trainable)
+            if isinstance(rate := self.optimizer._learning_rate, keras.Variable):
+                self.optimizer._learning_rate = float(rate.numpy())  # it stays: each update would read it anew
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
         scalar = tf.TensorSpec([], tf.int64)
         push_spec = tf.TensorSpec([self.packing.size + FOOTER], tf.float32)
         self.pull = self._on_device(self._pull)
-        self.push = self._on_device(self._push, push_spec, scalar, scalar)
-        self.exchange = self._on_device(self._exchange, push_spec, scalar, scalar)
+        places = tf.TensorSpec([ADDED, 1], tf.int64)
+        self.push = self._on_device(self._push, push_spec, places, scalar)
+        self.exchange = self._on_device(self._exchange, push_spec, places, scalar)
         self.worker_totals = self._on_device(self.counters.of_worker, scalar)
         self.counts = self._on_device(self._counts)
 
@@ -113,7 +117,7 @@ class ParameterServer:
             values = [v.value.read_value() for v in self.variables]
         return self.packing.pack(values, applied)
 
-    def _push(self, pushed: tf.Tensor, worker: tf.Tensor, limit: tf.Tensor) -> None:
+    def _push(self, pushed: tf.Tensor, places: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any
@@ -121,24 +125,25 @@ class ParameterServer:
         carry the count beyond the limit.
 
         Args:
-            pushed: gradients, changes of the state, count at the pull, loss, correct, examples.
+            pushed: gradients, changes of the state, count at the pull, and what `Counters.add` adds.
+            places: where it is counted.
         """
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
-        tf.cond(number < limit, lambda: self._apply_alone(pushed, worker, number), lambda: tf.constant(False))
+        tf.cond(number < limit, lambda: self._apply_alone(pushed, places, number), lambda: tf.constant(False))
 
-    def _exchange(self, pushed: tf.Tensor, worker: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, pushed: tf.Tensor, places: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
-        self._push(pushed, worker, limit)
+        self._push(pushed, places, limit)
         return self._pull()
 
-    def _apply_alone(self, pushed: tf.Tensor, worker: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply_alone(self, pushed: tf.Tensor, places: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
         if self._lock is None:
-            return self._apply(pushed, worker, number)
-        return self._lock.execute(lambda: self._apply(pushed, worker, number))
+            return self._apply(pushed, places, number)
+        return self._lock.execute(lambda: self._apply(pushed, places, number))
 
-    def _apply(self, pushed: tf.Tensor, worker: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        changes, footer = self.packing.unpack(pushed)
+    def _apply(self, pushed: tf.Tensor, places: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        changes, (count, added) = self.packing.unpack(pushed, COUNT, ADDED)
         gradients, state_changes = changes[: len(self.trainable)], changes[len(self.trainable) :]
         self._number.set_current(number)
         graph = tf.compat.v1.get_default_graph()
@@ -147,12 +152,9 @@ class ParameterServer:
         for variable, change in zip(self.state, state_changes, strict=True):
             variable.value.assign_add(change)  # added, as gradients are: two workers' changes both count
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
-            self._count(footer, worker, number)
+            pulled_at = tf.cast(tf.bitcast(count, tf.float64), tf.int64)
+            self.counters.add(places, number - pulled_at, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
-
-    def _count(self, footer: tf.Tensor, worker: tf.Tensor, number: tf.Tensor) -> None:
-        pulled_at = tf.cast(tf.bitcast(footer[:2], tf.float64), tf.int64)
-        self.counters.add(worker, number - pulled_at, tf.cast(footer[2:], tf.float64))
 
     def _counts(self) -> tf.Tensor:
         """Everything the coordinator watches, float64: admitted, applied, and the totals row by row."""

@@ -2,7 +2,8 @@
 
 Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
 a run can go on anywhere without a saved shuffle buffer, and N workers with batches of b see the
-examples of one worker with batches of N*b.
+examples of one worker with batches of N*b. (An asynchronous worker passes over the batches whose
+updates came too late for a boundary, and were refused.)
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class Sharding:
         full_steps, rest = divmod(self.num_examples, self.global_batch_size)
         return full_steps * self.num_shards + min(rest, self.num_shards)
 
+    def steps_with_examples(self, shard: tf.Tensor) -> tf.Tensor:
+        """Steps of one worker in an epoch without one that would be empty, int64."""
+        full_steps, rest = divmod(self.num_examples, self.global_batch_size)
+        return full_steps + tf.cast(shard < rest, tf.int64)
+
     def epoch_rows(self, epoch: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """One epoch of one worker: indices of its examples, int32 [steps, batch], and their weights.
 
@@ -77,7 +83,7 @@ def batches(
 
     It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
     """
-    return _gathered(_rows(sharding, shard, first_step), images, labels)
+    return _gathered(_rows(sharding, shard, first_step, sharding.steps_per_epoch), images, labels)
 
 
 def blocks(
@@ -90,27 +96,30 @@ def blocks(
 ) -> tf.data.Dataset:
     """Like `batches`, `size` steps an element: one call of the iterator for many steps.
 
-    A step that has no example of its own for this worker is left out: its update would do nothing.
+    A step that has no example of its own for this worker is left out, and not counted: its update would do nothing.
     """
+    shard = tf.cast(shard, tf.int32)
 
     @NO_AUTOGRAPH
     def has_examples(index: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         return weights[0] > 0
 
-    rows = _rows(sharding, shard, first_step).filter(has_examples)
+    rows = _rows(sharding, shard, first_step, sharding.steps_with_examples(shard)).filter(has_examples)
     return _gathered(rows.batch(size, drop_remainder=True), images, labels)
 
 
-def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
+def _rows(
+    sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor, steps_per_epoch: int | tf.Tensor
+) -> tf.data.Dataset:
     shard, first_step = tf.cast(shard, tf.int32), tf.cast(first_step, tf.int64)
 
     @NO_AUTOGRAPH
     def epoch_dataset(epoch: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(sharding.epoch_rows(tf.cast(epoch, tf.int32), shard))
 
-    first_epoch = first_step // sharding.steps_per_epoch
+    first_epoch = first_step // steps_per_epoch
     epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int32).max)
-    return epochs.flat_map(epoch_dataset).skip(first_step % sharding.steps_per_epoch)
+    return epochs.flat_map(epoch_dataset).skip(first_step % steps_per_epoch)
 
 
 def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:

@@ -124,8 +124,14 @@ class Packing:
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         return tf.concat([*flat, *more], axis=0)
 
-    def unpack(self, vector: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The tensors in their shapes and types, and what follows them in the vector."""
-        *parts, rest = tf.split(vector, [*self.sizes, vector.shape[0] - self.size])
-        shaped = zip(parts, self._shapes, self._dtypes, strict=True)
-        return [tf.cast(tf.reshape(part, shape), dtype) for part, shape, dtype in shaped], rest
+    def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
+        parts = tf.split(vector, [*self.sizes, *more])
+        own, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
+        shaped = zip(own, self._shapes, self._dtypes, strict=True)
+        return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
+
+
+def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
+    """A sum of N parts of a whole number is only close to it in float32."""
+    return tf.cast(tf.round(tensor) if dtype.is_integer else tensor, dtype)

@@ -165,8 +165,8 @@ class SyncLoop:
         step, every = self.progress.global_step, self._config.train.log_every_steps
         if step // every != (step - count) // every:
             worker, epoch = self._cluster.training_tasks.index(self._task), (step - 1) // self.updates_per_epoch
-            where = f"worker={worker}, epoch={epoch}, global_step={step}, local_step={step}"
-            print(f"{where}, loss={self.progress.loss:.4f}", flush=True)
+            where, own_step = f"worker={worker}, epoch={epoch}, global_step={step}", self.progress.local_steps[worker]
+            print(f"{where}, local_step={own_step}, loss={self.progress.loss:.4f}", flush=True)
 
     def _train_steps(self, iterator: Any, num_steps: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """`num_steps` steps; returns the sums over them of loss, correct, examples and `shared`, float64 [6].
@@ -189,7 +189,7 @@ class SyncLoop:
         output = self._compute(trainable, state, Batch(images, labels, weights), seed)
         changes = [(new - old) / self.sharding.num_shards for new, old in zip(output.state, state, strict=True)]
         packed = self._packing.pack([*output.gradients, *changes], output.sums, shared)
-        tensors, sums = self._packing.unpack(self._reduced(packed))
+        tensors, (sums,) = self._packing.unpack(self._reduced(packed), 6)
         gradients, changes = tensors[: len(trainable)], tensors[len(trainable) :]
         self._optimizer.apply(gradients, self._step.trainable)
         context.merge_call(self._add_to_state, args=(changes,))

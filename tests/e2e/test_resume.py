@@ -1,6 +1,7 @@
 """The same command with the same run_dir goes on; nothing of a run is begun anew by accident."""
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,9 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
         assert finished.code == 0, finished
         summary = json.loads((command.folder / "run" / "summary.json").read_text())
         assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == step
+        lines = (command.folder / "run" / "logs" / "worker-0.log").read_text().splitlines()
+        own_steps = [int(found[1]) for line in lines if (found := re.search(r"local_step=(\d+)", line))]
+        assert own_steps[-1] <= summary["workers"][0]["local_steps"], "its own, not those of the whole run"
     assert summary["test_accuracy"] > 0.9
     names = [path.name for path in sorted((command.folder / "run" / "checkpoints").iterdir())]
     assert names == ["step-0000000400", "step-0000000500", "step-0000000900"]

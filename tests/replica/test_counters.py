@@ -3,13 +3,14 @@
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.counters import MAX_STALENESS, Counters, Counts
+from tf2dist.counters import ADDED, MAX_STALENESS, ONES, Counters, Counts
 
 NUM_WORKERS = 3
 
 
 def add(counters: Counters, worker: int, staleness: int, sums: list[float]) -> None:
-    counters.add(tf.constant(worker, tf.int64), tf.constant(staleness, tf.int64), tf.constant(sums, tf.float64))
+    places = counters.places(tf.constant(worker, tf.int64))
+    counters.add(places, tf.constant(staleness, tf.int64), tf.constant([*ONES, *sums]))
 
 
 def test_an_update_is_counted_in_its_place() -> None:
@@ -41,6 +42,7 @@ def test_they_go_on_where_another_run_ended() -> None:
 def test_an_update_is_counted_by_one_operation_that_locks() -> None:
     """Two that meet in an operation that shares its lock lose a count too rarely for a test to see it."""
     counters = Counters(NUM_WORKERS)
-    scalar, sums = tf.TensorSpec([], tf.int64), tf.TensorSpec([3], tf.float64)
-    graph = tf.function(counters.add, autograph=False).get_concrete_function(scalar, scalar, sums).graph
+    places, scalar = tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+    added = tf.TensorSpec([ADDED], tf.float32)
+    graph = tf.function(counters.add, autograph=False).get_concrete_function(places, scalar, added).graph
     assert [op.type for op in graph.get_operations() if op.op_def.is_stateful] == ["ResourceScatterNdAdd"]

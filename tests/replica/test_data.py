@@ -74,6 +74,19 @@ def test_batches_without_examples_are_left_out() -> None:
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 
 
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None:
+    """The second worker has one step less in an epoch than the first."""
+    labels = tf.constant(np.arange(21, dtype=np.uint8))
+    sharding = Sharding(21, 5, 2, 0, False)
+
+    def rows(first_step: int, count: int) -> list[list[int]]:
+        steps = pipeline.blocks(labels[:, None], labels, sharding, shard, 1, first_step).take(count)
+        return [numbers.numpy()[0].tolist() for _, numbers, _ in steps]
+
+    assert rows(7, 3) == rows(0, 10)[7:]
+
+
 def test_digits() -> None:
     splits = data.load(DataConfig(name="digits", num_validation=180))
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [1257, 180, 360]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tests.replica.small_runs import run_config
 from tf2dist.config import RunConfig
+from tf2dist.counters import ONES
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.saving import Snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -96,7 +97,8 @@ def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     loop.train(20)
     first = loop._graphs.servers[0]
     first.admitted.assign_add(1)
-    first.counters.add(tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.zeros([3], tf.float64))
+    zero = tf.constant(0, tf.int64)
+    first.counters.add(first.counters.places(zero), zero, tf.constant([*ONES, 0.0, 0.0, 0.0]))
     assert loop.train(100, lambda: Wish.SAVE) is Wish.SAVE
     assert {server.counters.now().applied for server in loop._graphs.servers} == {loop.progress.global_step}
 
