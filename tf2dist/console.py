@@ -33,7 +33,8 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
         elif self._last_line:
             self._print(self._last_line)
@@ -44,6 +45,10 @@ class Console:
             self._live.update(self._task, description=text)
         else:
             self._print(text)
+
+    def note(self, text: str) -> None:
+        """What stays to be read, on a terminal too."""
+        self._print(text)
 
     def warn(self, text: str) -> None:
         self._print(f"tf2dist: warning: {text}")
@@ -64,10 +69,10 @@ class Console:
             self._last_line = line
 
     def _print(self, text: str) -> None:
-        if self._live:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            with contextlib.suppress(BrokenPipeError):  # the reader has left; the training goes on
+        with contextlib.suppress(OSError):  # the reader has left, or the disk is full: the training goes on
+            if self._live:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
                 print(text, file=self._stream, flush=True)
 
 

@@ -60,7 +60,10 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
 def _listen(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.socket:
     """At the first of some families and addresses that this host has."""
     for family, address in candidates:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # a kernel without IPv6
+            continue
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
             listener.bind(address)

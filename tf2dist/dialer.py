@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tf2dist.control_port import resolve
-from tf2dist.link import Link, Links
+from tf2dist.link import Link, Links, reason
 
 
 class Dialer:
@@ -47,7 +47,10 @@ class Dialer:
             return
         family, address = addresses[self._num_calls % len(addresses)]
         self._num_calls += 1
-        self._link = self._links.dial(family, address, owner)
+        try:
+            self._link = self._links.dial(family, address, owner)
+        except OSError as error:  # a kernel without IPv6, and a name that has such an address too
+            self.why = reason(error)
 
     def _look_up(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""``python -m tf2dist.download DIR``: has tensorflow-datasets prepare MNIST; a process of its own.
+"""``python -m tf2dist.download DIR PARENT``: has tensorflow-datasets prepare MNIST; a process of its own.
 
 If it fails, the last line on stdout is the reason.
 """
@@ -14,7 +14,7 @@ from tf2dist.forkserver import die_with_parent
 
 
 def main() -> None:
-    die_with_parent(os.getppid())
+    die_with_parent(int(sys.argv[2]))
     os.environ.setdefault("NO_GCE_CHECK", "true")
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.utils import gcs_utils

@@ -6,7 +6,7 @@ from pathlib import Path
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.launcher import Event
 
-OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
+VMSTAT = Path("/proc/vmstat")
 TAIL_LINES = 30
 
 
@@ -55,8 +55,8 @@ def rank(failure: FailureRecord) -> tuple[int, float]:
 
 
 def _oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for want of memory."""
+    """How many processes of this host the kernel has killed for want of memory."""
     try:
-        return int(dict(line.split() for line in OOM_EVENTS.read_text().splitlines())["oom_kill"])
+        return int(dict(line.split() for line in VMSTAT.read_text().splitlines())["oom_kill"])
     except (OSError, KeyError, ValueError):
         return 0

@@ -47,13 +47,16 @@ class Evaluator:
         return Evaluation.of_sums(sums.numpy(), len(arrays))
 
 
-def follow(evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation) -> None:
+def follow(
+    evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation, asked_steps: int | None
+) -> None:
     """Evaluates the newest checkpoint whenever there is a new one, until the run has come to its target.
 
     Those that come and go while another is evaluated are left out.
 
     Args:
         split: evaluated at every checkpoint; the last one is evaluated on "test" too.
+        asked_steps: train.steps, which may ask for more than the run that has left the checkpoint did.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
     done = -1
@@ -65,7 +68,7 @@ def follow(evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEva
             continue
         done = snapshot.step
         on_evaluation(split, done, evaluator.evaluate(snapshot, split))
-        if done >= snapshot.facts["target_step"]:
+        if done >= max(snapshot.facts["target_step"], asked_steps or 0):
             if split != "test":
                 on_evaluation("test", done, evaluator.evaluate(snapshot, "test"))
             return

@@ -1,6 +1,6 @@
 """The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
 
-Runs as ``python -m tf2dist.forkserver FD ISOLATE PRELOAD`` below a `launcher.Launcher`. It may
+Runs as ``python -m tf2dist.forkserver FD ISOLATE PRELOAD PARENT`` below a `launcher.Launcher`. It may
 import TensorFlow but must run no op and start no thread before it forks. Launcher and server
 exchange one JSON object a packet over the Unix socket FD; the tasks inherit the socket and send
 their own packets (progress, results) the same way, and read on their standard input, a JSON object a
@@ -91,9 +91,11 @@ def fork_task(request: dict[str, Any], sock: socket.socket) -> tuple[int, int]:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # the destructors of a TensorFlow server may wait for peers that are gone
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)  # the destructors of a TensorFlow server may wait for peers that are gone
 
 
 def tell(inbox: int | None, packet: dict[str, Any]) -> None:
@@ -158,7 +160,7 @@ def serve(sock: socket.socket, wakeup: int) -> None:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and netns.enter_private_network()
-    die_with_parent(os.getppid())  # an import takes seconds, and nobody looks at the socket meanwhile
+    die_with_parent(int(sys.argv[4]))  # an import takes seconds, and nobody looks at the socket meanwhile
     for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
         signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):

@@ -72,8 +72,9 @@ class Launcher:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tf2dist.forkserver", str(theirs.fileno())]
         with theirs, open(self.log_dir / "forkserver.log", "ab") as log:
+            self._log_start = log.tell()  # what stands before it is of an earlier run
             self._server = subprocess.Popen(
-                [*command, str(int(self.isolate)), ",".join(self.preload)],
+                [*command, str(int(self.isolate)), ",".join(self.preload), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -170,7 +171,7 @@ class Launcher:
 
     def _give_up(self) -> NoReturn:
         self._kill_server()
-        log = (self.log_dir / "forkserver.log").read_text(errors="replace").strip()
+        log = (self.log_dir / "forkserver.log").read_bytes()[self._log_start :].decode(errors="replace").strip()
         raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
 
     def tell(self, name: str, packet: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md
 namespace that holds nothing but a loopback device, "all interfaces" is that device.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import itertools
@@ -68,9 +69,9 @@ def unused_ports(count: int) -> list[int]:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as sock:
-        try:
+    """Whether nobody listens there, in the families that the kernel has; it may have no IPv6."""
+    for family in (socket.AF_INET6, socket.AF_INET):
+        with contextlib.suppress(OSError), socket.socket(family) as sock:
             sock.bind(("", port))
-        except OSError:
-            return False
-    return True
+            return True
+    return False

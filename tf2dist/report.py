@@ -37,7 +37,13 @@ class NoReporter:
         """Takes an evaluation, while the training stands still."""
 
     def on_result(
-        self, config: RunConfig, cluster: Cluster, loop: Loop, validation: Evaluation | None, test: Evaluation
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        loop: Loop,
+        validation: Evaluation | None,
+        test: Evaluation,
+        saved_step: int | None,
     ) -> None:
         """Sends what summary.json is to hold to the launcher, which adds what it alone knows."""
 
@@ -95,7 +101,13 @@ class Reporter(NoReporter):
         return self._steps / self._secs if self._secs > 0 else None
 
     def on_result(
-        self, config: RunConfig, cluster: Cluster, loop: Loop, validation: Evaluation | None, test: Evaluation
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        loop: Loop,
+        validation: Evaluation | None,
+        test: Evaluation,
+        saved_step: int | None,
     ) -> None:
         progress, rate = loop.progress, self.steps_per_sec()
         examples_per_step = progress.examples / progress.global_step
@@ -108,6 +120,7 @@ class Reporter(NoReporter):
             "cluster": {"worker": cluster.num_workers, "ps": cluster.num_ps},
             "target_step": self.target_step,
             "global_step": progress.global_step,
+            "saved_step": saved_step,
             "updates_applied": loop.updates_applied(),
             "examples_seen": progress.examples,
             "epochs": round(progress.examples / loop.sharding.num_examples, 4),

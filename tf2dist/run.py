@@ -52,7 +52,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     if task.job == "evaluator":
         split = "validation" if len(splits.validation) else "test"
         with Reporter(run_dir, task, send, started_at) as writer:
-            follow(Evaluator(config, splits), run_dir, split, writer.on_evaluation)
+            follow(Evaluator(config, splits), run_dir, split, writer.on_evaluation, config.train.steps)
         return
     if cluster.mode == "async" and task.job == "worker":
         publish(splits)
@@ -80,7 +80,7 @@ def train(
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
-        start = first_snapshot(config, run_dir, tell)
+        start = first_snapshot(config, run_dir, warn)
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         checkpoints.clean()  # of what a killed run has left; the launcher sees to it that there is no other
         saver = Saver(checkpoints, config.checkpoint.every_secs, send, facts_of(config))
@@ -114,16 +114,16 @@ def train(
             raise
 
 
-def first_snapshot(config: RunConfig, run_dir: Path, tell: Tell) -> Snapshot | None:
+def first_snapshot(config: RunConfig, run_dir: Path, warn: Tell) -> Snapshot | None:
     """Where the run goes on, or the weights that it begins with; None for the model's own.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
     """
-    snapshot = Checkpoints(run_dir / "checkpoints").newest(tell)
+    snapshot = Checkpoints(run_dir / "checkpoints").newest(warn)
     if snapshot or not config.init_from:
         return snapshot
-    source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(tell)
+    source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(warn)
     if source is None:
         raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
     return Snapshot(0, source.of_model())
@@ -175,5 +175,6 @@ def drive(
     # The result.
     validation = evaluate("validation") if has_validation else None
     test = evaluate("test")
-    reporter.on_result(config, cluster, loop, validation, test)
+    saver.insist(target, loop.snapshot)
+    reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
     loop.finish(test.accuracy)

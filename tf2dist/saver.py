@@ -13,7 +13,13 @@ RETRY_SECS = 30.0  # after an attempt to save that failed
 
 
 class NoSaver:
-    """What the tasks save that are not the leader: nothing."""
+    """What the tasks save that are not the leader: nothing.
+
+    Attributes:
+        saved_step: the last that has been saved.
+    """
+
+    saved_step: int | None = None
 
     def due(self) -> bool:
         """Whether it is time to save."""
@@ -21,6 +27,9 @@ class NoSaver:
 
     def save(self, take: Callable[[], Snapshot]) -> None:
         """Saves what `take` gives, as far as the disk allows."""
+
+    def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
+        """Tries once more if `step` could not be saved."""
 
 
 class Saver(NoSaver):
@@ -54,7 +63,12 @@ class Saver(NoSaver):
             self._checkpoints.save(snapshot)
         except OSError as error:  # a full disk: what was saved before stays, and may have company later
             self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
-            text = f"step {snapshot.step} could not be saved ({error.strerror or error}); the training goes on"
+            text = f"step {snapshot.step} could not be saved ({error.strerror or error}); what was saved before stays"
             self._send({"event": "warning", "text": text})
         else:
+            self.saved_step = snapshot.step
             self._send({"event": "saved", "step": snapshot.step})
+
+    def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
+        if self.saved_step != step:
+            self.save(take)

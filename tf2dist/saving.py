@@ -25,7 +25,7 @@ import numpy as np
 
 from tf2dist.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 TEMPORARY = ".part-"
 Tell = Callable[[str], None]
@@ -105,7 +105,9 @@ class Checkpoints:
             _flush(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        for old in self.paths()[: -self._keep]:
+        # Later ones are damaged, which is why the run is at an earlier step: they are not among those to keep.
+        paths = self.paths()
+        for old in paths[: paths.index(path) + 1][: -self._keep]:
             self._remove(old)
         return path
 
@@ -156,7 +158,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": snapshot.step,
         **snapshot.facts,
@@ -164,7 +166,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
         "files": {ARRAYS: {"bytes": (folder / ARRAYS).stat().st_size, "sha256": _sha256(folder / ARRAYS)}},
     }
     with open(folder / MANIFEST, "x", encoding="utf-8") as text:
-        json.dump(manifest, text, indent=1)
+        json.dump(manifest | {"sha256": _seal(manifest)}, text, indent=1)
         text.flush()
         os.fsync(text.fileno())
     _flush(folder)
@@ -185,7 +187,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def _seal(manifest: dict[str, Any]) -> str:
+    """A hash of what it says, however that is laid out."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of one checkpoint.
 
     Raises:
@@ -194,6 +201,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
+    if manifest.pop("sha256", "") != _seal(manifest):
+        raise ValueError(f"{MANIFEST} has been changed: its hash is not its own")
     return manifest
 
 
@@ -203,12 +212,9 @@ def read(path: Path) -> Snapshot:
     Raises:
         OSError, ValueError: what is wrong with it.
     """
-    manifest = read_manifest(path)
-    try:
-        step, files, arrays = int(manifest.pop("step")), manifest.pop("files"), manifest.pop("arrays")
-        expected = files[ARRAYS]["bytes"], files[ARRAYS]["sha256"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{MANIFEST} is not whole") from None
+    manifest = _read_manifest(path)
+    step, files, arrays = int(manifest.pop("step")), manifest.pop("files"), manifest.pop("arrays")
+    expected = files[ARRAYS]["bytes"], files[ARRAYS]["sha256"]
     found = (path / ARRAYS).stat().st_size
     if found != expected[0]:
         raise ValueError(f"{ARRAYS} has {found} bytes instead of {expected[0]}")

@@ -86,7 +86,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
     print(f"Downloading MNIST to {folder} (at most {timeout_secs:.0f} s) ...", file=sys.stderr, flush=True)
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
-        [sys.executable, "-m", "tf2dist.download", str(folder)],
+        [sys.executable, "-m", "tf2dist.download", str(folder), str(os.getpid())],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

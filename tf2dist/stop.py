@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from tf2dist.control import Meeting
+from tf2dist.errors import Interrupted
 from tf2dist.launcher import Launcher
 
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
@@ -17,6 +18,7 @@ class Stop:
     Attributes:
         told: the signal that another host's task has got; 0 for none.
         has_begun: whether the leader has begun to train; not known if it is on another host.
+        has_saved: whether the leader has saved since it was asked.
 
     Args:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
@@ -36,7 +38,7 @@ class Stop:
         self._launcher, self._meeting, self._received = launcher, meeting, received
         self._grace_secs, self._tell = grace_secs, tell
         self._until: float | None = None
-        self.told, self.has_begun = 0, False
+        self.told, self.has_begun, self.has_saved = 0, False, False
 
     @property
     def is_asked(self) -> bool:
@@ -57,6 +59,13 @@ class Stop:
         if leader_ended or not in_time or len(self._received) > 1 or not self._launcher.tasks:
             return (self._received or [self.told])[0]
         return 0
+
+    def interrupted(self, signum: int, saved_step: int | None) -> Interrupted:
+        """What the user is told at the end; `saved_step`: of the last checkpoint, whenever that was."""
+        if saved_step is None:
+            return Interrupted(signum)
+        saved = "saved at" if self.has_saved or not self.is_asked else "not saved since"
+        return Interrupted(signum, f"; {saved} step {saved_step}, where the same command with run_dir goes on")
 
     def _patience(self, leads: bool) -> float:
         """Seconds from the signal; the leader is the one that saves, and has the shorter time."""

@@ -11,7 +11,7 @@ _may_ask = threading.Event()
 
 
 def end_on_sigterm() -> None:
-    """Makes SIGTERM end this process at once, wherever it is; after `stop_when_asked` only the second.
+    """Makes SIGTERM end this process at once, wherever it is; after `stop_when_asked` it is a question.
 
     A Python handler waits until the main thread runs Python again, which a thread inside a
     collective never does; but the C handler writes a byte first, and a thread reads it. To be
@@ -28,7 +28,11 @@ def end_on_sigterm() -> None:
 
 
 def stop_when_asked() -> None:
-    """From now on there is something to save: the first SIGTERM is a question, see `asked_to_stop`."""
+    """From now on there is something to save: SIGTERM is a question, see `asked_to_stop`.
+
+    However often it is asked: who signals a whole service reaches this process twice, and one that
+    does not stop in time is killed by its launcher.
+    """
     _may_ask.set()
 
 
@@ -40,6 +44,6 @@ def _listen(read_end: int) -> None:
     while True:
         if os.read(read_end, 1)[0] != signal.SIGTERM:
             continue
-        if not _may_ask.is_set() or _asked.is_set():
+        if not _may_ask.is_set():
             os._exit(EXIT_CODE)
         _asked.set()

@@ -78,6 +78,7 @@ def supervise(
     Raises:
         TaskFailure: a task failed; it tells the first failure whole and the others in a line each.
         TaskLostError: the tasks could not be started.
+        TrainingError: the result could not be written, or its weights not be saved.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     # What is left when the watch ends has nothing to save.
@@ -117,6 +118,7 @@ def supervise(
         summary = watch.run(names, str(cluster.leader), start)
         if summary:
             write_summary(run_dir, summary)
+            check_saved(summary)
         return summary
 
 
@@ -129,7 +131,7 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
         task,
         identity_of(config, cluster, task),
         key,
-        console.status,
+        console.note,
         lost_after_secs=config.silence_secs,
         port_shift=shift,
     )
@@ -142,6 +144,15 @@ def note_begin(config: RunConfig, run_dir: Path, console: Console) -> None:
         (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     except OSError as error:
         console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
+
+
+def check_saved(summary: dict[str, Any]) -> None:
+    """Raises TrainingError if the weights that gave the result are lost."""
+    if (step := summary["global_step"]) != summary["saved_step"]:
+        raise TrainingError(
+            f"step {step} could not be saved: the weights behind the test accuracy of {summary['test_accuracy']:.4f} "
+            "are lost; make room, and the same command with run_dir goes on from the checkpoint before"
+        )
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

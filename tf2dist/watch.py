@@ -9,7 +9,7 @@ from tf2dist.config import RunConfig
 from tf2dist.console import Console
 from tf2dist.control import Meeting
 from tf2dist.ends import Ends, complains, rank
-from tf2dist.errors import FailureRecord, Interrupted, TaskFailure, TaskLostError
+from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.launcher import Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
 from tf2dist.stop import Stop
@@ -58,7 +58,7 @@ class Watch:
         self._summary: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._leader = ""
-        self._leave_by = float("inf")
+        self._leave_by, self._is_over = float("inf"), False  # over: the leader is done, on another host
         self._ends = Ends(launcher.log_dir)
 
     def run(self, tasks: list[str], leader: str, start: Callable[[str, int], None]) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class Watch:
             self._step()
             if self._stop.is_asked and not self._summary:
                 if signum := self._stop.go_on(tasks, leader):
-                    raise self._interrupted(signum)
-            elif self._failures and not self._summary:
+                    raise self._stop.interrupted(signum, self._saved_step)
+            elif self._failures and not self._summary and not self._is_late():
                 self._restart_or_fail()
             if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
@@ -90,9 +90,13 @@ class Watch:
                 break  # the result is whole; leaving the launcher stops who does not leave
             if leader not in tasks and time.monotonic() > self._leave_by:
                 raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
-        if self._failures and not self._summary:
+        if self._failures and not self._summary and not self._is_late():
             self._restart_or_fail()
         return self._summary
+
+    def _is_late(self) -> bool:
+        """Whether a task only complains that others are gone, who were done: it was started again too late."""
+        return self._is_over and all(map(complains, self._failures))
 
     def _step(self) -> None:
         for event in self._launcher.events(POLL_SECS):
@@ -117,7 +121,7 @@ class Watch:
             case "warning":
                 self._console.warn(event["text"])
             case "saved":
-                self._saved_step = event["step"]
+                self._saved_step, self._stop.has_saved = event["step"], self._stop.is_asked
             case "stalled":
                 self._stalled.append(task)
             case "result":
@@ -135,7 +139,7 @@ class Watch:
         elif event["event"] == "back":
             self._gone.pop(task, None)
         elif code == 0 and task == self._leader:
-            self._leave_by = time.monotonic() + FOLLOW_END_SECS
+            self._is_over, self._leave_by = True, time.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._summary:
             pass
         elif task.startswith("evaluator-") or (code == lost and self._mode == "async" and task.startswith("worker-")):
@@ -196,7 +200,7 @@ class Watch:
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
-                raise self._interrupted(signal.SIGTERM)  # another host was told to stop
+                raise self._stop.interrupted(signal.SIGTERM, self._saved_step)  # another host was told to stop
             used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
             raise TaskFailure(self._failures, used_up)
         lost, self._restarted_at = self._failures.pop(0), time.monotonic()
@@ -207,9 +211,8 @@ class Watch:
             self._restart_all(lost)
 
     def _restart_all(self, lost: FailureRecord) -> None:
-        for event in self._launcher.kill_all():
-            if event["event"] == "saved":
-                self._saved_step = event["step"]
+        saved = [event["step"] for event in self._launcher.kill_all() if event["event"] == "saved"]
+        self._saved_step = max(saved, default=self._saved_step)
         for known in (self._vitals, self._failures, self._killed):
             known.clear()
         self._summary, self._leave_by, self._stop.has_begun = {}, float("inf"), False
@@ -243,8 +246,3 @@ class Watch:
         while self._launcher.tasks and time.monotonic() < deadline:
             self._step()
         self._failures.sort(key=rank)
-
-    def _interrupted(self, signum: int) -> Interrupted:
-        if self._saved_step is None:
-            return Interrupted(signum)
-        return Interrupted(signum, f"; saved at step {self._saved_step}, where the same command with run_dir goes on")

@@ -45,6 +45,19 @@ def test_a_signal_stops_everything(command: Command, mode: str, signum: int) -> 
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> None:
+    """As systemd and job schedulers send it: to the tasks, which hear of it again from their launcher."""
+    process = command.start(f"mode={mode}", *LONG)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        member.send_signal(signal.SIGTERM)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 143, finished
+    assert "stopped by SIGTERM; saved at step " in finished.stderr, finished
+
+
 def test_a_signal_during_the_import_of_tensorflow(command: Command) -> None:
     process = command.start("data=digits")
     assert process.stderr

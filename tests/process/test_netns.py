@@ -1,13 +1,18 @@
 """The private network, and what happens where there is none."""
 
+import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tf2dist import netns
+from tf2dist.dialer import Dialer
 
 
 def in_a_child(function: Callable[[], bool]) -> bool:
@@ -47,3 +52,30 @@ def test_unused_ports_are_free_and_not_for_outgoing_connections() -> None:
         assert max(ports) < max(int(file.read().split()[0]), 20_000)
     with socket.create_server(("", ports[0])):
         pass
+
+
+class NoIpv6(socket.socket):
+    """As of a kernel without it."""
+
+    def __init__(self, family: int = socket.AF_INET, *args: Any, **kwargs: Any) -> None:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        super().__init__(family, *args, **kwargs)
+
+
+def test_a_kernel_without_ipv6_has_ports_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        monkeypatch.setattr(socket, "socket", NoIpv6)
+        assert len(netns.unused_ports(8)) == 8
+        assert not netns._is_free(server.getsockname()[1])
+
+
+def test_an_address_that_the_kernel_cannot_call_is_a_reason_to_wait() -> None:
+    def dial(*args: Any) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    dialer = Dialer(SimpleNamespace(dial=dial), "localhost", 1, every_secs=0.01)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 30
+    while "not supported" not in dialer.why:
+        assert time.monotonic() < deadline, dialer.why
+        dialer.tick(None)

@@ -4,6 +4,8 @@ import io
 import os
 import pty
 
+import pytest
+
 from tf2dist import console
 from tf2dist.console import Console
 
@@ -58,3 +60,16 @@ def test_result_lines() -> None:
     text = console.result_lines(summary, "outputs/x")
     assert "3 workers and 1 ps, 2,760 steps at 512/s" in text
     assert "test accuracy 0.9775, loss 0.0700 over 10,000 examples" in text
+
+
+def test_a_full_disk_behind_it_is_no_reason_to_stop() -> None:
+    stream = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with Console(stream) as plain:
+        plain.status("starting")
+        plain.warn("look out")
+        plain.progress(EVENT)
+        plain._plain_at -= console.PLAIN_EVERY_SECS
+        plain.progress(EVENT)
+        plain.note("still here")
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()

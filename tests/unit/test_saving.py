@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf2dist.errors import CheckpointError
+from tf2dist.errors import CheckpointError, TrainingError
 from tf2dist.saver import Saver
 from tf2dist.saving import ARRAYS, MANIFEST, Checkpoints, Snapshot
+from tf2dist.supervisor import check_saved
 
 
 def snapshot(step: int) -> Snapshot:
@@ -64,6 +65,15 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def replace_in(old: str, new: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return damage
+
+
 def becomes(text: str) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         path.write_text(text)
@@ -80,7 +90,9 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
     (MANIFEST, empty),
     (MANIFEST, Path.unlink),
     (MANIFEST, becomes("[]")),
-    (MANIFEST, becomes('{"format": 1}')),
+    (MANIFEST, becomes('{"format": 2}')),
+    (MANIFEST, replace_in('"step": 2', '"step": 3')),
+    (MANIFEST, replace_in("model/hidden1", "model/hidden9")),
     (MANIFEST, becomes('{"format": 99, "step": 2}')),
 ]
 
@@ -122,6 +134,19 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
 
 
+def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path) -> None:
+    """A run that went back saves steps before the damaged ones; what it saves must stay."""
+    for step in (1, 3, 4):
+        Checkpoints(tmp_path).save(snapshot(step))
+    for step in (3, 4):
+        truncate(tmp_path / f"step-{step:010}" / ARRAYS)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(snapshot(2))
+    assert_same(checkpoints.newest(lambda text: None), snapshot(2))
+    checkpoints.save(snapshot(5))
+    assert [path.name for path in checkpoints.paths()] == ["step-0000000005"]
+
+
 class Disk(Checkpoints):
     """A disk that is full for a while."""
 
@@ -159,6 +184,21 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     found = disk.newest(fail)
     assert found
     assert found.facts["data"] == "digits"
+
+
+def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    saver = Saver(disk, None, lambda event: None, {})
+    saver.save(lambda: snapshot(9))
+    saver.insist(9, lambda: snapshot(9))
+    assert saver.saved_step is None
+    with pytest.raises(TrainingError, match=r"step 9 could not be saved: .* accuracy of 0.9000 are lost; make room"):
+        check_saved({"global_step": 9, "saved_step": saver.saved_step, "test_accuracy": 0.9})
+    disk.full = False
+    saver.insist(9, lambda: snapshot(9))
+    assert_same(disk.newest(fail), snapshot(9))
+    saver.insist(9, lambda: pytest.fail("it is saved"))
+    check_saved({"global_step": 9, "saved_step": saver.saved_step})
 
 
 def test_never_by_time(tmp_path: Path) -> None:

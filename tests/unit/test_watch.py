@@ -1,7 +1,9 @@
 """What the launching process concludes from what it hears, with a launcher that only plays its part."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -106,9 +108,54 @@ def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
     for module in (watch, stop):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now))
     watched = Watch(play, Console(), RunConfig(mode="sync"), None, play.received, lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match=r"^stopped by SIGTERM$"):
         watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
     assert play.now - 104.5 == pytest.approx(patience, abs=2 * watch.POLL_SECS)
+
+
+SAVED = {"event": "saved", "task": TASKS[0], "step": 40}
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "told"), [(103.0, "not saved since step 40"), (105.5, "saved at step 40")], ids=["before", "after"]
+)
+def test_a_stop_says_whether_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_at: float, told: str
+) -> None:
+    script: list[tuple[float, dict[str, Any]]] = [(102.0, BEGUN), (saved_at, SAVED)]
+    play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""}), (106.0, ended(TASKS[0], 143))])
+    for module in (watch, stop):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now))
+    watched = Watch(play, Console(), RunConfig(mode="sync"), None, play.received, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(Interrupted, match=f"; {told}, where the same command with run_dir goes on"):
+        watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
+
+
+class Elsewhere:
+    """A meeting that hears of the end of the leader on another host."""
+
+    def __init__(self, play: Play, ended_at: float) -> None:
+        self._play, self._ended_at = play, ended_at
+
+    def events(self) -> list[dict[str, Any]]:
+        if self._play.now < self._ended_at:
+            return []
+        self._ended_at = float("inf")
+        return [{"event": "ended", "task": "chief-0", "code": 0, "message": ""}]
+
+
+@pytest.mark.parametrize(("ended_at", "fails"), [(102.0, False), (1000.0, True)], ids=["late", "in time"])
+def test_a_task_that_finds_nobody_since_the_run_is_done_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_at: float, fails: bool
+) -> None:
+    complain(tmp_path, "worker-0")
+    play = Play(tmp_path, [(104.0, ended("worker-0", 138))])
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now))
+    meeting: Any = Elsewhere(play, ended_at)
+    watched = Watch(play, Console(), RunConfig(mode="async"), meeting, [], lambda: None)  # type: ignore[arg-type]
+    start = partial(_start_with_complaint, play)
+    with pytest.raises(TaskFailure, match="worker-0") if fails else contextlib.nullcontext():
+        assert watched.run(["worker-0"], "chief-0", start) == {}
 
 
 def test_a_complaint_waits_for_a_frozen_culprit(
@@ -192,9 +239,9 @@ def test_a_fork_server_that_does_not_tell_of_an_end_is_frozen(
 def test_a_kill_by_the_kernel_for_want_of_memory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events = tmp_path / "memory.events"
-    events.write_text("low 0\noom 1\noom_kill 1\n")
-    monkeypatch.setattr(ends, "OOM_EVENTS", events)
+    events = tmp_path / "vmstat"
+    events.write_text("pgfault 0\noom_kill 1\n")
+    monkeypatch.setattr(ends, "VMSTAT", events)
     play = Play(tmp_path, [(104.0, ended("worker-1", -9))])
     monkeypatch.setattr(play, "events", lambda secs: _run_out_of_memory(play, secs, events))
     with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL: out of memory"):
@@ -203,5 +250,5 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_named(
 
 def _run_out_of_memory(play: Play, timeout_secs: float, events: Path) -> Iterator[dict[str, Any]]:
     if play.now > 103:
-        events.write_text("low 0\noom 2\noom_kill 2\n")
+        events.write_text("pgfault 0\noom_kill 2\n")
     yield from Play.events(play, timeout_secs)
