@@ -59,12 +59,12 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
 
 
 def exposure(cluster: Cluster, task: Task) -> str:
-    """What the user of an address off the loopback has to know, or "" on the loopback."""
-    host, port = split(cluster.address(task))
-    ips = resolve(host)
-    if all(ip.is_loopback for ip in ips) and ips:
+    """What the user has to know, at localhost too; "" on a host that has nothing but its loopback."""
+    _, port = split(cluster.address(task))
+    ips = interface_addresses()
+    if all(ip.is_loopback for ip in ips):
         return ""
-    public = [str(ip) for ip in interface_addresses() if is_public(ip)]
+    public = [str(ip) for ip in ips if is_public(ip)]
     also = f" ({', '.join(public)} included, which the internet routes)" if public else ""
     return (
         f"TensorFlow's server has no password and listens on every interface of this host{also}: whoever can reach "

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -18,8 +19,10 @@ from tf2dist.addresses import check_not_public, exposure
 from tf2dist.cluster import Cluster, Task
 from tf2dist.config import RunConfig
 from tf2dist.console import Console, result_lines
+from tf2dist.control_port import check_ports
 from tf2dist.errors import ConfigError, RequestError, TfDistError
 from tf2dist.help import help_text
+from tf2dist.job_token import job_key
 from tf2dist.paths import make_private
 from tf2dist.peers import check_own_address
 from tf2dist.supervisor import supervise
@@ -64,7 +67,7 @@ def run(arguments: list[str], started_at: float) -> None:
         print(f"tf2dist {__version__}")
         return
     if flags & {"--help", "-h"}:
-        print(help_text(), end="")
+        print(help_text(shutil.get_terminal_size((120, 24)).columns), end="")
         return
     tf_config = os.environ.get("TF_CONFIG") or None
     config = compose.load(overrides, tf_config)
@@ -83,6 +86,8 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
         check_not_public(*this, allow_public=config.cluster.allow_public)
         if config.cluster.check_address:
             check_own_address(*this)
+        check_ports(this[0], config.cluster.control_port_shift)
+        job_key(os.environ, this[0], tell=lambda _: None)  # it warns once the run begins
     console = Console()
     if this:
         if text := exposure(*this):
@@ -97,7 +102,12 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
     with the_only_run(run_dir) if leads else contextlib.nullcontext():
         summary = supervise(config, run_dir, this, console, started_at)
     if summary:
-        print(result_lines(summary, str(run_dir)), flush=True)
+        try:
+            print(result_lines(summary, str(run_dir)), flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
 
 
 def make_run_dir(config: RunConfig) -> Path:

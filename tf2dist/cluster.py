@@ -97,10 +97,17 @@ def from_config(config: RunConfig, tf_config: str | None) -> tuple[Cluster, Task
             raise ClusterError(
                 f"cluster (tf_config): the environment variable TF_CONFIG is not set; set it, for example to {EXAMPLE}"
             )
-        return _from_tf_config(tf_config, config.mode)
+        return _with_run_dir(config, *_from_tf_config(tf_config, config.mode))
     lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
     jobs = {job: addresses for job, addresses in lists.items() if addresses}
-    return _validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode)
+    return _with_run_dir(config, *_validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode))
+
+
+def _with_run_dir(config: RunConfig, cluster: Cluster, task: Task) -> tuple[Cluster, Task]:
+    """An evaluator with a default of its own would wait for checkpoints that nobody writes there."""
+    if task.job == "evaluator" and config.run_dir is None:
+        raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
+    return cluster, task
 
 
 def _hosts_task(task: TaskConfig, jobs: dict[str, list[str]]) -> dict[str, Any]:

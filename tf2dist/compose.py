@@ -1,6 +1,5 @@
 """The command line and ``conf/``, composed by Hydra into one checked `RunConfig`."""
 
-import difflib
 import re
 from importlib import resources
 from pathlib import Path
@@ -16,11 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.checks import check
 from tf2dist.config import RunConfig, one_line, to_typed
 from tf2dist.errors import ConfigError
+from tf2dist.hints import for_unknown, nearest
 
 CONF_MODULE = "tf2dist.conf"
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 PLUGIN_GROUPS = ("model", "data", "optimizer")
 MAX_OVERRIDE_CHARS = 4096
+FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
 # What Hydra and its parser raise; a number of 5,000 digits and 500 brackets are among the last two.
 UNREADABLE = (HydraException, OmegaConfBaseException, ValueError, RecursionError)
 
@@ -96,6 +97,16 @@ def _check_names(config: RunConfig) -> None:
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in options()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
+    # A model of ours takes what its file names; an optimizer takes all that Keras's does.
+    known = [] if config.plugins else _file("model", config.model["name"])
+    if unknown := [key for key in config.model if known and key not in known]:
+        its = ", ".join(key for key in known if key != "name") or "none"
+        raise ConfigError(f"model.{unknown[0]}: is no option of model={config.model['name']}; it has {its}")
+
+
+def _file(group: str, name: str) -> list[str]:
+    """The keys of one configuration file."""
+    return list(OmegaConf.create(resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text()))
 
 
 def options() -> dict[str, list[str]]:
@@ -132,6 +143,8 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     names = options().get(key)
     if override == "experiment=null":
         return []
+    if key == "task" and separator:
+        raise ConfigError(f"task ({value}): holds two options; give task.type and task.index, see --help")
     if not separator or names is None or value in names:
         return [override]
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
@@ -139,12 +152,7 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     public = [name for name in names if name not in ("plugin", "default")]
     if not public:
         raise ConfigError(f"{key} ({value}): holds several options; give them one by one, see --help")
-    raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}{_nearest(value, public)}")
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}{nearest(value, public)}")
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
@@ -154,24 +162,41 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except UNREADABLE:
-            return f"{' '.join(text.split())}: cannot be read; options look like train.steps=1000"
-    groups = list(options())
+            return f"{' '.join(text.split())}: cannot be read; {FORM}"
+    groups = {group: names for group, names in options().items() if set(names) - {"plugin", "default"}}
     try:
-        known = groups + _keys(_hydra([text for text in overrides if text.partition("=")[0] in groups]))
+        known = [*groups, *_leaves(_hydra([text for text in overrides if text.partition("=")[0] in options()]))]
     except UNREADABLE:
         return one_line(error)
     for override in parsed:
-        if override.key_or_group not in known and not override.is_add():
-            return f"{override.key_or_group}: there is no such option{_nearest(override.key_or_group, known)}"
+        key = override.key_or_group
+        if override.is_sweep_override():
+            value = str(override.input_line).partition("=")[2]
+            return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
+        if key not in known and key not in options() and not key.endswith(".name") and not override.is_add():
+            if key.partition(".")[0] in PLUGIN_GROUPS and any(text.startswith("plugins=") for text in overrides):
+                return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
+            return f"{key}: there is no such option{for_unknown(key, known, _of_choices())}"
     return one_line(error)
 
 
-def _keys(cfg: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all options below a node."""
+def _of_choices() -> dict[str, list[str]]:
+    """The options that come with a choice, and the choices: "model.dropout" with "model=cnn"."""
+    found: dict[str, list[str]] = {}
+    for group in PLUGIN_GROUPS:
+        for name in options()[group]:
+            for key in _file(group, name):
+                found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
+    return found
+
+
+def _leaves(cfg: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all options below a node that hold a value of the user's."""
     names = []
     for key in cfg:
-        names.append(f"{prefix}{key}")
         node = cfg._get_node(key)
         if OmegaConf.is_dict(node):
-            names += _keys(node, f"{prefix}{key}.")
+            names += _leaves(node, f"{prefix}{key}.")
+        elif key not in ("name", "kind"):
+            names.append(f"{prefix}{key}")
     return names

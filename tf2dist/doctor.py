@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from tf2dist import addresses, compose, findings, peers, sources
+from tf2dist import addresses, compose, control_port, findings, job_token, peers, sources
 from tf2dist import cluster as clusters
 from tf2dist.checks import MODES
 from tf2dist.cluster import Cluster, Task
@@ -71,7 +71,7 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
     if config:
         checks += [lambda: data(config, this), lambda: findings.run_folder(config.run_dir)]
     if config and this:
-        checks += [lambda: own_address(config, *this), lambda: other_addresses(*this)]
+        checks += [lambda: own_address(config, *this), lambda: meeting(config, *this), lambda: other_addresses(*this)]
     if config and local:
         checks += [lambda: findings.processors(*num_local_tasks(config)), findings.isolation]
     elif this:
@@ -158,6 +158,20 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
             yield Finding("warn", "exposure", *text.rsplit("; ", 1))
     except ClusterError as error:
         yield from failures("exposure", error)
+
+
+def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding]:
+    """Whether the launching processes can meet: this one's control port, and the job token."""
+    warnings: list[str] = []
+    try:
+        job_token.job_key(os.environ, cluster, warnings.append)
+        yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
+        shift = config.cluster.control_port_shift
+        control_port.check_ports(cluster, shift)
+        with control_port.listen(cluster, task, shift) as listener:
+            yield Finding("ok", "meeting", f"{task} can listen at its control port {listener.getsockname()[1]}")
+    except ClusterError as error:
+        yield from failures("meeting", error)
 
 
 def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """The text of ``--help``, made from the configuration files and their comments."""
 
 import re
+import textwrap
 from importlib import resources
 
 from tf2dist.compose import CONF_MODULE, options
@@ -23,38 +24,53 @@ python -m tf2dist.doctor, with the same arguments, starts nothing and says what 
 """
 GROUPS_WITH_OPTIONS = {
     "cluster": "local",
-    "data": "mnist",
     "train": "default",
     "checkpoint": "default",
     "devices": "default",
 }
+OPTION_CHARS = 36
 LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")
 
 
-def help_text() -> str:
+def help_text(line_chars: int) -> str:
+    """The whole text, in lines of at most so many characters where they can be broken."""
     hidden = ("plugin", "default")
     choices = {group: [name for name in names if name not in hidden] for group, names in sorted(options().items())}
     lines = [f"  {group:10} {', '.join(names)}\n" for group, names in choices.items() if names]
     described = [*_described("config.yaml", "")]
     for group, file in GROUPS_WITH_OPTIONS.items():
         described += _described(f"{group}/{file}.yaml", f"{group}.")
-    for group, default in (("model", "dnn"), ("optimizer", "adam")):
+    for group, default in (("data", "mnist"), ("model", "dnn"), ("optimizer", "adam")):
         described += _of_choices(group, sorted(choices[group], key=lambda name: name != default))
-    width = max(len(option) for option, _ in described)
-    rows = [f"  {option:{width}}  {comment}".rstrip() + "\n" for option, comment in described]
+    rows = [_row(option, comment, line_chars) + "\n" for option, comment in described]
     return "".join([HEAD, *lines, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
 
 
+def _row(option: str, comment: str, line_chars: int) -> str:
+    """The comments stand in a column; a long one goes on below its beginning."""
+    column = min(OPTION_CHARS, line_chars // 2)
+    indent = " " * (column + 4)
+    text = textwrap.fill(comment, line_chars, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    if len(option) > column:
+        return f"  {option}\n{text}".rstrip()
+    return f"  {option:{column}}  {text.lstrip()}".rstrip()
+
+
 def _of_choices(group: str, names: list[str]) -> list[tuple[str, str]]:
-    """The options of all choices of a group, with the first's default; those of some choices say of which."""
-    found: dict[str, tuple[str, str, list[str]]] = {}
+    """The options of all choices of a group, with the first's default; whose they are, and other defaults, follow."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
     for name in names:
         for option, comment in _described(f"{group}/{name}.yaml", f"{group}."):
-            found.setdefault(option.partition("=")[0], (option, comment, []))[2].append(name)
-    return [
-        (option, comment if len(owners) == len(names) else f"{comment} ({', '.join(owners)})".strip())
-        for option, comment, owners in found.values()
-    ]
+            key, _, default = option.partition("=")
+            found.setdefault(key, []).append((name, default, comment))
+    described = []
+    for key, owners in found.items():
+        _, default, comment = owners[0]
+        others = [f"{name}: {its}" for name, its, _ in owners if its != default]
+        whose = [name for name, its, _ in owners if its == default] if len(owners) < len(names) else []
+        of = f" ({', '.join([*whose, *others])})" if whose or others else ""
+        described.append((f"{key}={default}", f"{comment}{of}".strip()))
+    return described
 
 
 def _described(file: str, prefix: str) -> list[tuple[str, str]]:

@@ -27,8 +27,8 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], 
         return hashlib.sha256(b"tf2dist token\0" + token.encode()).digest()
     if not all(cluster.address(task).startswith(LOOPBACK) for task in cluster.tasks):
         tell(
-            f"no job token: whoever reaches this host can join or stop the job; give every task the same {VARIABLE} "
-            f"({MIN_CHARACTERS} characters or more) or {FILE_VARIABLE}"
+            "no job token: whoever reaches the control ports can join or stop the job; give every task the same "
+            f"{VARIABLE} ({MIN_CHARACTERS} characters or more) or {FILE_VARIABLE}"
         )
     return NO_TOKEN_KEY
 

@@ -94,7 +94,8 @@ def _call(option: str, function: Callable[..., Any], arguments: dict[str, Any], 
     try:
         inspect.signature(function).bind(**fixed, **given)
     except TypeError as error:
-        raise ConfigError(f"{option} ({arguments['name']}): {error}; give it with {option}.ARGUMENT=VALUE") from None
+        way_out = "leave it out" if "unexpected" in str(error) else f"give it with {option}.ARGUMENT=VALUE"
+        raise ConfigError(f"{option} ({arguments['name']}): {error}; {way_out}") from None
     try:
         return function(**fixed, **given)
     except ValueError as error:

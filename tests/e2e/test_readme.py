@@ -38,7 +38,7 @@ def test_the_example_of_a_plugin(command: Command) -> None:
 
 def test_every_option_of_the_readme_exists() -> None:
     table = README.partition("## Options")[2].partition("## Your own")[0]
-    known = help_text()
+    known = help_text(120)
     for option in re.findall(r"`([a-z_]+\.[a-z_]+)", table):
         assert f"{option}=" in known, option
 

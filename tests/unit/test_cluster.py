@@ -14,8 +14,8 @@ ASYNC = {"chief": ["h0:1"], "ps": ["h1:1"], "worker": ["h2:1", "h3:1"]}
 SYNC = {"worker": ["h2:1", "h3:1"]}
 
 
-def parse(text: str | None, mode: str) -> tuple[Cluster, Task]:
-    return cluster.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config")), text)
+def parse(text: str | None, mode: str, run_dir: str | None = None) -> tuple[Cluster, Task]:
+    return cluster.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
 
 
 def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
@@ -42,9 +42,14 @@ def test_an_index_may_be_a_string_as_tensorflow_allows() -> None:
 
 
 def test_tensorflow_is_not_told_of_an_evaluator() -> None:
-    made, task = parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync")
+    made, task = parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync", run_dir="shared")
     assert task.job == "evaluator"
     assert made.tf_jobs() == SYNC
+
+
+def test_an_evaluator_must_know_where_the_checkpoints_are() -> None:
+    with pytest.raises(ClusterError, match=r"run_dir \(null\): evaluator-0 .* give it and worker-0 the same"):
+        parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync")
 
 
 @pytest.mark.parametrize(

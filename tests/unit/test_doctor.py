@@ -213,3 +213,17 @@ def test_interrupted_or_cut_off_it_leaves_no_traceback(interrupt: bool, code: in
 def test_the_whole_command_never_imports_tensorflow_itself() -> None:
     code = "import sys, tf2dist.doctor; sys.exit(sum(m in sys.modules for m in ('tensorflow', 'keras', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_stands_in_the_way_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = netns.unused_ports(2)
+    lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{second}"))
+    assert only(lines, f"ok    meeting: worker-0 can listen at its control port {first + 1000}")
+    lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{first + 1000}"))
+    assert "is the port of worker-1" in only(lines, "fail  meeting: ")[0]
+    with socket.create_server(("127.0.0.1", first + 1000)):
+        lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{second}"))
+        assert "is taken on this host" in only(lines, "fail  meeting: ")[0]
+    monkeypatch.setenv("TF2DIST_TOKEN", "short")
+    lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{second}"))
+    assert "TF2DIST_TOKEN: has 5 characters" in only(lines, "fail  meeting: ")[0]

@@ -1,0 +1,35 @@
+"""What a user may have meant by an option that there is not."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) -> str:
+    """The way out for the option `word`.
+
+    Args:
+        known: the options that this command line has, and the groups that it can choose from.
+        others: the options that it would have with other choices, with these choices.
+    """
+    section, _, last = word.rpartition(".")
+    names = {option: option.rpartition(".")[2] for option in known}
+    if same := [option for option in known if names[option] == last]:
+        return f"; did you mean {same[0]}?"
+    if chosen := [option for option in others if option == word or (not section and option.endswith(f".{last}"))]:
+        return f"; {chosen[0]} is an option of {' and '.join(others[chosen[0]])}"
+    inside = [option for option in known if section and option.startswith(f"{section}.")]
+    if longer := [option for option in inside or known if names[option].startswith(f"{last}_")]:
+        return f"; did you mean {longer[0]}?"
+    if not inside:
+        return nearest(word, known) or "; see --help"
+    close = difflib.get_close_matches(last, [names[option] for option in inside], n=1, cutoff=0.5)
+    return (
+        f"; did you mean {section}.{close[0]}?"
+        if close
+        else f"; it has {', '.join(names[option] for option in inside)}"
+    )
