@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -24,6 +26,8 @@ from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tests.bench.picture import draw
 from tf2dist.config import DataConfig
+
+FAILURES = (ContenderError, TimeoutError, subprocess.SubprocessError, psutil.Error, StopIteration, OSError)
 
 
 def save_arrays(folder: str) -> None:
@@ -44,7 +48,7 @@ def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]
                 continue
             try:
                 values[contender].append(measure())
-            except (ContenderError, TimeoutError) as error:
+            except FAILURES as error:
                 console.print(f"[red]{comparison.name}, {contender}: {error}", highlight=False)
                 continue
             figure = f"{values[contender][-1]:,.4g} {comparison.unit}"
@@ -77,6 +81,21 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def write(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """What is known so far: a run of the whole table takes an hour."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "tensorflow": version("tensorflow"),
+        "keras": version("keras"),
+        "rounds": options.rounds,
+        "scale": options.scale,
+    }
+    (options.out / "bench.json").write_text(json.dumps({**about, "comparisons": results}, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--only", default="", help="comparisons whose names begin with one of these, split by commas")
@@ -91,21 +110,13 @@ def main() -> int:
         chosen = [one for one in Table(folder, options.scale) if one.name.startswith(tuple(wanted))]
         if not chosen:
             parser.error(f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}")
-        results = [run(comparison, options.rounds, console) for comparison in chosen]
+        results = []
+        for comparison in chosen:
+            results.append(run(comparison, options.rounds, console))
+            write(results, options)
     show(results, console)
     if importlib.util.find_spec("torch") is None:
         console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
-    options.out.mkdir(parents=True, exist_ok=True)
-    about = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "tensorflow": version("tensorflow"),
-        "keras": version("keras"),
-        "rounds": options.rounds,
-        "scale": options.scale,
-    }
-    (options.out / "bench.json").write_text(json.dumps({**about, "comparisons": results}, indent=2) + "\n")
     draw(results, options.out / "bench.png")
     console.print(f"{options.out}/bench.json, {options.out}/bench.png")
     return 0

@@ -90,6 +90,7 @@ class Table:
             contenders = {
                 "tf2dist": self._ours(mode, model),
                 "old program": self._peer("old", mode, model, share=0.5),
+                "old, our threads": self._peer("old, our threads", mode, model, share=0.5),
                 "plain port": self._peer("plain", mode, model, share=0.2),
             }
             name, target = f"{mode} {model}", targets.get((mode, model))
@@ -143,10 +144,11 @@ class Table:
         steps = max(20, int(1_000 * self._scale))
         contenders = {
             "3 workers": partial(figures.our_pss_mb, 3, steps),
-            "4 workers": partial(figures.our_pss_mb, 4, steps),
             "one process": partial(figures.one_process_pss_mb, steps, self._arrays),
         }
         yield Comparison("memory", "MB", contenders, ("3 workers", "one process"), 2.5, at_least=False)
+        added: dict[str, Measure] = {"4th worker": partial(figures.added_worker_mb, 3, steps), "limit": lambda: 200.0}
+        yield Comparison("added worker", "MB", added, ("4th worker", "limit"), 1.0, at_least=False)
 
     def _scaling(self) -> Iterator[Comparison]:
         for mode, sizes, target in (("async", (1, 2, 4, 8, 16), 0.90), ("sync", (1, 2, 4, 8), 0.80)):
@@ -157,4 +159,4 @@ class Table:
         few, many = (int(steps * self._scale) for steps in (10_000, 40_000))
         cpu = {f"{steps} steps": partial(figures.coordinator_cpu, steps) for steps in (few, many)}
         ends = (f"{many} steps", f"{few} steps")
-        yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends)
+        yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)

@@ -19,7 +19,13 @@ from tf2dist.peers import problem
 
 TIMEOUT_SECS = 300.0
 START_TIMEOUT_SECS = 60.0
-MODULES = {"old": "old_program", "plain": "plain_port", "torch": "torch_ddp", "keras_fit": "one_process"}
+MODULES = {
+    "old": "old_program",
+    "old, our threads": "old_program",
+    "plain": "plain_port",
+    "torch": "torch_ddp",
+    "keras_fit": "one_process",
+}
 
 
 class ContenderError(Exception):
@@ -31,7 +37,7 @@ def jobs_of(contender: str, mode: str, num_workers: int) -> dict[str, list[str]]
     if contender in ("keras_fit", "bare"):
         return {"worker": ["localhost:0"]}
     sizes = {"worker": num_workers}
-    if contender == "old" or (contender == "plain" and mode == "async"):
+    if contender.startswith("old") or (contender == "plain" and mode == "async"):
         sizes["ps"] = 1
     if contender == "plain" and mode == "async":
         sizes["chief"] = 1

@@ -90,6 +90,11 @@ def our_pss_mb(num_workers: int, steps: int) -> float:
         return _pss_mb(process.pid)
 
 
+def added_worker_mb(num_workers: int, steps: int) -> float:
+    """What one more worker takes."""
+    return our_pss_mb(num_workers + 1, steps) - our_pss_mb(num_workers, steps)
+
+
 def one_process_pss_mb(steps: int, arrays: str) -> float:
     with peer("bare", "async", "dnn", 1, steps, arrays) as (_, process):
         return _pss_mb(process.pid)
@@ -111,10 +116,10 @@ def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
 
 
 def coordinator_cpu(steps: int, num_workers: int = 16) -> float:
-    """Seconds of the coordinator's CPU for each 1,000 steps, without its start."""
+    """Seconds of the coordinator's CPU for each 1,000 of `steps`, after as many others."""
     overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000"]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
-        first = wait_for_step(run_dir, 2_000)
+        first = wait_for_step(run_dir, steps)
         family = psutil.Process(process.pid).children(recursive=True)
         # A task is a fork: only where it writes to tells which one it is.
         chief = next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith("chief-0.log"))

@@ -1,5 +1,7 @@
 """The program that tf2dist replaces, written anew: sessions, feed_dict, Supervisor, SyncReplicasOptimizer."""
 
+import os
+import sys
 import tempfile
 
 import tensorflow as tf
@@ -44,6 +46,9 @@ def main(workload: Workload) -> None:
     # Without the filter a worker's session needs all the other workers, at its end too.
     filters = ["/job:ps", f"/job:worker/task:{workload.index}"] if workload.job == "worker" else []
     session_config = v1.ConfigProto(device_filters=filters)
+    if sys.argv[2] == "old, our threads":  # see `devices.share_cores`
+        session_config.intra_op_parallelism_threads = max(1, (os.cpu_count() or 1) // len(workload.jobs["worker"]))
+        session_config.experimental.disable_thread_spinning = True
     cluster = tf.train.ClusterSpec(workload.jobs)
     server = v1.train.Server(cluster, job_name=workload.job, task_index=workload.index, config=session_config)
     if workload.job == "ps":
@@ -58,7 +63,8 @@ def main(workload: Workload) -> None:
         correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
         accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
         gradient_descent = v1.train.GradientDescentOptimizer(LEARNING_RATE)
-        optimizer = v1.train.AdamOptimizer() if workload.accuracy else gradient_descent
+        adam = v1.train.AdamOptimizer(epsilon=1e-7)  # as Keras has it
+        optimizer = adam if workload.accuracy else gradient_descent
         more = {}
         if workload.mode == "sync":
             count = len(workload.jobs["worker"])
@@ -85,9 +91,9 @@ def main(workload: Workload) -> None:
         session.run(tokens)
 
     all_images, all_labels = workload.load()
-    num_train = len(all_labels) - (NUM_VALIDATION if workload.accuracy else 0)
-    batches = Batches(all_images[:num_train], all_labels[:num_train], seed=workload.index)
-    held_out = {images: all_images[num_train:], labels: all_labels[num_train:]}
+    num_held = NUM_VALIDATION if workload.accuracy else 0
+    batches = Batches(all_images[num_held:], all_labels[num_held:], seed=workload.index)
+    held_out = {images: all_images[:num_held], labels: all_labels[:num_held]}
     stopwatch, race = Stopwatch(workload), Race(workload)
     while True:
         batch_images, batch_labels = batches.next()
