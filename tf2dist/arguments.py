@@ -33,8 +33,8 @@ def rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
                 rate, must = arguments.get("learning_rate"), f"must be a number for optimizer.schedule={value}"
                 found.append(("optimizer.learning_rate", rate, _is_number(rate), must))
         elif not all(item is None or _is_finite(item) for item in (value if isinstance(value, list) else [value])):
-            endless = isinstance(value, float)
-            must = "must be a finite number" if endless else "must be a number, true or false, or null"
+            endless, its = isinstance(value, float), _range(key, value)[1] if builtin else ""
+            must = "must be a finite number" if endless else its or "must be a number, true or false, or null"
             found.append((name, value, False, must))
         elif builtin:
             found.append((name, value, *_range(key, value)))

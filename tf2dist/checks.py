@@ -1,7 +1,7 @@
 """The rules of a configuration that a type cannot express."""
 
 from tf2dist import arguments, paths
-from tf2dist.config import RunConfig
+from tf2dist.config import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.rules import Rule, at_least_one, is_pattern, positive_secs
 
@@ -83,11 +83,16 @@ def _data_and_devices(config: RunConfig) -> list[Rule]:
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
-    """Host lists and a task that are not looked at would mean a host that trains alone."""
+    """What is not looked at is refused: a host list that is not would mean a host that trains alone."""
     given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
     given |= {"task.type": config.task.type, "task.index": config.task.index}
     used = config.cluster.kind == "hosts"
-    return [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
+    rules = [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
+    for size in ("num_workers", "num_ps"):
+        value = getattr(config.cluster, size)
+        holds = config.cluster.kind == "local" or value == getattr(ClusterConfig(), size)
+        rules.append((f"cluster.{size}", value, holds, "is for cluster=local; leave it out"))
+    return rules
 
 
 def _local(config: RunConfig) -> list[Rule]:
@@ -108,7 +113,12 @@ def _checkpoints(config: RunConfig) -> list[Rule]:
         positive_secs("checkpoint.every_secs", config.checkpoint.every_secs),
         at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
         at_least_one("checkpoint.keep", config.checkpoint.keep),
-        ("init_from", source, source is None or paths.is_folder(source), "there is no such run directory"),
+        (
+            "init_from",
+            source,
+            source is None or paths.is_folder(source),
+            "there is no such run directory; name that of a run",
+        ),
         ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
         ("init_layers", layers, is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
     ]

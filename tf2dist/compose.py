@@ -168,13 +168,14 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         known = [*groups, *_leaves(_hydra([text for text in overrides if text.partition("=")[0] in options()]))]
     except UNREADABLE:
         return one_line(error)
+    its = {*options(), *(f"{group}.name" for group in PLUGIN_GROUPS)}
     for override in parsed:
         key = override.key_or_group
         if override.is_sweep_override():
             value = str(override.input_line).partition("=")[2]
             return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
-        if key not in known and key not in options() and not key.endswith(".name") and not override.is_add():
-            if key.partition(".")[0] in PLUGIN_GROUPS and any(text.startswith("plugins=") for text in overrides):
+        if key not in known and key not in its and not override.is_add() and not override.is_force_add():
+            if f"{key.partition('.')[0]}=plugin" in overrides and not key.startswith("data."):
                 return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
             return f"{key}: there is no such option{for_unknown(key, known, _of_choices())}"
     return one_line(error)
@@ -186,7 +187,8 @@ def _of_choices() -> dict[str, list[str]]:
     for group in PLUGIN_GROUPS:
         for name in options()[group]:
             for key in _file(group, name):
-                found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
+                if name != "plugin" and key != "name":
+                    found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
     return found
 
 

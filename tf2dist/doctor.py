@@ -99,7 +99,7 @@ def request(
     if kind == "local":
         return config, None, found
     try:
-        asked = config or RunConfig(mode=mode)
+        asked = config or RunConfig(mode=mode, run_dir=".")  # what it is has been told above
         asked.cluster.kind = kind
         this = clusters.from_config(asked, tf_config)
         counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(this[0].jobs.items()))

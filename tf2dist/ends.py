@@ -1,12 +1,12 @@
 """What can be said of a task's end, and which of several ends is the cause."""
 
+import contextlib
 import signal
 from pathlib import Path
 
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.launcher import Event
 
-VMSTAT = Path("/proc/vmstat")
 TAIL_LINES = 30
 
 
@@ -35,7 +35,7 @@ class Ends:
             return FailureRecord(task, event["time"], code or 1, f"ended with exit code {code}", self._tail(task))
         name = signal.strsignal(-code) if -code not in set(signal.Signals) else signal.Signals(-code).name
         what = why or f"was killed by {name}"
-        if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
+        if not why and -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
             self._oom_kills, what = _oom_kills(), f"was killed by {name}: out of memory"
         return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
 
@@ -55,8 +55,17 @@ def rank(failure: FailureRecord) -> tuple[int, float]:
 
 
 def _oom_kills() -> int:
-    """How many processes of this host the kernel has killed for want of memory."""
-    try:
-        return int(dict(line.split() for line in VMSTAT.read_text().splitlines())["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return 0
+    """How many processes the kernel has killed for want of memory: in this control group, or else on this host."""
+    for path in _oom_counts():
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            return int(dict(line.split() for line in path.read_text().splitlines())["oom_kill"])
+    return 0
+
+
+def _oom_counts() -> list[Path]:
+    """The files that may tell it, those that know best first."""
+    groups: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = [line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")]
+    return [*(Path("/sys/fs/cgroup", group, "memory.events") for group in groups), Path("/proc/vmstat")]

@@ -25,11 +25,7 @@ def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) ->
     inside = [option for option in known if section and option.startswith(f"{section}.")]
     if longer := [option for option in inside or known if names[option].startswith(f"{last}_")]:
         return f"; did you mean {longer[0]}?"
-    if not inside:
-        return nearest(word, known) or "; see --help"
-    close = difflib.get_close_matches(last, [names[option] for option in inside], n=1, cutoff=0.5)
-    return (
-        f"; did you mean {section}.{close[0]}?"
-        if close
-        else f"; it has {', '.join(names[option] for option in inside)}"
-    )
+    close = difflib.get_close_matches(last, [names[option] for option in inside or known], n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {next(option for option in inside or known if names[option] == close[0])}?"
+    return f"; it has {', '.join(names[option] for option in inside)}" if inside else "; see --help"

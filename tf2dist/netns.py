@@ -5,8 +5,8 @@ authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md
 namespace that holds nothing but a loopback device, "all interfaces" is that device.
 """
 
-import contextlib
 import ctypes
+import errno
 import fcntl
 import itertools
 import os
@@ -71,7 +71,11 @@ def unused_ports(count: int) -> list[int]:
 def _is_free(port: int) -> bool:
     """Whether nobody listens there, in the families that the kernel has; it may have no IPv6."""
     for family in (socket.AF_INET6, socket.AF_INET):
-        with contextlib.suppress(OSError), socket.socket(family) as sock:
-            sock.bind(("", port))
-            return True
+        try:
+            with socket.socket(family) as sock:
+                sock.bind(("", port))
+                return True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
     return False

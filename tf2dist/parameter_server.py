@@ -86,9 +86,9 @@ class ParameterServer:
             self._number = UpdateNumber()
             self.optimizer._iterations = self._number
             self.optimizer.build(trainable)
-            if isinstance(rate := self.optimizer._learning_rate, keras.Variable):
-                self.optimizer._learning_rate = float(rate.numpy())  # it stays: each update would read it anew
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
+            if self._lock is None and isinstance(rate := self.optimizer._learning_rate, keras.Variable):
+                self.optimizer._learning_rate = float(rate.numpy())  # it stays: each update would read it anew
         scalar = tf.TensorSpec([], tf.int64)
         push_spec = tf.TensorSpec([self.packing.size + FOOTER], tf.float32)
         self.pull = self._on_device(self._pull)

@@ -48,10 +48,12 @@ class Sharding:
         full_steps, rest = divmod(self.num_examples, self.global_batch_size)
         return full_steps * self.num_shards + min(rest, self.num_shards)
 
-    def steps_with_examples(self, shard: tf.Tensor) -> tf.Tensor:
-        """Steps of one worker in an epoch without one that would be empty, int64."""
+    def counted_steps(self) -> list[int]:
+        """Steps in an epoch of every worker; asynchronous ones leave out those in which they have no example."""
+        if self.whole_batch_loss:
+            return [self.steps_per_epoch] * self.num_shards
         full_steps, rest = divmod(self.num_examples, self.global_batch_size)
-        return full_steps + tf.cast(shard < rest, tf.int64)
+        return [full_steps + (shard < rest) for shard in range(self.num_shards)]
 
     def epoch_rows(self, epoch: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """One epoch of one worker: indices of its examples, int32 [steps, batch], and their weights.
@@ -83,7 +85,7 @@ def batches(
 
     It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
     """
-    return _gathered(_rows(sharding, shard, first_step, sharding.steps_per_epoch), images, labels)
+    return _gathered(_rows(sharding, shard, first_step), images, labels)
 
 
 def blocks(
@@ -98,25 +100,23 @@ def blocks(
 
     A step that has no example of its own for this worker is left out, and not counted: its update would do nothing.
     """
-    shard = tf.cast(shard, tf.int32)
 
     @NO_AUTOGRAPH
     def has_examples(index: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         return weights[0] > 0
 
-    rows = _rows(sharding, shard, first_step, sharding.steps_with_examples(shard)).filter(has_examples)
+    rows = _rows(sharding, shard, first_step).filter(has_examples)
     return _gathered(rows.batch(size, drop_remainder=True), images, labels)
 
 
-def _rows(
-    sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor, steps_per_epoch: int | tf.Tensor
-) -> tf.data.Dataset:
+def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
     shard, first_step = tf.cast(shard, tf.int32), tf.cast(first_step, tf.int64)
 
     @NO_AUTOGRAPH
     def epoch_dataset(epoch: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(sharding.epoch_rows(tf.cast(epoch, tf.int32), shard))
 
+    steps_per_epoch = tf.gather(tf.constant(sharding.counted_steps(), tf.int64), shard)
     first_epoch = first_step // steps_per_epoch
     epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int32).max)
     return epochs.flat_map(epoch_dataset).skip(first_step % steps_per_epoch)

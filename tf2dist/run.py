@@ -80,8 +80,8 @@ def train(
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
-        start = first_snapshot(config, run_dir, warn)
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        start = first_snapshot(config, checkpoints, warn)
         checkpoints.clean()  # of what a killed run has left; the launcher sees to it that there is no other
         saver = Saver(checkpoints, config.checkpoint.every_secs, send, facts_of(config))
         reporter = Reporter(run_dir, task, send, started_at)
@@ -114,13 +114,13 @@ def train(
             raise
 
 
-def first_snapshot(config: RunConfig, run_dir: Path, warn: Tell) -> Snapshot | None:
+def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | None:
     """Where the run goes on, or the weights that it begins with; None for the model's own.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
     """
-    snapshot = Checkpoints(run_dir / "checkpoints").newest(warn)
+    snapshot = checkpoints.newest(warn)
     if snapshot or not config.init_from:
         return snapshot
     source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(warn)

@@ -26,6 +26,7 @@ import numpy as np
 from tf2dist.errors import CheckpointError
 
 FORMAT = 2
+UNSEALED = 1  # the format before, without a hash of the manifest
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 TEMPORARY = ".part-"
 Tell = Callable[[str], None]
@@ -77,6 +78,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self._keep = folder, keep
+        self._damaged: set[Path] = set()  # as far as `newest` has looked
 
     def paths(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -105,9 +107,10 @@ class Checkpoints:
             _flush(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        # Later ones are damaged, which is why the run is at an earlier step: they are not among those to keep.
+        self._damaged.discard(path)
         paths = self.paths()
-        for old in paths[: paths.index(path) + 1][: -self._keep]:
+        whole = [one for one in paths[: paths.index(path) + 1] if one not in self._damaged]
+        for old in paths[: paths.index(whole[-self._keep :][0])]:
             self._remove(old)
         return path
 
@@ -136,6 +139,7 @@ class Checkpoints:
                 return read(path)
             except (OSError, ValueError) as error:
                 damaged.append(f"{path}: {error}")
+                self._damaged.add(path)
                 tell(f"{damaged[-1]}; going back to the checkpoint before it")
         if damaged:
             raise CheckpointError(
@@ -199,9 +203,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         OSError, ValueError: it is not there, or not one.
     """
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (UNSEALED, FORMAT):
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
-    if manifest.pop("sha256", "") != _seal(manifest):
+    if manifest["format"] != UNSEALED and manifest.pop("sha256", "") != _seal(manifest):
         raise ValueError(f"{MANIFEST} has been changed: its hash is not its own")
     return manifest
 

@@ -83,7 +83,7 @@ def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
 
 def _download(folder: Path, timeout_secs: float) -> str:
     """Downloads MNIST with a progress bar. Returns the reason if that failed."""
-    print(f"Downloading MNIST to {folder} (at most {timeout_secs:.0f} s) ...", file=sys.stderr, flush=True)
+    print(f"Downloading MNIST to {folder} (at most {timeout_secs:g} s) ...", file=sys.stderr, flush=True)
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
         [sys.executable, "-m", "tf2dist.download", str(folder), str(os.getpid())],
@@ -97,7 +97,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
             output, _ = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
             process.kill()
-            return f"not done after {timeout_secs:.0f} s"
+            return f"not done after {timeout_secs:g} s"
     if process.returncode == 0 and has_mnist(folder):
         return ""
     lines = [line for line in output.splitlines() if line.strip()]

@@ -181,4 +181,4 @@ def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
     if before["sharding"] == asdict(sharding):
         return list(before["positions"])
     epochs = snapshot.facts["examples"] / before["sharding"]["num_examples"]
-    return [round(epochs * sharding.steps_per_epoch)] * sharding.num_shards
+    return [round(epochs * steps) for steps in sharding.counted_steps()]

@@ -63,7 +63,7 @@ class Stop:
     def interrupted(self, signum: int, saved_step: int | None) -> Interrupted:
         """What the user is told at the end; `saved_step`: of the last checkpoint, whenever that was."""
         if saved_step is None:
-            return Interrupted(signum)
+            return Interrupted(signum, "; nothing was saved" if self.is_asked and self.has_begun else "")
         saved = "saved at" if self.has_saved or not self.is_asked else "not saved since"
         return Interrupted(signum, f"; {saved} step {saved_step}, where the same command with run_dir goes on")
 

@@ -82,7 +82,7 @@ class Watch:
             if self._stop.is_asked and not self._summary:
                 if signum := self._stop.go_on(tasks, leader):
                     raise self._stop.interrupted(signum, self._saved_step)
-            elif self._failures and not self._summary and not self._is_late():
+            elif self._failures and not self._summary:
                 self._restart_or_fail()
             if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
                 self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
@@ -90,13 +90,9 @@ class Watch:
                 break  # the result is whole; leaving the launcher stops who does not leave
             if leader not in tasks and time.monotonic() > self._leave_by:
                 raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
-        if self._failures and not self._summary and not self._is_late():
+        if self._failures and not self._summary:
             self._restart_or_fail()
         return self._summary
-
-    def _is_late(self) -> bool:
-        """Whether a task only complains that others are gone, who were done: it was started again too late."""
-        return self._is_over and all(map(complains, self._failures))
 
     def _step(self) -> None:
         for event in self._launcher.events(POLL_SECS):
@@ -194,6 +190,9 @@ class Watch:
             TaskFailure: no restart helps.
         """
         self._await_cause()
+        if self._is_over and all(map(complains, self._failures)):
+            self._failures.clear()  # the others are not lost but done: it was started again too late
+            return
         verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL and not self._meeting:
             self._collect_echo()

@@ -10,6 +10,8 @@ from tf2dist import data, pipeline, registry
 from tf2dist.config import DataConfig
 from tf2dist.errors import DataError
 from tf2dist.pipeline import Sharding
+from tf2dist.saving import Snapshot
+from tf2dist.state import input_facts, input_positions
 from tf2dist.step import step_seed
 
 
@@ -85,6 +87,13 @@ def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None
         return [numbers.numpy()[0].tolist() for _, numbers, _ in steps]
 
     assert rows(7, 3) == rows(0, 10)[7:]
+
+
+def test_a_worker_goes_on_at_the_same_part_of_the_data_in_another_mode() -> None:
+    facts = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
+    snapshot = Snapshot(6, {}, {"examples": 42, "input": facts})
+    assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs, of 3 and of 2 steps"
+    assert input_positions(snapshot, Sharding(21, 5, 2, 0, True)) == [6, 6]
 
 
 def test_digits() -> None:

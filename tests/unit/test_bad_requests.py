@@ -51,6 +51,8 @@ OPTIONS: list[tuple[list[str], str]] = [
     # Arguments of models and optimizers.
     (["model.hidden_units=5"], "must be a list such as [300,50]"),
     (["model.hidden_units=[1.5]"], "whole numbers"),
+    (["model.hidden_units=[300,fifty]"], "must be a list such as [300,50]"),
+    (["optimizer.learning_rate=fast"], "optimizer.learning_rate (fast): must be more than 0"),
     (["model.hidden_units=[1e99]"], "whole numbers"),
     (["model.hidden_units=[true]"], "whole numbers"),
     (["model.hidden_units=[99999999999]"], "up to 1,000,000"),
@@ -131,6 +133,7 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["max_restarts=-1"], "must be at least 0"),
     (["watchdog_secs=0"], "must be more than 0"),
     # Hosts.
+    ([*HOSTS, "cluster.worker=[a:1]", "cluster.num_workers=7"], "cluster.num_workers (7): is for cluster=local"),
     (["cluster=hosts", "task.type=worker", "task.index=0"], "no host is named"),
     (["cluster=hosts", "cluster.worker=a:1"], "cluster.worker: must be a list"),
     ([*HOSTS, "cluster.worker=['a:1,b:1']"], "must be host:port"),

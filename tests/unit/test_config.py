@@ -60,7 +60,11 @@ def test_names_from_plugins_pass(tmp_path: Path) -> None:
 
 BAD = [
     (["train.stepss=5"], "train.stepss: there is no such option; did you mean train.steps?"),
-    (["stepss=5"], "stepss: there is no such option"),
+    (["stepss=5"], "stepss: there is no such option; did you mean train.steps?"),
+    (["checkpoint.name=x"], "checkpoint.name: there is no such option"),
+    (["name=foo"], "name: there is no such option; "),
+    (["plugins=[tests/conftest.py]", "model=cnn", "model.dropuot=0.3"], "did you mean model.dropout?"),
+    (["plugins=[tests/conftest.py]", "model=wide", "++model.width=1", "stepss=5"], "did you mean train.steps?"),
     (["expermient=book_async"], "did you mean experiment?"),
     (["optimizer.momentum=0.9"], "there is no such option; optimizer.momentum is an option of optimizer=momentum and"),
     (["momentum=0.9"], "momentum: there is no such option; optimizer.momentum is an option of optimizer=momentum and"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ports_of_tasks
 from tf2dist import addresses, doctor, findings, netns, peers, sources
 from tf2dist.config import DataConfig
 from tf2dist.findings import Finding
@@ -216,7 +217,7 @@ def test_the_whole_command_never_imports_tensorflow_itself() -> None:
 
 
 def test_what_stands_in_the_way_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = netns.unused_ports(2)
+    first, second = ports_of_tasks(2)
     lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{second}"))
     assert only(lines, f"ok    meeting: worker-0 can listen at its control port {first + 1000}")
     lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{first + 1000}"))

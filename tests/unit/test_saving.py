@@ -134,17 +134,27 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
 
 
-def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [2, 3, 4, 5]), (3, [1, 2, 3, 4, 5])])
+def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
     """A run that went back saves steps before the damaged ones; what it saves must stay."""
     for step in (1, 3, 4):
         Checkpoints(tmp_path).save(snapshot(step))
     for step in (3, 4):
         truncate(tmp_path / f"step-{step:010}" / ARRAYS)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, keep)
+    assert_same(checkpoints.newest(lambda text: None), snapshot(1))
     checkpoints.save(snapshot(2))
     assert_same(checkpoints.newest(lambda text: None), snapshot(2))
     checkpoints.save(snapshot(5))
-    assert [path.name for path in checkpoints.paths()] == ["step-0000000005"]
+    assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
+
+
+def test_the_format_before_is_read_too(tmp_path: Path) -> None:
+    manifest = Checkpoints(tmp_path).save(snapshot(3)) / MANIFEST
+    said = json.loads(manifest.read_text())
+    del said["sha256"]
+    manifest.write_text(json.dumps(said | {"format": 1}))
+    assert_same(Checkpoints(tmp_path).newest(fail), snapshot(3))
 
 
 class Disk(Checkpoints):

@@ -92,23 +92,27 @@ BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
 
 
 @pytest.mark.parametrize(
-    ("script", "patience"),
+    ("script", "patience", "told"),
     [
-        ([], stop.START_SECS),
-        ([(102.0, BEGUN)], RunConfig().grace_secs),
-        ([(102.0, BEGUN), (103.0, ended(TASKS[1], -9))], stop.START_SECS),  # all begin again
-        ([(105.0, BEGUN)], stop.START_SECS),
+        ([], stop.START_SECS, ""),
+        ([(102.0, BEGUN)], RunConfig().grace_secs, "; nothing was saved"),
+        ([(102.0, BEGUN), (103.0, ended(TASKS[1], -9))], stop.START_SECS, ""),  # all begin again
+        ([(105.0, BEGUN)], stop.START_SECS, "; nothing was saved"),
     ],
     ids=["before", "after", "again", "meanwhile"],
 )
 def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: list[tuple[float, dict[str, Any]]], patience: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: list[tuple[float, dict[str, Any]]],
+    patience: float,
+    told: str,
 ) -> None:
     play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""})])
     for module in (watch, stop):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now))
     watched = Watch(play, Console(), RunConfig(mode="sync"), None, play.received, lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(Interrupted, match=r"^stopped by SIGTERM$"):
+    with pytest.raises(Interrupted, match=f"^stopped by SIGTERM{told}$"):
         watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
     assert play.now - 104.5 == pytest.approx(patience, abs=2 * watch.POLL_SECS)
 
@@ -241,7 +245,7 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_named(
 ) -> None:
     events = tmp_path / "vmstat"
     events.write_text("pgfault 0\noom_kill 1\n")
-    monkeypatch.setattr(ends, "VMSTAT", events)
+    monkeypatch.setattr(ends, "_oom_counts", lambda: [tmp_path / "none", events])
     play = Play(tmp_path, [(104.0, ended("worker-1", -9))])
     monkeypatch.setattr(play, "events", lambda secs: _run_out_of_memory(play, secs, events))
     with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL: out of memory"):
