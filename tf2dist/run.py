@@ -148,7 +148,7 @@ def drive(
 
     def stop_if(wished: Wish) -> None:
         if Wish.STOP in wished:
-            saver.save(loop.snapshot)
+            saver.save(loop.snapshot, stopping=True)
             loop.finish(None)
             raise Interrupted(signal.SIGTERM)
 

@@ -25,8 +25,8 @@ class NoSaver:
         """Whether it is time to save."""
         return False
 
-    def save(self, take: Callable[[], Snapshot]) -> None:
-        """Saves what `take` gives, as far as the disk allows."""
+    def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
+        """Saves what `take` gives, as far as the disk allows; `stopping`: all that there is to save."""
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
         """Tries once more if `step` could not be saved."""
@@ -37,7 +37,7 @@ class Saver(NoSaver):
 
     Args:
         every_secs: None for never by time.
-        send: takes {"event": "saved", "step"} to the launcher, and warnings.
+        send: takes {"event": "saved", "step", "stopping"} to the launcher, and warnings.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Saver(NoSaver):
     def due(self) -> bool:
         return self._clock() >= self._due_at
 
-    def save(self, take: Callable[[], Snapshot]) -> None:
+    def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
         snapshot = take()
         snapshot = replace(snapshot, facts=snapshot.facts | self._facts)
         self._due_at = self._clock() + self._every_secs
@@ -67,7 +67,7 @@ class Saver(NoSaver):
             self._send({"event": "warning", "text": text})
         else:
             self.saved_step = snapshot.step
-            self._send({"event": "saved", "step": snapshot.step})
+            self._send({"event": "saved", "step": snapshot.step, "stopping": stopping})
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
         if self.saved_step != step:

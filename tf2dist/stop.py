@@ -18,7 +18,7 @@ class Stop:
     Attributes:
         told: the signal that another host's task has got; 0 for none.
         has_begun: whether the leader has begun to train; not known if it is on another host.
-        has_saved: whether the leader has saved since it was asked.
+        has_saved: whether the leader has saved because it was asked; it may have been before we hear of that.
 
     Args:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
@@ -63,8 +63,8 @@ class Stop:
     def interrupted(self, signum: int, saved_step: int | None) -> Interrupted:
         """What the user is told at the end; `saved_step`: of the last checkpoint, whenever that was."""
         if saved_step is None:
-            return Interrupted(signum, "; nothing was saved" if self.is_asked and self.has_begun else "")
-        saved = "saved at" if self.has_saved or not self.is_asked else "not saved since"
+            return Interrupted(signum, "; nothing was saved" if self.has_begun else "")
+        saved = "saved at" if self.has_saved else "not saved since"
         return Interrupted(signum, f"; {saved} step {saved_step}, where the same command with run_dir goes on")
 
     def _patience(self, leads: bool) -> float:

@@ -117,7 +117,7 @@ class Watch:
             case "warning":
                 self._console.warn(event["text"])
             case "saved":
-                self._saved_step, self._stop.has_saved = event["step"], self._stop.is_asked
+                self._saved_step, self._stop.has_saved = event["step"], event["stopping"]
             case "stalled":
                 self._stalled.append(task)
             case "result":

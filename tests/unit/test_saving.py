@@ -189,7 +189,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     assert saver.due(), "tried again soon"
     disk.full = False
     saver.save(lambda: snapshot(2))
-    assert sent[-1] == {"event": "saved", "step": 2}
+    assert sent[-1] == {"event": "saved", "step": 2, "stopping": False}
     assert not saver.due()
     found = disk.newest(fail)
     assert found
