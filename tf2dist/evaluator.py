@@ -11,7 +11,8 @@ from tf2dist.config import RunConfig
 from tf2dist.data import Splits
 from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.models import build_model
-from tf2dist.saving import Checkpoints, Snapshot, read
+from tf2dist.saving import Checkpoints
+from tf2dist.snapshot import Snapshot, read
 from tf2dist.state import assign, check_same, named_variables
 from tf2dist.step import ModelStep
 

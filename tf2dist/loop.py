@@ -14,7 +14,7 @@ from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.evaluate import Evaluation
 from tf2dist.pipeline import Sharding
-from tf2dist.saving import Snapshot
+from tf2dist.snapshot import Snapshot
 from tf2dist.sources import DEFAULT_EPOCHS
 
 

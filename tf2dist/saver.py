@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tf2dist.forkserver import Send
-from tf2dist.saving import Checkpoints, Snapshot
+from tf2dist.saving import Checkpoints
+from tf2dist.snapshot import Snapshot
 
 RETRY_SECS = 30.0  # after an attempt to save that failed
 

@@ -15,7 +15,7 @@ import numpy as np
 from tf2dist.config import RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.pipeline import Sharding
-from tf2dist.saving import Snapshot
+from tf2dist.snapshot import Snapshot
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
 MAX_NAMES = 6  # of variables in a message

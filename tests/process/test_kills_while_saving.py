@@ -14,7 +14,8 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 import numpy as np
-from tf2dist.saving import Checkpoints, Snapshot
+from tf2dist.saving import Checkpoints
+from tf2dist.snapshot import Snapshot
 
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 newest = checkpoints.newest(print)

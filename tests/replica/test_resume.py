@@ -16,7 +16,7 @@ from tests.replica.small_runs import run_config
 from tf2dist.config import RunConfig
 from tf2dist.counters import ONES
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.saving import Snapshot
+from tf2dist.snapshot import Snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 MakeLoop = Callable[..., Any]

@@ -11,7 +11,8 @@ import pytest
 
 from tf2dist.errors import CheckpointError, TrainingError
 from tf2dist.saver import Saver
-from tf2dist.saving import ARRAYS, MANIFEST, Checkpoints, Snapshot
+from tf2dist.saving import Checkpoints
+from tf2dist.snapshot import ARRAYS, MANIFEST, Snapshot
 from tf2dist.supervisor import check_saved
 
 
@@ -134,6 +135,16 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
 
 
+def test_damaged_ones_are_not_counted_by_a_later_process_either(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path).save(snapshot(step))
+    truncate(tmp_path / "step-0000000002" / ARRAYS)
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    assert_same(checkpoints.newest(fail), snapshot(3))
+    checkpoints.save(snapshot(4))
+    assert [path.name[-1] for path in checkpoints.paths()] == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [2, 3, 4, 5]), (3, [1, 2, 3, 4, 5])])
 def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
     """A run that went back saves steps before the damaged ones; what it saves must stay."""
@@ -149,12 +160,41 @@ def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, lef
     assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
 
 
+def as_before(path: Path) -> Path:
+    """Makes it one of the format before, which had no hash of the manifest."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["sha256"]
+    (path / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
+    return path
+
+
 def test_the_format_before_is_read_too(tmp_path: Path) -> None:
-    manifest = Checkpoints(tmp_path).save(snapshot(3)) / MANIFEST
-    said = json.loads(manifest.read_text())
-    del said["sha256"]
-    manifest.write_text(json.dumps(said | {"format": 1}))
-    assert_same(Checkpoints(tmp_path).newest(fail), snapshot(3))
+    checkpoints = Checkpoints(tmp_path)
+    as_before(checkpoints.save(snapshot(1)))
+    assert_same(checkpoints.newest(fail), snapshot(1))
+
+
+@pytest.mark.parametrize("word", ['"step"', '"files"', '"arrays"', '"bytes"', '"model/hidden1/kernel"', "2"])
+def test_a_damaged_one_of_the_format_before_gives_way_too(tmp_path: Path, word: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(snapshot(1))
+    replace_in(f"{word}", word.replace(word.strip('"')[0], "9"))(as_before(checkpoints.save(snapshot(2))) / MANIFEST)
+    told: list[str] = []
+    assert_same(checkpoints.newest(told.append), snapshot(1))
+    assert len(told) == 1
+
+
+STEPS: list[Any] = [None, [2], "2", 3, 2.5]
+
+
+@pytest.mark.parametrize(("sealed", "said"), [(True, {"format": 1}), *((False, {"step": step}) for step in STEPS)])
+def test_what_was_changed_is_not_believed_for_its_format(tmp_path: Path, sealed: bool, said: dict[str, Any]) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(snapshot(1))
+    path = checkpoints.save(snapshot(2))
+    manifest = (path if sealed else as_before(path)) / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | said))
+    assert_same(checkpoints.newest(lambda text: None), snapshot(1))
 
 
 class Disk(Checkpoints):
