@@ -27,6 +27,7 @@ def is_path(text: Any) -> bool:
     if not isinstance(text, str):  # a list in a configuration may hold anything
         return False
     try:
+        text.encode()  # TensorFlow takes no other names
         os.lstat(os.path.expanduser(text))
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable
 
 from tf2dist.control import Meeting
-from tf2dist.errors import Interrupted
+from tf2dist.ends import rank
+from tf2dist.errors import FailureRecord, Interrupted, NotFiniteError, RequestError, TaskFailure, TfDistError
 from tf2dist.launcher import Launcher
 
+OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads
 START_SECS = 2.0  # for a leader at its start: it has nothing to save, and TensorFlow swallows a SIGTERM there
 
@@ -59,6 +61,14 @@ class Stop:
         if leader_ended or not in_time or len(self._received) > 1 or not self._launcher.tasks:
             return (self._received or [self.told])[0]
         return 0
+
+    def outcome(self, signum: int, saved_step: int | None, leader: str, failures: list[FailureRecord]) -> TfDistError:
+        """What the stop has come to: also a fault of the leader's own, if that was the first of all failures."""
+        if failures:
+            cause = min(failures, key=rank)
+            if cause.task == leader and cause.exit_code in OWN_FAULTS:
+                return TaskFailure([cause], "while it was stopping")
+        return self.interrupted(signum, saved_step)
 
     def interrupted(self, signum: int, saved_step: int | None) -> Interrupted:
         """What the user is told at the end; `saved_step`: of the last checkpoint, whenever that was."""

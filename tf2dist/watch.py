@@ -77,11 +77,12 @@ class Watch:
         self._leader, self._tasks, self._start = leader, tasks, start
         for task in tasks:
             self._start_task(task)
-        while self._launcher.tasks:
+        while self._launcher.tasks or (self._failures and not self._summary):
             self._step()
             if self._stop.is_asked and not self._summary:
-                if signum := self._stop.go_on(tasks, leader):
-                    raise self._stop.interrupted(signum, self._saved_step)
+                signum = self._stop.go_on(tasks, leader)
+                if signum and (self._launcher.tasks or self._failures):  # otherwise all were done before it came
+                    raise self._stop.outcome(signum, self._saved_step, leader, self._failures)
             elif self._failures and not self._summary:
                 self._restart_or_fail()
             if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
@@ -90,8 +91,6 @@ class Watch:
                 break  # the result is whole; leaving the launcher stops who does not leave
             if leader not in tasks and time.monotonic() > self._leave_by:
                 raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
-        if self._failures and not self._summary:
-            self._restart_or_fail()
         return self._summary
 
     def _step(self) -> None:
@@ -190,12 +189,16 @@ class Watch:
             TaskFailure: no restart helps.
         """
         self._await_cause()
+        if self._summary or self._stop.is_asked:
+            return  # since then
         if self._is_over and all(map(complains, self._failures)):
             self._failures.clear()  # the others are not lost but done: it was started again too late
             return
         verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL and not self._meeting:
             self._collect_echo()
+            if self._summary or (self._stop.is_asked and complains(self._failures[0])):
+                return
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
             if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
@@ -232,9 +235,9 @@ class Watch:
         One that is silent in this moment may be it: whether it is frozen will soon be known.
         """
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks) and not self._received:
+        while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks):
             suspects = self._killed_at or self._vitals.silent(time.monotonic(), SILENT_SECS)
-            if time.monotonic() > deadline and not suspects:
+            if self._summary or self._stop.is_asked or (time.monotonic() > deadline and not suspects):
                 break
             self._step()
         self._failures.sort(key=rank)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import compose, config
+from tf2dist import cli, compose, config
 from tf2dist.checks import check
 from tf2dist.config import RunConfig
 from tf2dist.errors import ConfigError
@@ -21,6 +21,16 @@ def test_defaults() -> None:
     made = compose.load([], None)
     assert (made.mode, made.cluster.kind, made.cluster.num_workers, made.data.name) == ("async", "local", 3, "mnist")
     assert made.train.batch_size_per_worker == 100
+
+
+def test_of_an_option_given_twice_the_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in any command line; scripts add to what they hold."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--cfg", "train.steps=5", "mode=async", "train.steps=6", "mode=sync"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert "steps: 6" in output
+    assert "mode: sync" in output
 
 
 def test_tf_config_chooses_the_cluster() -> None:

@@ -1,0 +1,93 @@
+"""What an orderly stop comes to, with a launcher that only plays its part."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.play import TASKS, Play, complain, ended, follow, start_with_complaint
+from tf2dist import stop, watch
+from tf2dist.config import RunConfig
+from tf2dist.errors import Interrupted, TaskFailure
+
+BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
+
+
+@pytest.mark.parametrize(
+    ("script", "patience", "told"),
+    [
+        ([], stop.START_SECS, ""),
+        ([(102.0, BEGUN)], RunConfig().grace_secs, "; nothing was saved"),
+        ([(102.0, BEGUN), (103.0, ended(TASKS[1], -9))], stop.START_SECS, ""),  # all begin again
+        ([(105.0, BEGUN)], stop.START_SECS, "; nothing was saved"),
+    ],
+    ids=["before", "after", "again", "meanwhile"],
+)
+def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: list[tuple[float, dict[str, Any]]],
+    patience: float,
+    told: str,
+) -> None:
+    play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""})])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    with pytest.raises(Interrupted, match=f"^stopped by SIGTERM{told}$"):
+        watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
+    assert play.now - 104.5 == pytest.approx(patience, abs=2 * watch.POLL_SECS)
+
+
+@pytest.mark.parametrize("saved_at", [103.0, 105.5])  # the leader may have heard of the stop from another host's task
+@pytest.mark.parametrize(("stopping", "told"), [(False, "not saved since step 40"), (True, "saved at step 40")])
+def test_a_stop_says_whether_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_at: float, stopping: bool, told: str
+) -> None:
+    saved = {"event": "saved", "task": TASKS[0], "step": 40, "stopping": stopping}
+    script: list[tuple[float, dict[str, Any]]] = [(102.0, BEGUN), (saved_at, saved)]
+    play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""}), (106.0, ended(TASKS[0], 143))])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    with pytest.raises(Interrupted, match=f"; {told}, where the same command with run_dir goes on"):
+        watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_stop_after_a_complaint_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int
+) -> None:
+    """While the launching process waits for the cause it hears of other things, too."""
+    complain(tmp_path, "worker-1")
+    play = Play(tmp_path, [(104.0, ended("worker-1", 138)), (104.3, {"event": "SIGTERM", "task": ""})])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync", max_restarts=max_restarts))
+    start = partial(start_with_complaint, play, "worker-1")
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        watched.run(TASKS, TASKS[0], start)
+    assert "again" not in capsys.readouterr().err
+
+
+def test_a_fault_is_told_though_a_stop_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script: list[tuple[float, dict[str, Any]]] = [(104.0, ended("worker-1", 2))]
+    play = Play(tmp_path, [*script, (104.4, {"event": "SIGTERM", "task": ""})])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    with pytest.raises(TaskFailure) as caught:
+        watched.run(TASKS, TASKS[0], play.start)
+    assert caught.value.exit_code == 2
+
+
+def test_a_stop_that_finds_the_own_task_done_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader, on another host, may be writing the result at that time."""
+    play = Play(tmp_path, [(104.0, {"event": "SIGTERM", "task": ""}), (105.0, ended("worker-1", 0))])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    assert watched.run(["worker-1"], "worker-0", play.start) == {}
+
+
+@pytest.mark.parametrize(("code", "fails"), [(3, True), (1, True), (143, False), (138, False)])
+def test_a_fault_of_the_leader_while_it_stops_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    stop_at: tuple[float, dict[str, Any]] = (104.0, {"event": "SIGTERM", "task": ""})
+    play = Play(tmp_path, [(103.0, BEGUN), stop_at, (105.0, ended(TASKS[0], code))])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    with pytest.raises(TaskFailure if fails else Interrupted) as caught:
+        watched.run(TASKS, TASKS[0], play.start)
+    assert caught.value.exit_code == (code if fails else 143)
