@@ -26,12 +26,12 @@ from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model
 from tf2dist.pipeline import Sharding
-from tf2dist.saving import Snapshot
 from tf2dist.serving import say_farewell
+from tf2dist.snapshot import Snapshot
 from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.strategy import parameter_server_strategy
 
-POLL_SECS = 0.05
+POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 STEPS_ON_HOSTS = 10  # of a call
 TRACE_SECS = 0.7  # of a function with many steps, about
 FAREWELL_TIMEOUT_SECS = 5.0
@@ -141,7 +141,7 @@ class AsyncLoop:
             while in_flight < min(missing, self._window()):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
                 scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
-            time.sleep(POLL_SECS)
+            time.sleep(self._pause(missing))
         self._coordinator.join()  # calls that have nothing left to do, or that a wish lets run out
         self._read()
         if wished:
@@ -156,7 +156,6 @@ class AsyncLoop:
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
             self._coordinator.join()
-            del self._iterator  # first: the workers have room for the images once
             self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
 
     def _make_iterator(self, num_steps: int) -> Any:
@@ -175,9 +174,15 @@ class AsyncLoop:
     def agree(self, wish: Wish) -> Wish:
         return wish
 
+    def _pause(self, missing: int) -> float:
+        """Seconds to the next look: it takes 2 ms of the workers' cores on a shared host; near the end it is soon."""
+        if not self._is_sized:
+            return POLL_SECS  # idle workers would look slow
+        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self._steps_per_sec or math.inf)))
+
     def _window(self) -> int:
         """Steps to keep in flight: two calls for each worker, and what is done between three looks."""
-        return 2 * self._num_steps * self._cluster.num_workers + int(3 * POLL_SECS * self._steps_per_sec)
+        return 2 * self._num_steps * self._cluster.num_workers + int(3 * MAX_POLL_SECS * self._steps_per_sec)
 
     def _read(self) -> int:
         """Reads the counters of the ps into `progress`; returns the updates admitted by the first."""

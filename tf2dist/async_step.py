@@ -6,6 +6,7 @@ A loop across devices costs a message an iteration, so the steps are unrolled; a
 call, so the variables are packed (see `parameter_server`).
 """
 
+import functools
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from tf2dist.config import RunConfig
 from tf2dist.counters import ONES, TOTALS
 from tf2dist.parameter_server import COUNT, NO_INLINE, ParameterServer
 from tf2dist.pipeline import Sharding, blocks
-from tf2dist.publishing import remote_array
+from tf2dist.publishing import remote_examples
 from tf2dist.step import Batch, ModelStep, step_seed
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -63,13 +64,12 @@ class AsyncStep:
 
     def dataset(self, num_steps: int) -> tf.data.Dataset:
         """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
-        images = remote_array("train", "images", self._image_shape)
-        labels = remote_array("train", "labels", (), tf.int32)
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         # A worker that was lost begins again where its updates ended.
         taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
         first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
-        return blocks(images, labels, self._sharding, worker, num_steps, first_step)
+        take = functools.partial(remote_examples, "train", image_shape=self._image_shape)
+        return blocks(take, self._sharding, worker, num_steps, first_step)
 
     def train_function(self, num_steps: int) -> Any:
         """``function(iterator, limit)``: `num_steps` steps, of which those above `limit` updates are refused."""
@@ -116,9 +116,8 @@ class AsyncStep:
 
         def evaluate(first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
             values, _ = self._unpack([server.pull() for server in self.servers])
-            images = remote_array(split, "images", self._image_shape)[first:last]
-            labels = remote_array(split, "labels", (), tf.int32)[first:last]
-            return self._step.evaluate(*self._inputs(values), images, labels)
+            examples = remote_examples(split, tf.range(first, last), self._image_shape)
+            return self._step.evaluate(*self._inputs(values), *examples)
 
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar)

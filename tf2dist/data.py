@@ -31,6 +31,10 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The images and labels of some examples."""
+        return self.images.take(index, axis=0), self.labels.take(index)
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -62,7 +66,7 @@ def load(config: DataConfig) -> Splits:
 
 
 def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
-    images, labels = np.asanyarray(arrays.images), np.asanyarray(arrays.labels)
+    images, labels = np.ascontiguousarray(arrays.images), np.asanyarray(arrays.labels)
     if images.dtype != np.uint8 or images.ndim < 2:
         raise DataError(f"{name} images ({images.dtype} {images.shape}): must be uint8 [n, ...]")
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != images.shape[:1]:
@@ -113,19 +117,26 @@ def _cached(path: Path) -> Arrays:
     key = hashlib.sha256(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tf2dist"
     folder = root / f"{path.name.split('.')[0]}-{key}"
-    try:
-        return Arrays(np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy", mmap_mode="r"))
-    except (OSError, ValueError):  # not there, or not whole
-        arrays = _decode(path)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, EOFError):  # not there, or not whole
+        return _mapped(folder)
+    is_broken, arrays = folder.exists(), _decode(path)
+    with contextlib.suppress(OSError, ValueError, EOFError):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as temporary:
+            made = Path(temporary, "made")
+            made.mkdir()
             for name, array in (("images", arrays.images), ("labels", arrays.labels)):
-                np.save(f"{temporary}/{name}.npy", array)
-            folder.mkdir(exist_ok=True)
-            for name in ("images", "labels"):  # each whole or invisible; another task may have been faster
-                os.replace(f"{temporary}/{name}.npy", folder / f"{name}.npy")
+                np.save(made / f"{name}.npy", array)
+            if is_broken:
+                folder.rename(Path(temporary, "broken"))
+            with contextlib.suppress(OSError):  # another task was faster, and what it has made may be mapped already
+                made.rename(folder)
+        return _mapped(folder)
     return arrays
+
+
+def _mapped(folder: Path) -> Arrays:
+    return Arrays(np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy", mmap_mode="r"))
 
 
 def _decode(path: Path) -> Arrays:

@@ -6,12 +6,15 @@ examples of one worker with batches of N*b. (An asynchronous worker passes over 
 updates came too late for a boundary, and were refused.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data import NO_AUTOGRAPH
+from tf2dist.data import NO_AUTOGRAPH, Arrays
+
+Take = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]  # images and labels of some examples, by their indices
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,22 @@ class Sharding:
         return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
 
 
-def batches(
-    images: tf.Tensor, labels: tf.Tensor, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0
-) -> tf.data.Dataset:
+def of_tensors(examples: Arrays) -> Take:
+    """Takes them without Python, which in mode sync would wait for the Python of the steps."""
+    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
+    return lambda index: (tf.gather(images, index), tf.gather(labels, index))
+
+
+def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0) -> tf.data.Dataset:
     """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
 
-    It begins at the worker's own step `first_step`. Batches are gathered whole: shuffling elements costs far more.
+    It begins at the worker's own step `first_step`. Batches are taken whole: shuffling elements costs far more.
     """
-    return _gathered(_rows(sharding, shard, first_step), images, labels)
+    return _taken(_rows(sharding, shard, first_step), take)
 
 
 def blocks(
-    images: tf.Tensor,
-    labels: tf.Tensor,
-    sharding: Sharding,
-    shard: int | tf.Tensor,
-    size: int,
-    first_step: int | tf.Tensor = 0,
+    take: Take, sharding: Sharding, shard: int | tf.Tensor, size: int, first_step: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
     """Like `batches`, `size` steps an element: one call of the iterator for many steps.
 
@@ -106,7 +108,7 @@ def blocks(
         return weights[0] > 0
 
     rows = _rows(sharding, shard, first_step).filter(has_examples)
-    return _gathered(rows.batch(size, drop_remainder=True), images, labels)
+    return _taken(rows.batch(size, drop_remainder=True), take)
 
 
 def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:
@@ -122,13 +124,13 @@ def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tenso
     return epochs.flat_map(epoch_dataset).skip(first_step % steps_per_epoch)
 
 
-def _gathered(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
+def _taken(rows: tf.data.Dataset, take: Take) -> tf.data.Dataset:
     @NO_AUTOGRAPH
-    def gather(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return tf.gather(images, index), tf.gather(labels, index), weights
+    def examples(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        return *take(index), weights
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
     options.threading.private_threadpool_size = 1
-    options.experimental_optimization.apply_default_optimizations = False  # which would hold another copy of the images
-    return rows.map(gather).prefetch(2).with_options(options)
+    options.experimental_optimization.apply_default_optimizations = False  # which would hold a copy of what is gathered
+    return rows.map(examples).prefetch(2).with_options(options)

@@ -21,7 +21,8 @@ from tf2dist.loop import Loop, Progress, Wish
 from tf2dist.publishing import publish
 from tf2dist.report import NoReporter, Reporter
 from tf2dist.saver import NoSaver, Saver
-from tf2dist.saving import Checkpoints, Snapshot, Tell
+from tf2dist.saving import Checkpoints, Tell
+from tf2dist.snapshot import Snapshot
 from tf2dist.sources import check_shard
 from tf2dist.stopping import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.sync_loop import SyncLoop
@@ -56,7 +57,6 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
     if cluster.mode == "async" and task.job == "worker":
         publish(splits)
-        del splits  # it is not needed any more
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
         print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)

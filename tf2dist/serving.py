@@ -17,10 +17,9 @@ import tensorflow as tf
 from tf2dist import peers, profiling, pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import Interrupted, TaskLostError
-from tf2dist.publishing import RAM
 from tf2dist.strategy import start_server
 
-FAREWELL = f"{RAM}/farewell"
+FAREWELL = "ram://tf2dist/farewell"
 POLL_SECS = 0.1
 LOOK_EVERY_SECS = 0.5
 GONE_SECS = 15.0  # at least: to find out takes seconds

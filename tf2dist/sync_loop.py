@@ -23,8 +23,8 @@ from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError
 from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.loop import Progress, Report, Wish, target_step
 from tf2dist.models import build_model, build_optimizer
-from tf2dist.pipeline import Sharding, batches
-from tf2dist.saving import Snapshot
+from tf2dist.pipeline import Sharding, batches, of_tensors
+from tf2dist.snapshot import Snapshot
 from tf2dist.state import begin, input_facts, input_positions, named_variables, values
 from tf2dist.step import Batch, ModelStep, Packing, step_seed
 from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
@@ -105,11 +105,11 @@ class SyncLoop:
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
-        images, labels = tf.constant(self._splits.train.images), tf.constant(self._splits.train.labels)
+        take = of_tensors(self._splits.train)
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
         begin_at = self._begin_position
-        shards = [batches(images, labels, self.sharding, first + i, begin_at) for i in range(count)]
+        shards = [batches(take, self.sharding, first + i, begin_at) for i in range(count)]
         if count == 1:
             return shards[0]
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())

@@ -9,7 +9,7 @@ import pytest
 from tests.replica.small_runs import run_config
 from tf2dist.config import RunConfig
 from tf2dist.netns import unused_ports
-from tf2dist.saving import Snapshot
+from tf2dist.snapshot import Snapshot
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
 

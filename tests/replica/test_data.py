@@ -10,7 +10,7 @@ from tf2dist import data, pipeline, registry
 from tf2dist.config import DataConfig
 from tf2dist.errors import DataError
 from tf2dist.pipeline import Sharding
-from tf2dist.saving import Snapshot
+from tf2dist.snapshot import Snapshot
 from tf2dist.state import input_facts, input_positions
 from tf2dist.step import step_seed
 
@@ -60,30 +60,31 @@ def test_workers_see_what_one_with_their_batches_together_sees() -> None:
         assert set(one[step]) == set(np.concatenate([rows[step] for rows in three]))
 
 
+def pictures_of_numbers(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of as many examples as there are, each a picture of one pixel, whose value is its label."""
+    return tf.cast(index, tf.uint8)[..., None, None, None], index
+
+
 def test_batches_hold_the_images_of_their_labels() -> None:
-    labels = np.arange(100, dtype=np.uint8)
-    images, labels = tf.constant(labels[:, None, None, None]), tf.constant(labels)
     sharding = Sharding(100, 8, 2, 0, False)
-    for pictures, numbers, _ in pipeline.blocks(images, labels, sharding, 1, 5).take(3):
+    for pictures, numbers, _ in pipeline.blocks(pictures_of_numbers, sharding, 1, 5).take(3):
         assert pictures.shape == (5, 8, 1, 1, 1)
         np.testing.assert_array_equal(pictures.numpy()[..., 0, 0, 0], numbers.numpy())
 
 
 def test_batches_without_examples_are_left_out() -> None:
-    labels = tf.constant(np.arange(21, dtype=np.uint8))  # 2 steps of 2 x 5, then one example for the first worker alone
-    sharding = Sharding(21, 5, 2, 0, False)
-    weights = next(iter(pipeline.blocks(labels[:, None], labels, sharding, 1, 6)))[2]
+    sharding = Sharding(21, 5, 2, 0, False)  # 2 steps of 2 x 5, then one example for the first worker alone
+    weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[2]
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None:
     """The second worker has one step less in an epoch than the first."""
-    labels = tf.constant(np.arange(21, dtype=np.uint8))
     sharding = Sharding(21, 5, 2, 0, False)
 
     def rows(first_step: int, count: int) -> list[list[int]]:
-        steps = pipeline.blocks(labels[:, None], labels, sharding, shard, 1, first_step).take(count)
+        steps = pipeline.blocks(pictures_of_numbers, sharding, shard, 1, first_step).take(count)
         return [numbers.numpy()[0].tolist() for _, numbers, _ in steps]
 
     assert rows(7, 3) == rows(0, 10)[7:]

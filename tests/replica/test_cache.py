@@ -1,0 +1,88 @@
+"""Decoded data is kept as files, which all tasks of a host map."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tf2dist import data
+from tf2dist.data import Arrays
+
+
+class Decode:
+    """Stands where a TFRecord file is decoded; something may happen meanwhile."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def __call__(self, path: Path) -> Arrays:
+        self.times += 1
+        self.meanwhile()
+        return Arrays(np.full((500, 2, 2), 7, np.uint8), np.arange(500) % 10)
+
+
+@pytest.fixture
+def decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decode:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "_decode", made := Decode())
+    (tmp_path / "mnist-train.tfrecord").touch()
+    return made
+
+
+def cached(tmp_path: Path) -> Arrays:
+    arrays = data._cached(tmp_path / "mnist-train.tfrecord")
+    assert isinstance(arrays.images, np.memmap), "a copy of its own"
+    np.testing.assert_array_equal(arrays.images, np.full((500, 2, 2), 7))
+    np.testing.assert_array_equal(arrays.labels, np.arange(500) % 10)
+    return arrays
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["images.npy", "labels.npy"])
+@pytest.mark.parametrize("damage", [empty, cut, Path.unlink])
+def test_it_is_decoded_once_and_again_if_it_is_not_whole(
+    decode: Decode, tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    for _ in range(2):
+        cached(tmp_path)
+    assert decode.times == 1
+    (made,) = (tmp_path / "cache").rglob(name)
+    damage(made)
+    for _ in range(2):
+        cached(tmp_path)
+    assert decode.times == 2
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.*")) == ["images.npy", "labels.npy"]
+
+
+def test_what_another_task_has_made_meanwhile_stays(decode: Decode, tmp_path: Path) -> None:
+    """It may be mapped already, and on a file system of the network a file that is replaced is gone."""
+    inodes: list[int] = []
+
+    def faster() -> None:
+        decode.meanwhile = lambda: None
+        cached(tmp_path)
+        inodes.extend(path.stat().st_ino for path in (tmp_path / "cache").rglob("*.npy"))
+
+    decode.meanwhile = faster
+    cached(tmp_path)
+    assert decode.times == 2
+    assert [path.stat().st_ino for path in (tmp_path / "cache").rglob("*.npy")] == inodes
+
+
+def test_without_a_place_for_it_it_is_decoded_each_time(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert len(data._cached(tmp_path / "mnist-train.tfrecord")) == 500
+    assert decode.times == 2
