@@ -5,7 +5,7 @@ one may divide the momentum that the other has just added to by a velocity that 
 Adam one run in ten made steps that were thousands of times too large. So an update is either one
 kernel of TensorFlow, which holds the locks of its variables, or it runs alone. What Keras writes
 beside the kernel are subtractions, each atomic: a weight decay's may be that of a value which
-another push is changing. Adagrad's two operations need no lock either, see `_update_step`.
+another push is changing.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,11 @@ def _update_step(optimizer: keras.Optimizer) -> UpdateStep | None:
     kind, optimizers = type(optimizer), keras.optimizers
     if kind is optimizers.SGD:
         return _momentum(optimizer) if optimizer.momentum else _sgd
-    if kind is optimizers.Adagrad:
-        return _as_it_is(optimizer)  # the accumulator only grows, and every update finds its own part in it
     if kind in (optimizers.Adam, optimizers.AdamW) and not optimizer.amsgrad:
         return _adam(optimizer)
     if kind is optimizers.RMSprop and not optimizer.centered:
         return _rmsprop(optimizer)
     return None
-
-
-def _as_it_is(optimizer: keras.Optimizer) -> UpdateStep:
-    update_step: UpdateStep = optimizer.update_step
-    return update_step
 
 
 def _slot(optimizer: keras.Optimizer, slots: list[keras.Variable], variable: tf.Variable) -> Any:
