@@ -51,7 +51,7 @@ def peer(
 ) -> Iterator[tuple[float, subprocess.Popen[str]]]:
     """Any contender but ours, and its leader, which waits.
 
-    What it has measured is its global steps per second after a tenth of `steps`, or the seconds to an accuracy.
+    What it has measured is its rate over `steps` global steps, after as many, or the seconds to an accuracy.
     """
     jobs = jobs_of(contender, mode, num_workers)
     leader = ("chief", 0) if "chief" in jobs else ("worker", 0)
@@ -63,7 +63,7 @@ def peer(
             for job, index in tasks:
                 if job == "chief":
                     _wait_for([address for other in ("ps", "worker") for address in jobs[other]])
-                workload = Workload(mode, model, jobs, job, index, steps, steps // 10, arrays, accuracy)
+                workload = Workload(mode, model, jobs, job, index, 2 * steps, steps, arrays, accuracy)
                 processes[job, index] = _start(contender, workload, Path(folder))
             yield _result(processes[leader])["figure"], processes[leader]
         except ContenderError as error:

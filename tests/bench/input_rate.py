@@ -1,5 +1,6 @@
 """Batches per second of an input pipeline alone, on one core: ours, or the usual one of TensorFlow's guides."""
 
+import functools
 import os
 import sys
 import time
@@ -7,26 +8,30 @@ import time
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, Workload
-from tf2dist import pipeline
+from tf2dist.data import Arrays, Splits
+from tf2dist.pipeline import Sharding, blocks
+from tf2dist.publishing import publish, remote_examples
 
 WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
 
 
-def ours(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.data.Dataset, int]:
-    sharding = pipeline.Sharding(len(labels), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
-    return pipeline.blocks(images, labels, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
+def ours(train: Arrays) -> tuple[tf.data.Dataset, int]:
+    publish(Splits(train, train, train))
+    sharding = Sharding(len(train), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
+    take = functools.partial(remote_examples, "train", image_shape=train.images.shape[1:])
+    return blocks(take, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
 
 
-def per_element(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.data.Dataset, int]:
+def per_element(train: Arrays) -> tuple[tf.data.Dataset, int]:
     """Without the scaling of the pixels, which ours leaves to the step."""
-    examples = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(10_000).repeat()
+    examples = tf.data.Dataset.from_tensor_slices((train.images, train.labels)).shuffle(10_000).repeat()
     return examples.batch(BATCH_SIZE).prefetch(2), 1
 
 
 def main(how: str, arrays: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    images, labels = (tf.constant(array) for array in Workload("", "", {}, "", 0, 0, 0, arrays).load_bytes())
-    dataset, batches_per_element = {"ours": ours, "per_element": per_element}[how](images, labels)
+    train = Arrays(*Workload("", "", {}, "", 0, 0, 0, arrays).load_bytes())
+    dataset, batches_per_element = {"ours": ours, "per_element": per_element}[how](train)
     iterator, done, start = iter(dataset), -WARMUP, 0.0
     while done < BATCHES:
         next(iterator)

@@ -21,17 +21,17 @@ def count_only(self: Counters, places: tf.Tensor, staleness: tf.Tensor, added: t
     self._values.scatter_nd_add(places, tf.constant([1.0, 0, 1, 0, 0, 0], tf.float64))  # of all, and of its worker
 
 
-def sleeping(rows: tf.data.Dataset, images: tf.Tensor, labels: tf.Tensor) -> tf.data.Dataset:
-    """Like `pipeline._gathered`; each step takes SLEEP_SECS more, which no prefetching hides, and no core."""
+def sleeping(rows: tf.data.Dataset, take: pipeline.Take) -> tf.data.Dataset:
+    """Like `pipeline._taken`; each step takes SLEEP_SECS more, which no prefetching hides, and no core."""
     steps: Any = rows.element_spec[0].shape
     per_element = steps[0] if steps.rank == 2 else 1
-    return gathered(rows, images, labels).apply(testing.sleep(int(per_element * SLEEP_SECS * 1e6)))
+    return taken(rows, take).apply(testing.sleep(int(per_element * SLEEP_SECS * 1e6)))
 
 
 if wanted == "unmeasured":
     Counters.add = count_only  # type: ignore[method-assign]
 elif wanted == "sleep":
-    gathered = pipeline._gathered
-    pipeline._gathered = sleeping
+    taken = pipeline._taken
+    pipeline._taken = sleeping
 else:
     raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured or sleep")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.conftest import Command, our_processes, task_process, wait_until
-from tf2dist import saving
+from tf2dist import snapshot
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -198,7 +198,7 @@ def assert_nothing_is_left(run_dir: Path) -> None:
     checkpoints = sorted((run_dir / "checkpoints").iterdir())
     assert 1 <= len(checkpoints) <= 3
     for path in checkpoints:
-        assert saving.read(path).step == step_of(path)
+        assert snapshot.read(path).step == step_of(path)
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
