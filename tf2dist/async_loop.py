@@ -126,9 +126,6 @@ class AsyncLoop:
             missing = until_step - self.progress.global_step
             if missing <= 0 or (wished := wish()):
                 break
-            if not self._is_sized and (size := trial.size(time.monotonic(), self.progress.local_steps)):
-                self._resize(size, limit)
-                continue
             if idle and admitted > self.progress.global_step > before:
                 time.sleep(POLL_SECS)  # a worker that was given up may still push
                 continue
@@ -138,6 +135,9 @@ class AsyncLoop:
                 scheduled, first_admitted = 0, self.progress.global_step
                 admitted = first_admitted
             in_flight = scheduled * self._num_steps - (admitted - first_admitted)
+            if not self._is_sized and (size := trial.size(time.monotonic(), self.progress.local_steps)):
+                self._resize(size, limit, missing - in_flight)
+                continue
             while in_flight < min(missing, self._window()):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
                 scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
@@ -148,11 +148,11 @@ class AsyncLoop:
             self._level()
         return wished
 
-    def _resize(self, num_steps: int, limit: tf.Tensor) -> None:
+    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int) -> None:
         """Makes the calls longer, once the first ones have shown how long a step takes."""
         self._is_sized = True
         if num_steps > self._num_steps:
-            for _ in range(int(TRACE_SECS * self._steps_per_sec / self._num_steps)):  # the workers go on meanwhile
+            for _ in range(0, min(missing, int(TRACE_SECS * self._steps_per_sec)), self._num_steps):  # go on meanwhile
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
             self._coordinator.join()

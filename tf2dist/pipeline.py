@@ -131,6 +131,7 @@ def _taken(rows: tf.data.Dataset, take: Take) -> tf.data.Dataset:
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
+    options.autotune.enabled = False  # nothing to tune, and its thread, asleep, would hold up the end of an iterator
     options.threading.private_threadpool_size = 1
     options.experimental_optimization.apply_default_optimizations = False  # which would hold a copy of what is gathered
     return rows.map(examples).prefetch(2).with_options(options)
