@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
     options = parser.parse_args()
     console = Console()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the contenders end, too
     with tempfile.TemporaryDirectory() as folder:
         save_arrays(folder)
         wanted = options.only.split(",")
