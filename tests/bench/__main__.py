@@ -50,7 +50,8 @@ def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]
             try:
                 values[contender].append(measure())
             except FAILURES as error:
-                console.print(f"[red]{comparison.name}, {contender}: {error}", highlight=False)
+                failed = f"{comparison.name}, round {number + 1}, {contender}: {error}"
+                console.print(failed, style="red", highlight=False, markup=False)
                 continue
             figure = f"{values[contender][-1]:,.4g} {comparison.unit}"
             console.print(f"{comparison.name}, round {number + 1}, {contender}: {figure}", highlight=False)

@@ -13,7 +13,9 @@ import pytest
 
 from tests.conftest import Command, task_process, wait_until
 
-STEPS = {"async": 9_000, "sync": 900}
+pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
+
+STEPS = {"async": 9_000, "sync": 2_700}
 COMMON = [
     "data=digits",
     "model=softmax",

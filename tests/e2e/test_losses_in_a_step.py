@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Command, task_process, wait_until
 from tests.e2e.test_losses import STEPS, assert_exact, start, wait_for_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_WORKERS = 3
 GATED = """
 import os

@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import Command, wait_until
 
+pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
+
 SYNC_CNN = [
     *("mode=sync", "cluster=local2", "data=digits", "model=cnn", "model.dropout=0.3", "model.batch_norm=true"),
     *("train.steps=300", "train.batch_size_per_worker=20", "train.log_every_steps=5"),

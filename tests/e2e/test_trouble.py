@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import Command
 
+pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
+
 SMALL = ["data=digits", "model=softmax", "cluster=local2"]
 
 

@@ -92,7 +92,7 @@ def _silence(leader: Party, task: str) -> float:
 
 def test_a_leader_that_is_started_again_while_all_wait(table: Table) -> None:
     cluster = cluster_of(worker=3)
-    first = table(cluster, "worker-0", timeout_secs=0.5)
+    first = table(cluster, "worker-0")
     one = table(cluster, "worker-1")
     wait_for(lambda: "to say go" in one.meeting._role.waiting_for or "worker-2" in one.meeting._role.waiting_for)
     first.vanish()

@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from tf2dist.saving import Checkpoints
+from tf2dist.snapshot import Snapshot
 
 KILLS = 50
 SAVE_FOR_EVER = """
@@ -28,19 +31,26 @@ while True:
 """
 
 
+def secs_of_a_save(folder: Path) -> float:
+    start = time.monotonic()
+    Checkpoints(folder).save(Snapshot(1, {f"model/{i}": np.full(30_000, 1, np.float32) for i in range(5)}))
+    return time.monotonic() - start
+
+
 def test_fifty_kills(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print("seed", seed)
     generator = random.Random(seed)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     before, left_something = 0, 0
+    longest = max(0.05, 4 * secs_of_a_save(tmp_path / "timed"))
     for _ in range(KILLS):
         process = subprocess.Popen(
             [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout
         assert process.stdout.readline() == "begun\n"
-        time.sleep(generator.uniform(0.0, 0.05))  # the random moment
+        time.sleep(generator.uniform(0.0, longest))  # the random moment
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
         process.stdout.close()

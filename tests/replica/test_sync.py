@@ -141,9 +141,13 @@ def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_pat
     def fail(worker: SyncWorker, came: Path) -> None:
         import time
 
+        class Cause(RuntimeError):
+            def __str__(self) -> str:  # called as it is written down
+                came.touch()
+                return "the cause"
+
         if worker.index == 1:
-            came.touch()
-            raise RuntimeError("the cause")
+            raise Cause
         while not came.exists():
             time.sleep(0.01)
         time.sleep(0.03)  # files tell no shorter times apart

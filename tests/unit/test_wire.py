@@ -109,6 +109,7 @@ def test_a_message_is_good_once_in_its_own_direction_and_order() -> None:
         accepting.receive(second)  # one left out
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_every_changed_byte_is_seen(place: int, change: int) -> None:
     dialing, accepting = pair()
@@ -122,7 +123,7 @@ def test_every_changed_byte_is_seen(place: int, change: int) -> None:
     assert not received
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=6), st.booleans(), st.booleans())
 def test_garbage_is_an_error_or_nothing(pieces: list[bytes], dials: bool, proved: bool) -> None:
     channel = pair()[0 if dials else 1] if proved else Channel(KEY, dials)
