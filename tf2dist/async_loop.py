@@ -106,9 +106,8 @@ class AsyncLoop:
         self._num_steps = num_steps = chosen or 1
         self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
         self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
-        local_steps = tuple(int(row[0]) for row in totals)
         examples = self._start.earlier_examples + int(totals[:, TOTALS.index("examples")].sum())
-        self.progress = Progress(step, local_steps, examples, math.nan, math.nan)
+        self.progress = Progress(step, tuple(int(row[0]) for row in totals), examples, math.nan, math.nan)
         self._reported, self._read_at = totals.sum(axis=0), time.monotonic()
         self._steps_per_sec = 0.0
 
@@ -119,14 +118,15 @@ class AsyncLoop:
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
         limit, wished, trial = tf.constant(until_step, tf.int64), Wish.NOTHING, Trial()
-        scheduled = first_admitted = 0
+        scheduled, first_admitted, seen = 0, 0, (0, 0)
+        self._coordinator.join()  # the last call of an evaluation may have its result and not be done yet
         while True:
-            idle, before = self._coordinator.done(), self.progress.global_step  # raises what a worker has raised
-            admitted = self._read()
-            missing = until_step - self.progress.global_step
+            idle = self._coordinator.done()  # raises what a worker has raised
+            before, seen = seen, (self._read(), self.progress.global_step)
+            admitted, missing = seen[0], until_step - self.progress.global_step
             if missing <= 0 or (wished := wish()):
                 break
-            if idle and admitted > self.progress.global_step > before:
+            if idle and admitted > self.progress.global_step and seen != before:
                 time.sleep(POLL_SECS)  # a worker that was given up may still push
                 continue
             if idle:

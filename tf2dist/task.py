@@ -66,6 +66,7 @@ def main(payload: dict[str, Any], send: Send) -> int:
 
 def in_our_terms(error: BaseException) -> BaseException:
     """TensorFlow's ways to say that a peer is gone, or the memory, as one."""
+    error = getattr(error, "original_exception", error)  # of what the coordinator has made on a worker
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
         return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(str(error))})")
     if "Could not start gRPC server" in str(error):

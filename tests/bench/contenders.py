@@ -67,12 +67,18 @@ def peer(
                 processes[job, index] = _start(contender, workload, Path(folder))
             yield _result(processes[leader])["figure"], processes[leader]
         except ContenderError as error:
-            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(Path(folder).iterdir()))
-            raise ContenderError(f"{contender} {mode} {model} with {num_workers} workers: {error}\n{logs}") from None
+            what = f"{contender} {mode} {model} with {num_workers} workers"
+            raise ContenderError(f"{what}: {error}\n{_tails(Path(folder))}") from None
         finally:
             for process in processes.values():
                 process.kill()
                 process.wait()
+
+
+def _tails(logs: Path) -> str:
+    """What the tasks wrote last."""
+    files = sorted(logs.glob("*.log"))
+    return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
 def _wait_for(addresses: list[str]) -> None:
@@ -145,7 +151,7 @@ class OurRun:
 @contextmanager
 def our_process(*overrides: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """The command in a run directory of its own, which lasts as long as the block."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"
         process = subprocess.Popen(
             [sys.executable, "-m", "tf2dist", f"run_dir={run_dir}", "data.offline=fail", *overrides],
@@ -168,5 +174,6 @@ def our_run(*overrides: str) -> OurRun:
         output, _ = process.communicate(timeout=TIMEOUT_SECS)
         wall_secs = time.monotonic() - start
         if process.returncode:
-            raise ContenderError(f"tf2dist {' '.join(overrides)} ended with code {process.returncode}\n{output}")
+            logs = _tails(run_dir / "logs")
+            raise ContenderError(f"tf2dist {' '.join(overrides)} ended with code {process.returncode}\n{output}{logs}")
         return OurRun(run_dir, started_at, wall_secs)

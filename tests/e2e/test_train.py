@@ -108,7 +108,8 @@ def profile_after(folder: Path, secs: float) -> str:
 
 @pytest.mark.slow
 def test_a_profile_of_each_kind_of_task(command: Command, tmp_path: Path) -> None:
-    finished = command("data=digits", "profile=true", "train.steps=4000", profile_after(tmp_path, 0.5))
+    after = profile_after(tmp_path, 0.5)
+    finished = command("data=digits", "profile=true", "train.steps=4000", "train.steps_per_execution=10", after)
     assert summary_of(finished)["global_step"] == 4000
     profiles = {path.relative_to(finished.run_dir / "tensorboard").parts[0] for path in finished.run_dir.rglob("*.pb")}
     assert profiles == {"chief-0", "worker-0", "ps-0"}

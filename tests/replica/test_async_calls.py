@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tf2dist.call_size.TRIAL_SECS", 0.0)  # however fast the machine, 1,500 steps take longer
+    monkeypatch.setattr("tf2dist.call_size.CALL_SECS", 60.0)  # however slow
     loop = async_loop(run_config(steps_per_execution=None))
     loop.train(3)
     assert loop._num_steps == 1, "nothing to find out for three steps"
@@ -47,6 +49,30 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
         loop.train(steps)
         assert_exact(loop, steps)
         assert loop._num_steps > 1
+
+
+def test_a_call_that_is_still_under_way_is_no_reason_for_more(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one of an evaluation may have given its result and not be done for the coordinator."""
+
+    @tf.function(autograph=False)
+    def slow() -> None:
+        tf.numpy_function(lambda: time.sleep(0.5), [], [])
+
+    loop = async_loop(run_config(steps_per_execution=5))
+    loop.train(200)
+    schedule, calls = loop._coordinator.schedule, []
+
+    def counted(function: Any, args: Any) -> Any:
+        calls.append(function)
+        return schedule(function, args=args)
+
+    schedule(slow)
+    monkeypatch.setattr(loop._coordinator, "schedule", counted)
+    loop.train(220)
+    assert len(calls) == 4
+    assert_exact(loop, 220)
 
 
 def test_no_function_is_made_while_many_hosts_train() -> None:

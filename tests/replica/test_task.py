@@ -2,6 +2,7 @@
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute.coordinator.cluster_coordinator import ClosureInputError
 
 from tf2dist.errors import NotFiniteError, TaskLostError, TrainingError
 from tf2dist.task import in_our_terms
@@ -25,6 +26,7 @@ def test_running_out_of_memory_is_named() -> None:
         tf.errors.UnavailableError(None, None, "tasks are unhealthy (stopped sending heartbeats): /job:worker/task:1"),
         tf.errors.UnavailableError(None, None, "Stream IDs exhausted"),
         tf.errors.UnknownError(None, None, "Could not start gRPC server"),
+        ClosureInputError(tf.errors.UnavailableError(None, None, "Connection refused, /job:ps/replica:0/task:0")),
     ],
     ids=str,
 )
