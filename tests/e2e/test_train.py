@@ -63,7 +63,6 @@ def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
         assert f"worker={index}, final accuracy={summary['test_accuracy']:.4f}" in lines
     assert list((run_dir / "tensorboard").iterdir())
     assert f"mode: {mode}" in (run_dir / "config.yaml").read_text()
-
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all({"step", "time", "task"} < set(record) for record in records)
     evaluated = [record["step"] for record in records if "validation_accuracy" in record]
@@ -80,11 +79,10 @@ def test_digits_are_learned(command: Command, mode: str) -> None:
 
 @pytest.mark.slow
 def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
-    cores = os.sched_getaffinity(0)
-    arguments = ["cluster=local", "cluster.num_workers=5", "cluster.num_ps=2", "data=digits"]
+    cores, size = os.sched_getaffinity(0), ["cluster=local", "cluster.num_workers=5", "cluster.num_ps=2"]
     os.sched_setaffinity(0, sorted(cores)[:2])  # what is started from here has no more
     try:
-        summary = summary_of(command(*arguments, "optimizer=momentum", "train.steps=777"))
+        summary = summary_of(command(*size, "data=digits", "optimizer=momentum", "train.steps=777"))
     finally:
         os.sched_setaffinity(0, cores)
     assert summary["cluster"] == {"worker": 5, "ps": 2}
@@ -101,15 +99,15 @@ def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -
 
 def profile_after(folder: Path, secs: float) -> str:
     """The option by which the profile begins then, however fast the machine."""
-    plugin = folder / "profile_after.py"
-    plugin.write_text(f"from tf2dist import profiling\n\nprofiling.AFTER_SECS = {secs}\n")
+    plugin = folder / "after.py"
+    plugin.write_text(f"import tf2dist.profiling\n\ntf2dist.profiling.AFTER_SECS = {secs}\n")
     return f"plugins=[{plugin}]"
 
 
 @pytest.mark.slow
 def test_a_profile_of_each_kind_of_task(command: Command, tmp_path: Path) -> None:
-    after = profile_after(tmp_path, 0.5)
-    finished = command("data=digits", "profile=true", "train.steps=4000", "train.steps_per_execution=10", after)
+    steps = ["train.steps=4000", "train.steps_per_execution=10"]
+    finished = command("data=digits", "profile=true", *steps, profile_after(tmp_path, 0.5))
     assert summary_of(finished)["global_step"] == 4000
     profiles = {path.relative_to(finished.run_dir / "tensorboard").parts[0] for path in finished.run_dir.rglob("*.pb")}
     assert profiles == {"chief-0", "worker-0", "ps-0"}
