@@ -141,7 +141,9 @@ class Launcher:
                 if time.monotonic() >= deadline:
                     return
                 continue
-            packet = self._sock.recv(MAX_PACKET_BYTES)
+            packet = b""
+            with contextlib.suppress(ConnectionResetError):  # the server ended with words of ours unread
+                packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
                 self._give_up()
             event: Event = json.loads(packet)
@@ -154,14 +156,22 @@ class Launcher:
                     self.tasks.pop(event["task"], None)
             yield event
 
-    def give_up(self, why: str) -> NoReturn:
-        """Ends a fork server that does not do its work, and the tasks with it.
+    def runs(self, name: str) -> bool:
+        """Whether the kernel lets the task run: it has started, and is neither stopped nor dead."""
+        return _runs(self.tasks.get(name, 0))
+
+    def give_up_on(self, name: str) -> NoReturn:
+        """Ends all, since nobody tells of the end of a task that was killed `KILL_TIMEOUT_SECS` ago.
 
         Raises:
             TaskLostError: always.
         """
+        killed = f"{name}, killed {KILL_TIMEOUT_SECS:.0f} s ago"
+        server_runs = _runs(self._server.pid)
         self._kill_server()
-        raise TaskLostError(f"the fork server is frozen: {why}")
+        if server_runs:
+            raise TaskLostError(f"{killed}, does not end: a file system or a device may not answer it")
+        raise TaskLostError(f"the fork server is frozen: it does not tell of the end of {killed}")
 
     def _kill_server(self) -> None:
         """The kernel kills the tasks with it, but not what they have started."""
@@ -194,8 +204,15 @@ class Launcher:
         self.kill_all()
 
     def kill_all(self) -> list[Event]:
-        """KILL to every task; returns what was still told, when all have ended."""
-        return self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
+        """KILL to every task; returns what was still told, when all have ended.
+
+        Raises:
+            TaskLostError: one does not end.
+        """
+        told = self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
+        for name in self.tasks:
+            self.give_up_on(name)
+        return told
 
     def _end_all(self, signum: int, wait_secs: float) -> list[Event]:
         deadline, told = time.monotonic() + wait_secs, []
@@ -223,3 +240,11 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended
+        return False
+    return state not in (b"T", b"t", b"Z", b"X")

@@ -1,6 +1,7 @@
 """What to do when a task is lost: pure logic, without processes."""
 
 import enum
+from collections.abc import Callable
 
 from tf2dist.errors import FailureRecord, TaskLostError
 
@@ -48,50 +49,49 @@ class RestartPolicy:
 
 
 class Vitals:
-    """When each task last showed that it lives, and which of them must be taken for frozen.
+    """Which tasks show no sign of life for so long that they must be taken for lost.
+
+    A task that is silent need not be frozen: what waits for another task in TensorFlow's code may keep
+    Python's lock, and then no thread of it can say anything. Whether the kernel lets it run tells the two apart.
 
     Attributes:
         awake_since: when the launcher itself last came back from being stopped.
+        any_stopped: whether some task did not run at the last look; the others may wait for it.
 
     Args:
-        frozen_secs: of silence.
+        runs: whether the kernel lets the task of this name run.
+        frozen_secs: how long one may be stopped.
+        mute_secs: how long one that runs may say nothing.
     """
 
-    def __init__(self, frozen_secs: float) -> None:
-        self._frozen_secs = frozen_secs
-        self._seen: dict[str, float] = {}
+    def __init__(self, runs: Callable[[str], bool], frozen_secs: float, mute_secs: float) -> None:
+        self._runs, self._frozen_secs, self._mute_secs = runs, frozen_secs, mute_secs
+        self._heard: dict[str, float] = {}
+        self._ran: dict[str, float] = {}
         self._looked_at: float | None = None
-        self.awake_since = -float("inf")
+        self.awake_since, self.any_stopped = -float("inf"), False
 
     def saw(self, task: str, now: float) -> None:
-        self._seen[task] = now
+        self._heard[task] = self._ran[task] = now
 
     def forget(self, task: str) -> None:
-        self._seen.pop(task, None)
+        self._heard.pop(task, None)
+        self._ran.pop(task, None)
 
     def clear(self) -> None:
-        self._seen.clear()
+        self._heard.clear()
+        self._ran.clear()
 
-    def silent(self, now: float, secs: float) -> list[str]:
-        """The tasks of which nothing was heard for `secs`."""
-        return [task for task, seen in self._seen.items() if now - seen > secs]
-
-    def frozen(self, now: float) -> list[str]:
-        """Who has been silent for too long, one at a time; to be asked every second or so.
-
-        The others that are silent may wait for that one in TensorFlow's code, where a process can say
-        nothing; they have as much time once more.
-        """
+    def lost(self, now: float) -> dict[str, float]:
+        """Who must be taken for lost, and the seconds that it has shown no sign of life; to be asked all the time."""
         if self._looked_at is not None and (asleep := now - self._looked_at) > self._frozen_secs / 2:
-            # It is the launcher that was stopped for a while; what it did not hear is no silence.
-            self._seen = {task: min(seen + asleep, now) for task, seen in self._seen.items()}
+            # It is the launcher that was stopped for a while; what it did not see was not missing.
+            for known in (self._heard, self._ran):
+                known.update({task: min(seen + asleep, now) for task, seen in known.items()})
             self.awake_since = now
         self._looked_at = now
-        suspects = self.silent(now, self._frozen_secs / 2)
-        # The coordinator calls all others, and cannot be blamed while one of them is silent too.
-        blamed = [task for task in suspects if not task.startswith("chief-")] or suspects
-        first = min(blamed, key=lambda task: self._seen[task], default=None)
-        if first is None or now - self._seen[first] <= self._frozen_secs:
-            return []
-        self._seen.update({task: now for task in suspects if task != first})
-        return [first]
+        self._ran.update({task: now for task in self._ran if self._runs(task)})
+        self.any_stopped = any(ran < now for ran in self._ran.values())
+        frozen = {task: self._frozen_secs for task, ran in self._ran.items() if now - ran > self._frozen_secs}
+        mute = {task: self._mute_secs for task, heard in self._heard.items() if now - heard > self._mute_secs}
+        return mute | frozen

@@ -2,7 +2,8 @@
 
 A thread reports every second that the process runs; a frozen process is silent, and the launcher
 sees that. The same thread watches the main one: where that makes no progress it writes the stack
-of every thread to the log, and says so.
+of every thread to the log, and says so. A thread of faulthandler's, which needs no lock of Python's,
+watches ours.
 """
 
 import faulthandler
@@ -44,6 +45,7 @@ def excuse(secs: float) -> None:
 
 def _report(send: Send, every_secs: float) -> None:
     while True:
+        faulthandler.dump_traceback_later(max(_watchdog_secs, ALIVE_EVERY_SECS))  # if the lock is kept for so long
         packet: dict[str, Any] = {"event": "alive"}
         if time.monotonic() > _deadline:
             print(f"no progress for {_watchdog_secs:.0f} s; the stacks of all threads:", file=sys.stderr, flush=True)

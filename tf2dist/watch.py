@@ -10,15 +10,13 @@ from tf2dist.console import Console
 from tf2dist.control import Meeting
 from tf2dist.ends import Ends, complains, rank
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.launcher import Event, Launcher
+from tf2dist.launcher import KILL_TIMEOUT_SECS, Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
 from tf2dist.stop import Stop
 
 POLL_SECS = 0.2
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
-SILENT_SECS = 2.5  # a task says every second that it lives
-DIE_SECS = 10.0  # until the end of a task that we killed must be known
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
 
@@ -43,11 +41,11 @@ class Watch:
     ) -> None:
         self._launcher, self._console, self._received = launcher, console, received
         self._on_begun = on_begun
-        self._watchdog_secs, self._silence_secs = config.watchdog_secs, config.silence_secs
+        self._watchdog_secs = config.watchdog_secs
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._mode, self._meeting = config.mode, meeting
         self._stop = Stop(launcher, meeting, received, config.grace_secs, console.status)
-        self._vitals = Vitals(config.silence_secs)
+        self._vitals = Vitals(launcher.runs, config.silence_secs, config.mute_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
         self._killed_at: dict[str, float] = {}
@@ -162,18 +160,18 @@ class Watch:
         return f"made no progress for {self._watchdog_secs:.0f} s{while_gone}, see the stacks in its log"
 
     def _kill_frozen(self) -> None:
-        for task in self._vitals.frozen(time.monotonic()):
-            self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
+        for task, secs in self._vitals.lost(time.monotonic()).items():
+            self._kill(task, f"showed no sign of life for {secs:.0f} s")
         for task, killed_at in self._killed_at.items():
-            if time.monotonic() - killed_at > DIE_SECS and not self._summary:
-                self._launcher.give_up(f"it does not tell of the end of {task}, killed {DIE_SECS:.0f} s ago")
+            if time.monotonic() - killed_at > KILL_TIMEOUT_SECS and not self._summary:
+                self._launcher.give_up_on(task)
 
     def _kill_stalled(self) -> None:
         """Kills who made no progress by its own fault; it says so again as long as it makes none."""
         now, patience = time.monotonic(), self._watchdog_secs
         excused = now - max(self._restarted_at, self._vitals.awake_since) < patience
         for task in self._stalled:
-            if not excused and not self._vitals.silent(now, SILENT_SECS):
+            if not excused and not self._vitals.any_stopped:
                 self._kill(task, self._why_stalled())
         self._stalled.clear()
 
@@ -232,11 +230,11 @@ class Watch:
     def _await_cause(self) -> None:
         """A task may complain of another before it is known what has become of that one.
 
-        One that is silent in this moment may be it: whether it is frozen will soon be known.
+        One that is stopped in this moment may be it: whether it is frozen will soon be known.
         """
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
         while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks):
-            suspects = self._killed_at or self._vitals.silent(time.monotonic(), SILENT_SECS)
+            suspects = self._killed_at or self._vitals.any_stopped
             if self._summary or self._stop.is_asked or (time.monotonic() > deadline and not suspects):
                 break
             self._step()

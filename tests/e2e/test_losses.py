@@ -187,3 +187,23 @@ def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
     assert "in wait_once" in logs
     summary = json.loads((command.folder / "run" / "summary.json").read_text())
     assert (summary["global_step"], summary["restarts"]) == (60, 1)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["slow", "frozen"])
+def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, is_frozen: bool) -> None:
+    """The first worker waits for the other in a call of TensorFlow in which no thread of its own can say anything."""
+    wait = "os.kill(os.getpid(), signal.SIGSTOP)" if is_frozen else "time.sleep(8)"
+    (command.folder / "wait.py").write_text(f"""
+import os, pathlib, signal, time
+mark = pathlib.Path({str(command.folder / "mark")!r})
+if os.readlink("/proc/self/fd/1").endswith("worker-1.log") and not mark.exists():
+    mark.touch()
+    time.sleep(2)
+    {wait}
+""")
+    small = ["data=digits", "model=softmax", "train.steps=20", "watchdog_secs=5", "plugins=[wait.py]"]
+    finished = command("mode=sync", "cluster=local2", *small)
+    assert finished.code == 0, finished
+    frozen = "tf2dist: warning: worker-1 showed no sign of life for 3 s; starting all tasks again"
+    warnings = [line for line in finished.stderr.splitlines() if "warning" in line]
+    assert warnings == [frozen] * is_frozen, finished

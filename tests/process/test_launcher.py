@@ -1,10 +1,12 @@
 """Launcher and fork server with real processes: every end is seen, nothing is left behind."""
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tf2dist import launcher as launcher_module
 from tf2dist.errors import TaskLostError
 from tf2dist.launcher import Launcher
 
 TIMEOUT_SECS = 30.0
+PTRACE_SEIZE = 0x4206
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +85,35 @@ def test_a_killed_task_is_told_and_can_be_started_again(tmp_path: Path) -> None:
             assert wait_for(launcher, "exited")["code"] == -signal.SIGKILL
 
 
+def test_a_stopped_task_does_not_run(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        assert not launcher.runs("worker-0")
+        start(launcher, "worker-0", "wait")
+        task = psutil.Process(wait_for(launcher, "waiting")["pid"])
+        assert launcher.runs("worker-0")
+        for signum, runs in ((signal.SIGSTOP, False), (signal.SIGCONT, True), (signal.SIGKILL, False)):
+            launcher.signal("worker-0", signum)
+            deadline = time.monotonic() + TIMEOUT_SECS
+            while launcher.runs("worker-0") is not runs:
+                assert time.monotonic() < deadline, task
+                time.sleep(0.01)  # between two looks
+
+
+def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits for a device or a file system; here it is its debugger that keeps it."""
+    monkeypatch.setattr(launcher_module, "KILL_TIMEOUT_SECS", 1.0)
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "wait")
+        pid = wait_for(launcher, "waiting")["pid"]
+        if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, None) != 0:
+            pytest.skip("no process may trace another here")
+        try:
+            with pytest.raises(TaskLostError, match="worker-0, killed 1 s ago, does not end: a file system or a dev"):
+                launcher.kill_all()
+        finally:
+            os.waitpid(pid, 0)
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_leaving_stops_tasks_and_their_children(tmp_path: Path, stubborn: bool) -> None:
     with make(tmp_path, grace_secs=0.5) as launcher:
@@ -114,6 +147,17 @@ def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path) -> None:
 def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TaskLostError, match="no_such_mod"):
         wait_for(launcher, "ready")
+
+
+def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        wait_for(launcher, "ready")
+        server = psutil.Process(launcher._server.pid)
+        server.suspend()
+        start(launcher, "worker-0", "wait")
+        server.kill()
+        with pytest.raises(TaskLostError, match="fork server ended unexpectedly"):
+            wait_for(launcher, "never")
 
 
 @pytest.mark.parametrize("frozen", [False, True])

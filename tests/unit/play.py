@@ -23,7 +23,7 @@ class Play:
 
     Args:
         script: events and the seconds at which they come.
-        silent: a task that says nothing after a second.
+        silent: a task that is stopped after a second.
     """
 
     def __init__(self, log_dir: Path, script: list[tuple[float, dict[str, Any]]], silent: str = "") -> None:
@@ -45,7 +45,7 @@ class Play:
         self.now += timeout_secs
         assert self.now < 1000, "it waits for ever"
         for task in list(self.tasks):
-            if task != self._silent or self.now < 101:
+            if self.runs(task):
                 yield {"event": "alive", "task": task}
         due = [event for at, event in self._script if at <= self.now]
         self._script = [(at, event) for at, event in self._script if at > self.now]
@@ -56,6 +56,9 @@ class Play:
                 self.received.append(signal.SIGTERM)
             yield event
 
+    def runs(self, task: str) -> bool:
+        return task != self._silent or self.now < 101
+
     def signal(self, task: str, signum: int) -> None:
         if signum == signal.SIGKILL and self.reaps:
             self._script.append((self.now, ended(task, -signum)))
@@ -64,8 +67,8 @@ class Play:
         self.tasks.clear()
         return []
 
-    def give_up(self, why: str) -> NoReturn:
-        raise TaskLostError(why)
+    def give_up_on(self, task: str) -> NoReturn:
+        raise TaskLostError(f"{task} does not end")
 
 
 def ended(task: str, code: int) -> dict[str, Any]:

@@ -59,48 +59,64 @@ def test_restarts_are_limited() -> None:
     assert RestartPolicy("sync", 0, True).judge(failure("worker-0")) is Verdict.FAIL
 
 
-def test_silence_means_frozen() -> None:
-    vitals = Vitals(frozen_secs=10.0)
-    for second in range(40):
-        vitals.saw("worker-0", second)
-        if second <= 20:
-            vitals.saw("worker-1", second)
-        assert vitals.frozen(second) == (["worker-1"] if second > 30 else [])
-    vitals.forget("worker-1")
-    assert vitals.frozen(40.0) == []
+class Tasks:
+    """Whether each runs, and what is concluded from it."""
+
+    def __init__(self, *names: str) -> None:
+        self.stopped: set[str] = set()
+        self.vitals = Vitals(lambda task: task not in self.stopped, frozen_secs=10.0, mute_secs=30.0)
+        for name in names:
+            self.vitals.saw(name, 0.0)
+
+    def lost(self, *seconds: float) -> dict[str, float]:
+        """At the last of these looks; at none of the others."""
+        for second in seconds[:-1]:
+            assert self.vitals.lost(second) == {}
+        return self.vitals.lost(seconds[-1])
 
 
-def test_a_launcher_that_was_stopped_has_heard_nothing() -> None:
-    vitals = Vitals(frozen_secs=10.0)
-    vitals.saw("worker-0", 0.0)
-    assert vitals.frozen(1.0) == []
-    assert vitals.frozen(1000.0) == [], "it was the launcher that slept"
-    assert vitals.frozen(1004.0) == []
-    assert vitals.frozen(1008.0) == []
-    assert vitals.frozen(1011.0) == ["worker-0"]
+def test_a_stopped_task_is_frozen() -> None:
+    tasks = Tasks("worker-0", "worker-1")
+    assert tasks.lost(*range(4)) == {}
+    assert not tasks.vitals.any_stopped
+    tasks.stopped.add("worker-1")
+    assert tasks.lost(*range(4, 14)) == {}
+    assert tasks.vitals.any_stopped
+    assert tasks.lost(14) == {"worker-1": 10.0}
+    tasks.vitals.forget("worker-1")
+    assert tasks.lost(15) == {}
+    assert not tasks.vitals.any_stopped
+
+
+def test_a_task_that_was_stopped_for_a_moment_is_not() -> None:
+    """Nor one that has said nothing before, since it waits in code that keeps Python's lock."""
+    tasks = Tasks("worker-0")
+    assert tasks.lost(*range(20)) == {}
+    tasks.stopped.add("worker-0")
+    assert tasks.lost(20, 24) == {}
+    tasks.stopped.clear()
+    assert tasks.lost(28, 29) == {}
 
 
 def test_who_waits_for_a_frozen_task_may_be_silent_too() -> None:
-    vitals = Vitals(frozen_secs=10.0)
-    vitals.saw("chief-0", 1.0)
-    vitals.saw("worker-0", 0.0)
-    for second in range(1, 11):
-        assert vitals.frozen(second) == []
-    assert vitals.frozen(14.0) == ["worker-0"], "the longest silent, and nobody else yet"
-    vitals.forget("worker-0")
-    assert vitals.frozen(18.0) == []
-    assert vitals.frozen(23.0) == []
-    assert vitals.frozen(25.0) == ["chief-0"], "unless it stays silent"
+    tasks = Tasks("worker-0", "worker-1", "chief-0")
+    tasks.stopped.add("worker-1")  # later than the others fell silent
+    tasks.vitals.saw("worker-1", 2.0)
+    assert tasks.lost(*range(2, 14)) == {"worker-1": 10.0}
 
 
-def test_the_coordinator_may_have_been_silent_first() -> None:
-    vitals = Vitals(frozen_secs=10.0)
-    vitals.saw("chief-0", 0.0)
-    vitals.saw("worker-0", 2.0)
-    for second in range(1, 13):
-        assert vitals.frozen(second) == []
-    assert vitals.frozen(12.5) == ["worker-0"]
-    vitals.forget("worker-0")
-    assert vitals.frozen(17.0) == []
-    assert vitals.frozen(22.0) == []
-    assert vitals.frozen(23.0) == ["chief-0"]
+def test_who_runs_and_says_nothing_is_lost_in_the_end() -> None:
+    tasks = Tasks("worker-0", "worker-1")
+    for second in range(40):
+        tasks.vitals.saw("worker-0", second)
+        assert tasks.lost(second) == ({"worker-1": 30.0} if second > 30 else {})
+
+
+def test_a_launcher_that_was_stopped_has_seen_nothing() -> None:
+    tasks = Tasks("worker-0", "worker-1")
+    tasks.stopped.add("worker-1")
+    assert tasks.lost(1, 1000) == {}, "it was the launcher that slept"
+    assert tasks.vitals.awake_since == 1000
+    assert tasks.lost(1004, 1008, 1011) == {"worker-1": 10.0}
+    tasks.vitals.forget("worker-1")
+    assert tasks.lost(1013, 1017, 1021, 1025, 1028, 1031) == {"worker-0": 30.0}
