@@ -64,18 +64,33 @@ def run(arguments: list[str], started_at: float) -> None:
     if unknown := sorted(flags - {"--help", "-h", "--cfg", "--version"}):
         raise ConfigError(f"{unknown[0]}: there is no such flag; options look like train.steps=1000, see --help")
     if "--version" in flags:
-        print(f"tf2dist {__version__}")
+        show(f"tf2dist {__version__}\n")
         return
     if flags & {"--help", "-h"}:
-        print(help_text(shutil.get_terminal_size((120, 24)).columns), end="")
+        show(help_text(shutil.get_terminal_size((120, 24)).columns))
         return
     tf_config = os.environ.get("TF_CONFIG") or None
     config = compose.load(overrides, tf_config)
     if "--cfg" in flags:
-        print(config.to_yaml(), end="")
+        show(config.to_yaml())
         return
     this = None if config.cluster.kind == "local" else cluster.from_config(config, tf_config)
     train(config, this, started_at)
+
+
+def show(text: str) -> None:
+    """Writes what was asked for to the standard output.
+
+    Raises:
+        TfDistError: it takes nothing; a full disk, for example.
+    """
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
+        raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None
 
 
 def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float) -> None:

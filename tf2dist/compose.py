@@ -43,7 +43,7 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     composed = _compose(overrides)
     check_literal(OmegaConf.to_container(composed, resolve=False))
     config = to_typed(composed)
-    _check_names(config)
+    _check_names(config, overrides)
     if tf_config and config.cluster.kind == "local":
         raise ConfigError(
             "cluster (local): the environment variable TF_CONFIG is set, so this process is one task of another "
@@ -89,7 +89,7 @@ def check_literal(node: Any, name: str = "") -> None:
         raise ConfigError(f"{name} (???): is missing; give a value")
 
 
-def _check_names(config: RunConfig) -> None:
+def _check_names(config: RunConfig, overrides: list[str]) -> None:
     """The names become part of file names, and without plugins only those in conf/ exist."""
     chosen = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
     for group, name in chosen.items():
@@ -101,7 +101,8 @@ def _check_names(config: RunConfig) -> None:
     known = [] if config.plugins else _file("model", config.model["name"])
     if unknown := [key for key in config.model if known and key not in known]:
         its = ", ".join(key for key in known if key != "name") or "none"
-        raise ConfigError(f"model.{unknown[0]}: is no option of model={config.model['name']}; it has {its}")
+        whose = "".join(f"; {each} gives it" for each in overrides if each.startswith("experiment="))
+        raise ConfigError(f"model.{unknown[0]}: is no option of model={config.model['name']}; it has {its}{whose}")
 
 
 def _file(group: str, name: str) -> list[str]:

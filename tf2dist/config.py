@@ -5,7 +5,7 @@ Nothing in a configuration is ever executed or instantiated.
 """
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -120,6 +120,8 @@ def from_yaml(text: str) -> RunConfig:
 
 
 def to_typed(cfg: Any) -> RunConfig:
+    """Raises ConfigError: a value is not of its option's type."""
+    _check_truths(cfg, RunConfig)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
     except OmegaConfBaseException as error:
@@ -156,3 +158,13 @@ def one_line(error: Exception) -> str:
             return f"{key[1]}: there is no such option; see --help"
     first = " ".join((text.strip().splitlines() or [type(error).__name__])[0].split())
     return f"{key[1]}: {first}" if key else first
+
+
+def _check_truths(node: Any, section: Any, prefix: str = "") -> None:
+    """OmegaConf takes every number for a truth."""
+    for option in fields(section):
+        value = OmegaConf.select(node, option.name)
+        if is_dataclass(option.type):
+            _check_truths(value, option.type, f"{prefix}{option.name}.")
+        elif option.type is bool and type(value) in (int, float) and value not in (0, 1):
+            raise ConfigError(f"{prefix}{option.name} ({value}): must be true or false")

@@ -9,9 +9,9 @@ from tf2dist.compose import CONF_MODULE, options
 HEAD = """\
 Train a Keras 3 model on many workers.
 
-  tf2dist mode=async cluster=local3         a whole cluster on this machine: 1 ps, 3 workers, 1 coordinator
-  tf2dist mode=sync  cluster=local3         a whole cluster on this machine: 3 workers
-  TF_CONFIG='{...}' tf2dist mode=async      this process is one task of a cluster of many hosts
+  tf2dist mode=async cluster=local3    on this machine: 1 ps, 3 workers, 1 coordinator
+  tf2dist mode=sync  cluster=local3    on this machine: 3 workers
+  TF_CONFIG='{...}' tf2dist mode=async one task, on this host, of a cluster of many
 
 Choices, as name=choice:
 """
