@@ -95,13 +95,8 @@ class RunConfig:
 
     @property
     def silence_secs(self) -> float:
-        """How long a task may be stopped: a frozen one must be found before those that wait for it give up."""
+        """How long a task or a host may show no sign of life: it must be found before those that wait give up."""
         return 0.6 * self.watchdog_secs
-
-    @property
-    def mute_secs(self) -> float:
-        """How long a task that runs may say nothing: the first worker, while it waits for the others to start."""
-        return self.watchdog_secs + self.startup_timeout_secs
 
     def to_yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))

@@ -63,8 +63,7 @@ class Launcher:
         self.preload = preload
         self.env = dict(env or {})
         self.grace_secs = grace_secs
-        self.ready = False
-        self.isolated = False
+        self.ready = self.isolated = False
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
 
@@ -210,8 +209,8 @@ class Launcher:
             TaskLostError: one does not end.
         """
         told = self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
-        for name in self.tasks:
-            self.give_up_on(name)
+        if self.tasks:
+            self.give_up_on(next(iter(self.tasks)))
         return told
 
     def _end_all(self, signum: int, wait_secs: float) -> list[Event]:
@@ -239,7 +238,8 @@ class Launcher:
                 self._server.wait(KILL_TIMEOUT_SECS)
             except subprocess.TimeoutExpired:
                 self._server.kill()
-                self._server.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel itself may wait for a device
+                    self._server.wait(KILL_TIMEOUT_SECS)
 
 
 def _runs(pid: int) -> bool:

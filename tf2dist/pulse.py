@@ -1,31 +1,36 @@
 """Signs of life and of progress: what tells a task that works from one that is frozen or stuck.
 
-A thread reports every second that the process runs; a frozen process is silent, and the launcher
-sees that. The same thread watches the main one: where that makes no progress it writes the stack
-of every thread to the log, and says so. A thread of faulthandler's, which needs no lock of Python's,
-watches ours.
+A thread reports every second that the process lives; who is silent for too long is lost to the
+launcher. The same thread watches the main one: where that makes no progress it writes the stack
+of every thread to the log, and says so.
 """
 
+import contextlib
 import faulthandler
-import sys
+import os
+import signal
 import threading
 import time
 from typing import Any
 
 from tf2dist.forkserver import Send
 
+STACKS_SIGNAL = signal.SIGUSR1  # writes the stacks of all threads, even while one keeps Python's lock
+LOG = 2  # a file descriptor: a plugin may have put something else into the place of sys.stderr
 ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step: tracing and compiling take what they take
 _deadline = float("inf")
 _excused_until = -float("inf")
 _watchdog_secs = float("inf")
+_send: Send = lambda packet: None  # noqa: E731
 
 
 def start(send: Send, watchdog_secs: float) -> None:
     """Begins to report; `beat` must be called every `watchdog_secs` from now on."""
-    global _watchdog_secs
-    _watchdog_secs = watchdog_secs
+    global _watchdog_secs, _send
+    _watchdog_secs, _send = watchdog_secs, send
     beat(START_SECS)
+    faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)
     every_secs = min(ALIVE_EVERY_SECS, watchdog_secs / 10)
     threading.Thread(target=_report, args=(send, every_secs), name="pulse", daemon=True).start()
 
@@ -43,13 +48,18 @@ def excuse(secs: float) -> None:
     beat()
 
 
+def mute(secs: float) -> None:
+    """Announces a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
+    _send({"event": "mute", "silent_secs": secs})
+
+
 def _report(send: Send, every_secs: float) -> None:
     while True:
-        faulthandler.dump_traceback_later(max(_watchdog_secs, ALIVE_EVERY_SECS))  # if the lock is kept for so long
         packet: dict[str, Any] = {"event": "alive"}
         if time.monotonic() > _deadline:
-            print(f"no progress for {_watchdog_secs:.0f} s; the stacks of all threads:", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(all_threads=True)
+            with contextlib.suppress(OSError):  # a full disk
+                os.write(LOG, f"no progress for {_watchdog_secs:.0f} s; the stacks of all threads:\n".encode())
+            faulthandler.dump_traceback(LOG)
             beat()  # says it again after as long a time
             packet = {"event": "stalled"}
         send(packet)

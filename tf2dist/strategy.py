@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
+from tf2dist import pulse
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import TaskLostError
 
@@ -61,6 +62,7 @@ def multi_worker_mirrored_strategy(
         coordinated_jobs=jobs,
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
+    pulse.mute(timeout_secs)
     try:
         strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
@@ -95,15 +97,16 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
 
 def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values: tf.Tensor) -> tf.Tensor:
     """Adds up what every synchronous worker has; the first replica of each contributes it."""
-    first = strategy.num_replicas_in_sync // strategy.extended._num_workers
+    replicas_per_worker = strategy.num_replicas_in_sync // strategy.extended._num_workers
 
     def mine(tensor: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return tf.where(tf.cast(replica, tf.int32) % first == 0, tensor, tf.zeros_like(tensor))
+        return tf.where(tf.cast(replica, tf.int32) % replicas_per_worker == 0, tensor, tf.zeros_like(tensor))
 
     return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(mine, (values,)), None)
 
 
 def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
+    pulse.mute(timeout_secs)
     context.context().wait_at_barrier(name, int(timeout_secs * 1000))

@@ -18,6 +18,7 @@
 Importing this module does not import TensorFlow; the first test that uses a fixture does.
 """
 
+import contextlib
 import functools
 import pickle
 import sys
@@ -33,6 +34,7 @@ import pytest
 
 from tf2dist.cluster import Cluster, Task, local
 from tf2dist.config import ClusterConfig, RunConfig
+from tf2dist.errors import TaskLostError
 from tf2dist.launcher import Launcher
 from tf2dist.netns import unused_ports
 
@@ -116,7 +118,7 @@ class SyncWorkers:
     """Runs functions on synchronous workers: processes forked from one that has TensorFlow loaded."""
 
     def __init__(self, launcher: Launcher, folder: Path) -> None:
-        self._launcher, self._folder, self._runs = launcher, folder, 0
+        self._launcher, self._folder, self._runs, self._next = launcher, folder, 0, 0
 
     def __call__(
         self,
@@ -134,7 +136,8 @@ class SyncWorkers:
         deadline = time.monotonic() + timeout_secs
         while not self._launcher.ready:
             self._follow(deadline, "the fork server")
-        first = self._runs * num_workers % (len(self._launcher.ports) - num_workers)
+        first = self._next if self._next + num_workers <= len(self._launcher.ports) else 0
+        self._next = first + num_workers  # a port is not at once free again
         ports = self._launcher.ports[first:]
         cluster = Cluster("sync", {"worker": tuple(f"localhost:{port}" for port in ports[:num_workers])})
         call = self._folder / f"call-{self._runs}.pickle"
@@ -149,7 +152,8 @@ class SyncWorkers:
                 if any(path.exists() for path in map(self._error_file, names)):
                     break
         finally:
-            self._launcher.stop()
+            with contextlib.suppress(TaskLostError):  # what is being raised tells more
+                self._launcher.stop()
         failed = [path for path in map(self._error_file, names) if path.exists()]
         if failed:
             first_error = min(failed, key=lambda path: path.stat().st_mtime_ns)

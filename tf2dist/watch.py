@@ -12,9 +12,11 @@ from tf2dist.ends import Ends, complains, rank
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.launcher import KILL_TIMEOUT_SECS, Event, Launcher
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
+from tf2dist.pulse import STACKS_SIGNAL
 from tf2dist.stop import Stop
 
 POLL_SECS = 0.2
+STACKS_SECS = 0.2  # for a task that runs to write them
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
@@ -39,20 +41,18 @@ class Watch:
         received: list[int],
         on_begun: Callable[[], None],
     ) -> None:
-        self._launcher, self._console, self._received = launcher, console, received
-        self._on_begun = on_begun
-        self._watchdog_secs = config.watchdog_secs
+        self._launcher, self._console, self._received, self._on_begun = launcher, console, received, on_begun
+        self._watchdog_secs, self._silence_secs = config.watchdog_secs, config.silence_secs
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._mode, self._meeting = config.mode, meeting
         self._stop = Stop(launcher, meeting, received, config.grace_secs, console.status)
-        self._vitals = Vitals(launcher.runs, config.silence_secs, config.mute_secs)
+        self._vitals = Vitals(launcher.runs, config.silence_secs)
         self._failures: list[FailureRecord] = []
         self._killed: dict[str, str] = {}  # by us, and why
         self._killed_at: dict[str, float] = {}
         self._stalled: list[str] = []  # those that said so since the last look
         self._gone: dict[str, str] = {}  # on other hosts, and why
-        self._restarted_at = -float("inf")
-        self._generation = 0
+        self._restarted_at, self._generation = -float("inf"), 0
         self._summary: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._leader = ""
@@ -102,8 +102,10 @@ class Watch:
     def _on_event(self, event: Event) -> None:
         task = event["task"]
         if task in self._launcher.tasks:
-            self._vitals.saw(task, time.monotonic())
+            self._vitals.saw(task, time.monotonic(), event.get("silent_secs", 0.0))
         match event["event"]:
+            case "started" if task in self._killed_at:
+                self._launcher.signal(task, signal.SIGKILL)  # it had no process then
             case "progress":
                 self._console.progress(event)
             case "begun":
@@ -160,25 +162,27 @@ class Watch:
         return f"made no progress for {self._watchdog_secs:.0f} s{while_gone}, see the stacks in its log"
 
     def _kill_frozen(self) -> None:
-        for task, secs in self._vitals.lost(time.monotonic()).items():
-            self._kill(task, f"showed no sign of life for {secs:.0f} s")
+        for task in self._vitals.lost(time.monotonic()):
+            self._launcher.signal(task, STACKS_SIGNAL)
+            time.sleep(STACKS_SECS)
+            self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
         for task, killed_at in self._killed_at.items():
             if time.monotonic() - killed_at > KILL_TIMEOUT_SECS and not self._summary:
                 self._launcher.give_up_on(task)
 
     def _kill_stalled(self) -> None:
         """Kills who made no progress by its own fault; it says so again as long as it makes none."""
-        now, patience = time.monotonic(), self._watchdog_secs
-        excused = now - max(self._restarted_at, self._vitals.awake_since) < patience
+        excused = time.monotonic() - max(self._restarted_at, self._vitals.awake_since) < self._watchdog_secs
         for task in self._stalled:
-            if not excused and not self._vitals.any_stopped:
+            if not excused and not self._vitals.any_silent:
                 self._kill(task, self._why_stalled())
         self._stalled.clear()
 
     def _kill(self, task: str, why: str) -> None:
-        self._killed[task], self._killed_at[task] = why, time.monotonic()
-        self._vitals.forget(task)
-        self._launcher.signal(task, signal.SIGKILL)
+        if task in self._launcher.tasks:  # it may have ended since then
+            self._killed[task], self._killed_at[task] = why, time.monotonic()
+            self._vitals.forget(task)
+            self._launcher.signal(task, signal.SIGKILL)
 
     def _restart_or_fail(self) -> None:
         """Answers the failures since the last look.
@@ -228,13 +232,10 @@ class Watch:
         self._vitals.saw(task, time.monotonic())  # not yet, but soon
 
     def _await_cause(self) -> None:
-        """A task may complain of another before it is known what has become of that one.
-
-        One that is stopped in this moment may be it: whether it is frozen will soon be known.
-        """
+        """A task may complain before it is known what has become of the other: of one that is silent, soon."""
         deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
         while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks):
-            suspects = self._killed_at or self._vitals.any_stopped
+            suspects = self._killed_at or self._vitals.any_silent
             if self._summary or self._stop.is_asked or (time.monotonic() > deadline and not suspects):
                 break
             self._step()

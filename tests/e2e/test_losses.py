@@ -189,21 +189,28 @@ def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
     assert (summary["global_step"], summary["restarts"]) == (60, 1)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["slow", "frozen"])
-def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, is_frozen: bool) -> None:
+WAITS = {
+    "slow": "time.sleep(15)",
+    "frozen": "time.sleep(6); os.kill(os.getpid(), signal.SIGSTOP)",
+    "mute": "time.sleep(6); ctypes.PyDLL(None).sleep(60)",  # with Python's lock
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, how: str) -> None:
     """The first worker waits for the other in a call of TensorFlow in which no thread of its own can say anything."""
-    wait = "os.kill(os.getpid(), signal.SIGSTOP)" if is_frozen else "time.sleep(8)"
     (command.folder / "wait.py").write_text(f"""
-import os, pathlib, signal, time
+import ctypes, os, pathlib, signal, time
 mark = pathlib.Path({str(command.folder / "mark")!r})
 if os.readlink("/proc/self/fd/1").endswith("worker-1.log") and not mark.exists():
     mark.touch()
-    time.sleep(2)
-    {wait}
+    {WAITS[how]}
 """)
     small = ["data=digits", "model=softmax", "train.steps=20", "watchdog_secs=5", "plugins=[wait.py]"]
     finished = command("mode=sync", "cluster=local2", *small)
     assert finished.code == 0, finished
-    frozen = "tf2dist: warning: worker-1 showed no sign of life for 3 s; starting all tasks again"
+    lost = "tf2dist: warning: worker-1 showed no sign of life for 3 s; starting all tasks again"
     warnings = [line for line in finished.stderr.splitlines() if "warning" in line]
-    assert warnings == [frozen] * is_frozen, finished
+    assert warnings == [lost] * (how != "slow"), finished
+    stacks = (command.folder / "run" / "logs" / "worker-1.log").read_text()
+    assert ("wait.py" in stacks) is (how == "mute"), "where it is stuck"

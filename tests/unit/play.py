@@ -23,11 +23,14 @@ class Play:
 
     Args:
         script: events and the seconds at which they come.
-        silent: a task that is stopped after a second.
+        silent: a task that says nothing after a second.
+        runs: whether that one runs all the same.
     """
 
-    def __init__(self, log_dir: Path, script: list[tuple[float, dict[str, Any]]], silent: str = "") -> None:
-        self.log_dir, self._script, self._silent = log_dir, script, silent
+    def __init__(
+        self, log_dir: Path, script: list[tuple[float, dict[str, Any]]], silent: str = "", runs: bool = False
+    ) -> None:
+        self.log_dir, self._script, self._silent, self._runs = log_dir, script, silent, runs
         self.now, self.ready = 100.0, True
         self.tasks: dict[str, int] = {}
         self.received: list[int] = []
@@ -45,7 +48,7 @@ class Play:
         self.now += timeout_secs
         assert self.now < 1000, "it waits for ever"
         for task in list(self.tasks):
-            if self.runs(task):
+            if task != self._silent or self.now < 101:
                 yield {"event": "alive", "task": task}
         due = [event for at, event in self._script if at <= self.now]
         self._script = [(at, event) for at, event in self._script if at > self.now]
@@ -57,7 +60,7 @@ class Play:
             yield event
 
     def runs(self, task: str) -> bool:
-        return task != self._silent or self.now < 101
+        return self._runs or task != self._silent or self.now < 101
 
     def signal(self, task: str, signum: int) -> None:
         if signum == signal.SIGKILL and self.reaps:
@@ -87,7 +90,7 @@ def start_with_complaint(play: Play, who: str, task: str, restarts: int) -> None
 
 def follow(play: Play, monkeypatch: pytest.MonkeyPatch, config: RunConfig, meeting: Any = None) -> Watch:
     """Watches it, by its clock."""
-    clock = SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now)
+    clock = SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now, sleep=lambda secs: None)
     for module in (watch, stop):
         monkeypatch.setattr(module, "time", clock)
     return Watch(play, Console(), config, meeting, play.received, lambda: None)  # type: ignore[arg-type]

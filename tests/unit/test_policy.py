@@ -60,63 +60,101 @@ def test_restarts_are_limited() -> None:
 
 
 class Tasks:
-    """Whether each runs, and what is concluded from it."""
+    """Whether each runs, what is heard of it, and what is concluded."""
 
     def __init__(self, *names: str) -> None:
         self.stopped: set[str] = set()
-        self.vitals = Vitals(lambda task: task not in self.stopped, frozen_secs=10.0, mute_secs=30.0)
+        self.mute: set[str] = set()
+        self.vitals = Vitals(lambda task: task not in self.stopped, silence_secs=10.0)
         for name in names:
             self.vitals.saw(name, 0.0)
+        self._names = names
 
-    def lost(self, *seconds: float) -> dict[str, float]:
-        """At the last of these looks; at none of the others."""
-        for second in seconds[:-1]:
-            assert self.vitals.lost(second) == {}
-        return self.vitals.lost(seconds[-1])
+    def lost(self, first: int, last: int) -> list[str]:
+        """At the last of the looks that are made every second; at none of the others."""
+        for second in range(first, last + 1):
+            for task in set(self._names) - self.stopped - self.mute:
+                self.vitals.saw(task, second)
+            lost = self.vitals.lost(second)
+            assert second == last or lost == []
+        return lost
 
 
 def test_a_stopped_task_is_frozen() -> None:
     tasks = Tasks("worker-0", "worker-1")
-    assert tasks.lost(*range(4)) == {}
-    assert not tasks.vitals.any_stopped
+    assert tasks.lost(1, 3) == []
+    assert not tasks.vitals.any_silent
     tasks.stopped.add("worker-1")
-    assert tasks.lost(*range(4, 14)) == {}
-    assert tasks.vitals.any_stopped
-    assert tasks.lost(14) == {"worker-1": 10.0}
+    assert tasks.lost(4, 13) == []
+    assert tasks.vitals.any_silent
+    assert tasks.lost(14, 14) == ["worker-1"]
     tasks.vitals.forget("worker-1")
-    assert tasks.lost(15) == {}
-    assert not tasks.vitals.any_stopped
+    tasks.stopped.clear()
+    assert tasks.lost(15, 15) == []
+    assert not tasks.vitals.any_silent
 
 
 def test_a_task_that_was_stopped_for_a_moment_is_not() -> None:
-    """Nor one that has said nothing before, since it waits in code that keeps Python's lock."""
+    """Nor one that has said nothing for a while before."""
     tasks = Tasks("worker-0")
-    assert tasks.lost(*range(20)) == {}
+    tasks.mute.add("worker-0")
+    assert tasks.lost(1, 9) == []
     tasks.stopped.add("worker-0")
-    assert tasks.lost(20, 24) == {}
+    assert tasks.lost(10, 17) == []
     tasks.stopped.clear()
-    assert tasks.lost(28, 29) == {}
+    assert tasks.lost(18, 25) == []
 
 
-def test_who_waits_for_a_frozen_task_may_be_silent_too() -> None:
-    tasks = Tasks("worker-0", "worker-1", "chief-0")
-    tasks.stopped.add("worker-1")  # later than the others fell silent
-    tasks.vitals.saw("worker-1", 2.0)
-    assert tasks.lost(*range(2, 14)) == {"worker-1": 10.0}
-
-
-def test_who_runs_and_says_nothing_is_lost_in_the_end() -> None:
+def test_a_task_that_runs_and_says_nothing_is_lost_too() -> None:
     tasks = Tasks("worker-0", "worker-1")
-    for second in range(40):
-        tasks.vitals.saw("worker-0", second)
-        assert tasks.lost(second) == ({"worker-1": 30.0} if second > 30 else {})
+    tasks.mute.add("worker-1")
+    assert tasks.lost(1, 10) == []
+    assert tasks.vitals.any_silent
+    assert tasks.lost(11, 11) == ["worker-1"]
+
+
+def test_a_silence_that_was_announced_is_none() -> None:
+    tasks = Tasks("worker-0")
+    tasks.vitals.saw("worker-0", 1.0, silent_secs=30.0)
+    tasks.vitals.saw("worker-0", 1.1)  # it goes on for a moment
+    tasks.mute.add("worker-0")
+    assert tasks.lost(2, 33) == []
+    assert not tasks.vitals.any_silent
+    assert tasks.lost(34, 42) == ["worker-0"]
+
+
+@pytest.mark.parametrize("other", ["worker-0", "chief-0"])
+def test_who_waits_for_a_frozen_task_may_be_silent_too(other: str) -> None:
+    tasks = Tasks("worker-1", other)
+    tasks.mute.add(other)
+    assert tasks.lost(1, 2) == []
+    tasks.stopped.add("worker-1")
+    assert tasks.lost(3, 13) == ["worker-1"], "though the other one fell silent first"
+    tasks.vitals.forget("worker-1")
+    tasks.stopped.clear()
+    tasks.mute.add("worker-1")
+    assert tasks.lost(14, 24) == [other], "unless it stays silent"
+
+
+@pytest.mark.parametrize(("first", "second"), [("worker-0", "worker-1"), ("chief-0", "worker-1")])
+def test_of_two_that_run_and_are_silent_one_is_to_blame(first: str, second: str) -> None:
+    """The one that fell silent first, or any but the coordinator, which calls all others."""
+    tasks = Tasks(first, second)
+    tasks.mute.add(first)
+    assert tasks.lost(1, 2) == []
+    tasks.mute.add(second)
+    blamed, other = (second, first) if first == "chief-0" else (first, second)
+    at = 13 if first == "chief-0" else 11
+    assert tasks.lost(3, at) == [blamed]
+    tasks.vitals.forget(blamed)
+    assert tasks.lost(at + 1, at + 11) == [other]
 
 
 def test_a_launcher_that_was_stopped_has_seen_nothing() -> None:
     tasks = Tasks("worker-0", "worker-1")
+    assert tasks.lost(1, 1) == []
     tasks.stopped.add("worker-1")
-    assert tasks.lost(1, 1000) == {}, "it was the launcher that slept"
+    tasks.mute.add("worker-0")
+    assert tasks.vitals.lost(1000) == [], "it was the launcher that slept"
     assert tasks.vitals.awake_since == 1000
-    assert tasks.lost(1004, 1008, 1011) == {"worker-1": 10.0}
-    tasks.vitals.forget("worker-1")
-    assert tasks.lost(1013, 1017, 1021, 1025, 1028, 1031) == {"worker-0": 30.0}
+    assert tasks.lost(1001, 1011) == ["worker-1"]

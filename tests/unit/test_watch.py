@@ -1,6 +1,7 @@
 """What the launching process concludes from what it hears, with a launcher that only plays its part."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,11 +115,12 @@ def test_a_task_that_never_shows_up_is_frozen(
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
-def test_who_waits_for_a_frozen_task_is_not_stalled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asleep: bool
+@pytest.mark.parametrize("runs", [False, True], ids=["frozen", "mute"])
+def test_who_waits_for_a_silent_task_is_not_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asleep: bool, runs: bool
 ) -> None:
-    """Also if the launcher was stopped when the task froze, and hears of the other one first."""
-    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})], silent="worker-1")
+    """Also if the launcher was stopped when the task fell silent, and hears of the other one first."""
+    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})], silent="worker-1", runs=runs)
     monkeypatch.setattr(play, "events", lambda secs: _sleep_once(play, secs) if asleep else Play.events(play, secs))
     told = run(play, monkeypatch, capsys)
     assert told == "tf2dist: warning: worker-1 showed no sign of life for 6 s; starting all tasks again\n"
@@ -136,6 +138,34 @@ def test_who_makes_no_progress_alone_is_stalled(
     play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})])
     told = run(play, monkeypatch, capsys)
     assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in told
+
+
+def test_a_task_that_stalls_and_ends_at_once_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = [(115.0, {"event": "stalled", "task": "worker-0"}), (115.0, ended("worker-0", 138))]
+    play = Play(tmp_path, script)
+    monkeypatch.setattr(play, "start", partial(start_with_complaint, play, "worker-0"))
+    told = run(play, monkeypatch, capsys)
+    assert told == f"tf2dist: warning: worker-0 {COMPLAINT}; starting all tasks again\n"
+
+
+def test_a_task_without_a_process_is_killed_once_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fork server was stopped when it was asked for one."""
+    play = Play(tmp_path, [(108.0, {"event": "started", "task": "worker-1"})], silent="worker-1")
+    play.reaps = False
+    signals: list[tuple[float, int]] = []
+
+    def note(task: str, signum: int) -> None:
+        signals.append((play.now, signum))
+        play.reaps = play.now >= 108
+        Play.signal(play, task, signum)
+
+    monkeypatch.setattr(play, "signal", note)
+    assert "worker-1 showed no sign of life for 6 s; starting all" in run(play, monkeypatch, capsys)
+    assert [signum for at, signum in signals if at >= 108] == [signal.SIGKILL]
 
 
 def test_a_killed_task_whose_end_nobody_tells(
