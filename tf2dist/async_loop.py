@@ -60,9 +60,8 @@ class _Start:
         staleness = np.zeros(MAX_STALENESS + 1, np.int64)
         if start and start.arrays.get(TOTALS_ARRAY, np.empty(0)).shape == totals.shape:
             totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
-        steps, _, _, seen = (int(value) for value in totals.sum(axis=0))
-        positions = np.array(input_positions(start, sharding))
-        return cls(Counts(step, totals, staleness), positions, step - steps, examples - seen)
+        counts, positions = Counts(step, totals, staleness), np.array(input_positions(start, sharding))
+        return cls(counts, positions, step - int(counts.steps.sum()), examples - counts.examples)
 
 
 class AsyncLoop:
@@ -81,21 +80,21 @@ class AsyncLoop:
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
-        self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
+        self.target_step = target_step(config, self.sharding, start)
         self._strategy = parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         with self._strategy.scope():  # puts the variables on the ps, round robin
             self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
         self._start = _Start.of(start, self.sharding)
-        step, totals, _ = self._start.counts
-        self._offsets = self._start.positions - totals[:, TOTALS.index("steps")].astype(int)
+        counts = self._start.counts
+        self._offsets = self._start.positions - counts.steps
         offsets = [int(offset) for offset in self._offsets]
         self._graphs = AsyncStep(config, self.model, splits.image_shape, self.sharding, offsets, self.target_step)
         variables = [variable for server in self._graphs.servers for variable in server.variables]
         self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
         self.begun_with = begin(self._named, start, config)
         for server in self._graphs.servers:
-            server.begin(self._start.counts)
+            server.begin(counts)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
         # many hosts the calls keep a fixed size, and every function is made before the training: one of TensorFlow's
         # own, too, which copies what workers return.
@@ -106,14 +105,10 @@ class AsyncLoop:
         self._num_steps = num_steps = chosen or 1
         self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
         self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
-        examples = self._start.earlier_examples + int(totals[:, TOTALS.index("examples")].sum())
-        self.progress = Progress(step, tuple(int(row[0]) for row in totals), examples, math.nan, math.nan)
-        self._reported, self._read_at = totals.sum(axis=0), time.monotonic()
+        examples = self._start.earlier_examples + counts.examples
+        self.progress = Progress(counts.applied, tuple(map(int, counts.steps)), examples, math.nan, math.nan)
+        self._reported, self._read_at = counts.totals.sum(axis=0), time.monotonic()
         self._steps_per_sec = 0.0
-
-    @property
-    def updates_per_epoch(self) -> int:
-        return self.sharding.updates_per_epoch
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
@@ -190,7 +185,8 @@ class AsyncLoop:
         totals = counts[0][2:].reshape(-1, len(TOTALS))
         steps, loss, _, examples = new = totals.sum(axis=0)
         if not np.isfinite(loss):
-            raise NotFiniteError(f"the loss is {loss} before global step {int(steps)}; try a lower learning rate")
+            step = self._start.earlier_steps + int(steps)
+            raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
@@ -198,7 +194,7 @@ class AsyncLoop:
             self._steps_per_sec = delta_steps / (now - self._read_at)
             self.progress = Progress(
                 global_step=applied,
-                local_steps=tuple(int(row[0]) for row in totals),
+                local_steps=tuple(map(int, totals[:, TOTALS.index("steps")])),
                 examples=self._start.earlier_examples + int(examples),
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
                 accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
@@ -219,29 +215,27 @@ class AsyncLoop:
 
     def updates_applied(self) -> int:
         """What every worker's steps add up to; the global step is the ps's own count."""
-        totals = self._graphs.servers[0].counters.now().totals
-        return self._start.earlier_steps + int(totals[:, TOTALS.index("steps")].sum())
+        return self._start.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def snapshot(self) -> Snapshot:
-        _, totals, staleness = self._graphs.servers[0].counters.now()
-        positions = self._offsets + totals[:, TOTALS.index("steps")].astype(int)
+        counts = self._graphs.servers[0].counters.now()
         facts = {
             "mode": "async",
             "local_steps": list(self.progress.local_steps),
             "target_step": self.target_step,
             "examples": self.progress.examples,
-            "input": input_facts(self.sharding, [int(position) for position in positions]),
+            "input": input_facts(self.sharding, list(map(int, self._offsets + counts.steps))),
         }
-        own = {TOTALS_ARRAY: totals, STALENESS_ARRAY: staleness}
+        own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
         return Snapshot(self.progress.global_step, values(self._named) | own, facts)
 
     def facts(self) -> dict[str, Any]:
         """How many updates others applied between a worker's pull and its push, at every update."""
         histogram = self._graphs.servers[0].counters.now().staleness
-        total, values = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
+        total, bins = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
         quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
-        largest = int(values[histogram > 0].max(initial=0))
-        return {"staleness": {"mean": float((histogram * values).sum() / total), **quantiles, "max": largest}}
+        largest = int(bins[histogram > 0].max(initial=0))
+        return {"staleness": {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}}
 
     def finish(self, accuracy: float | None) -> None:
         say_farewell(self._cluster, {"final_accuracy": accuracy}, FAREWELL_TIMEOUT_SECS)

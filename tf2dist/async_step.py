@@ -161,7 +161,8 @@ class AsyncStep:
         steps = TOTALS.index("steps")
         local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
         every = self._config.train.log_every_steps
-        epoch = tf.maximum(local_step - 1, 0) // self._sharding.steps_per_epoch
+        steps_per_epoch = tf.gather(tf.constant(self._sharding.counted_steps(), tf.int64), worker)
+        epoch = tf.maximum(local_step - 1, 0) // steps_per_epoch
         numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]

@@ -16,7 +16,8 @@ class Console:
         self._stream = stream or sys.stderr
         self._live: Any = None
         self._task: Any = None
-        self._first: tuple[float, int] | None = None
+        self._first: tuple[float, int] | None = None  # time and step from which the rate is counted
+        self._step = 0
         self._plain_at = time.monotonic()
         self._last_line = ""
 
@@ -56,8 +57,9 @@ class Console:
     def progress(self, event: dict[str, Any]) -> None:
         """Shows a progress event: step, target_step, loss."""
         now, step, target = time.monotonic(), event["step"], event["target_step"]
-        if self._first is None or step < self._first[1]:  # a restart goes back
+        if self._first is None or step < self._step:  # a restart goes back
             self._first = (now, step)
+        self._step = step
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
         line = progress_line(step, target, event["loss"], rate)
         if self._live:

@@ -29,6 +29,16 @@ class Counts(NamedTuple):
     totals: np.ndarray
     staleness: np.ndarray
 
+    @property
+    def steps(self) -> np.ndarray:
+        """Of each worker, int64 [workers]."""
+        return self.totals[:, TOTALS.index("steps")].astype(np.int64)
+
+    @property
+    def examples(self) -> int:
+        """Of all workers."""
+        return int(self.totals[:, TOTALS.index("examples")].sum())
+
 
 class Counters:
     """Lies on the device under which it is made. A float64 counts exactly up to 2^53."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf2dist.config import DataConfig
 from tf2dist.errors import DataError
 from tf2dist.registry import DATA, look_up, register_data
-from tf2dist.sources import mnist_dir
+from tf2dist.sources import mnist_dir, mnist_files
 
 # Rewriting functions takes longer than tracing them, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
@@ -23,7 +23,7 @@ NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 
 @dataclass(frozen=True)
 class Arrays:
-    """`images`: uint8 [n, height, width, channels]; `labels`: integers [n]."""
+    """`images`: uint8 [n, ...]; `labels`: integers [n]."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -79,10 +79,10 @@ def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
 @register_data("mnist")
 def load_mnist(config: DataConfig) -> Splits:
     """MNIST as tensorflow-datasets has prepared it; its first examples are the validation set."""
-    folder = next(iter(sorted(mnist_dir(config).glob("mnist/3.*"))), None)
-    if folder is None:
+    files = mnist_files(mnist_dir(config))
+    if files is None:
         raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
-    train, test = (_cached(next(folder.glob(f"mnist-{split}.tfrecord*"))) for split in ("train", "test"))
+    train, test = map(_cached, files)
     n = config.num_validation
     validation = Arrays(train.images[:n], train.labels[:n])
     return Splits(Arrays(train.images[n:], train.labels[n:]), validation, test)

@@ -129,7 +129,7 @@ def training_data(config: DataConfig) -> Iterator[Finding]:
         yield Finding("ok", "data", "digits comes with scikit-learn")
     elif config.name != "mnist":
         yield Finding("ok", "data", f"{config.name} comes from a plugin, which is not run here")
-    elif sources.has_mnist(folder):
+    elif sources.mnist_files(folder):
         yield Finding("ok", "data", f"MNIST is in {folder}")
     elif set(urllib.request.getproxies()) - {"no"} or resolve(sources.MNIST_HOST):
         yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {sources.MNIST_HOST}")

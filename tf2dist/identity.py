@@ -88,8 +88,7 @@ def _data(config: RunConfig) -> dict[str, int]:
     """Sizes of the files in bytes by name: cheap, and another version or half a copy differs in them."""
     if config.data.name == "mnist":
         folder = sources.mnist_dir(config.data)
-        files = [file for file in sorted(folder.glob("mnist/3.*/*")) if file.is_file()]
-        return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+        return {str(file.relative_to(folder)): file.stat().st_size for file in sources.mnist_files(folder) or ()}
     if config.data.name == "digits":
         package = importlib.util.find_spec("sklearn")
         found = [

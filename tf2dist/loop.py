@@ -58,7 +58,7 @@ class Wish(enum.Flag):
         return functools.reduce(operator.or_, wished, cls.NOTHING)
 
 
-def target_step(config: RunConfig, sharding: Sharding, updates_per_epoch: int, start: Snapshot | None) -> int:
+def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -> int:
     """The global step at which the run ends.
 
     Raises:
@@ -73,12 +73,12 @@ def target_step(config: RunConfig, sharding: Sharding, updates_per_epoch: int, s
             )
         return config.train.steps
     epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
-    target = max(1, math.ceil(epochs * updates_per_epoch))
+    target = max(1, math.ceil(epochs * sharding.updates_per_epoch))
     if start is None or not start.is_resumed or start.facts["input"]["sharding"] == asdict(sharding):
         return max(target, step)
     # Another cluster has made some of the passes, in steps of another size.
     done: float = start.facts["examples"] / start.facts["input"]["sharding"]["num_examples"]
-    return step + max(0, math.ceil((epochs - done) * updates_per_epoch))
+    return step + max(0, math.ceil((epochs - done) * sharding.updates_per_epoch))
 
 
 class Loop(Protocol):
@@ -93,10 +93,6 @@ class Loop(Protocol):
     progress: Progress
     target_step: int
     begun_with: str
-
-    @property
-    def updates_per_epoch(self) -> int:
-        """Global steps in which the whole cluster passes over the training set once."""
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Trains until exactly `until_step` updates have been applied, or until a wish.

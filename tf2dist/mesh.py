@@ -102,16 +102,16 @@ class Mesh:
     def _call(self, index: int, port: int, secret: bytes, deadline: float) -> socket.socket:
         error = OSError(f"worker {index} has no address")
         for family, address in resolve(split(self._addresses[index])[0], port):
-            sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(max(0.1, min(CALL_SECS, deadline - time.monotonic())))
-                sock.connect(address)
-                sock.sendall(secret + INDEX.pack(self._index))
+                with contextlib.ExitStack() as stack:
+                    sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))  # or there is no IPv6
+                    sock.settimeout(max(0.1, min(CALL_SECS, deadline - time.monotonic())))
+                    sock.connect(address)
+                    sock.sendall(secret + INDEX.pack(self._index))
+                    stack.pop_all()
+                    return sock
             except OSError as one:
                 error = one
-                sock.close()
-                continue
-            return sock
         raise error
 
     def _accept(self, secret: bytes, deadline: float) -> tuple[int, socket.socket]:

@@ -31,7 +31,7 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
     if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", int(port))), *(_bind_error(i[0], i[4]) for i in infos)):
         by = f" by {holder}" if (holder := port_holder(int(port))) else ""
         raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
-    if all(_bind_error(info[0], info[4]) == errno.EADDRNOTAVAIL for info in infos):
+    if all(_bind_error(info[0], info[4]) in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) for info in infos):
         raise ClusterError(
             f"{name}: is not an address of this host, so this is another task; correct task type and index, or give "
             "cluster.check_address=false if a proxy leads from there to here"
@@ -40,12 +40,12 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
 
 def _bind_error(family: int, address: Any) -> int:
     """The error number of binding to an address, 0 for none."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:  # a kernel without IPv6 refuses this already
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
             probe.bind(address)
-        except OSError as error:
-            return error.errno or 0
+    except OSError as error:
+        return error.errno or 0
     return 0
 
 

@@ -23,8 +23,8 @@ class Sharding:
 
     Attributes:
         num_examples: of the whole training set.
-        batch_size: of one worker.
-        num_shards: the number of workers.
+        batch_size: of one replica: a worker, or one of the GPUs of a synchronous one.
+        num_shards: the number of replicas.
         seed: of the permutations; every epoch has its own.
         whole_batch_loss: whether the loss is the mean over the batches of all workers (sync) or
             over the worker's own batch (async). They differ in the last, uneven step of an epoch.
@@ -42,17 +42,16 @@ class Sharding:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one worker."""
+        """Steps of one replica."""
         return -(-self.num_examples // self.global_batch_size)
 
     @property
     def updates_per_epoch(self) -> int:
-        """Batches of all workers in an epoch, without those that would be empty."""
-        full_steps, rest = divmod(self.num_examples, self.global_batch_size)
-        return full_steps * self.num_shards + min(rest, self.num_shards)
+        """Global steps in which the cluster passes over the training set once."""
+        return self.steps_per_epoch if self.whole_batch_loss else sum(self.counted_steps())
 
     def counted_steps(self) -> list[int]:
-        """Steps in an epoch of every worker; asynchronous ones leave out those in which they have no example."""
+        """Steps in an epoch of every replica; asynchronous ones leave out those in which they have no example."""
         if self.whole_batch_loss:
             return [self.steps_per_epoch] * self.num_shards
         full_steps, rest = divmod(self.num_examples, self.global_batch_size)

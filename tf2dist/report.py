@@ -63,8 +63,8 @@ class Reporter(NoReporter):
         )
         self._writers = [PatientWriter(make, lambda text: send({"event": "warning", "text": text})) for make in makes]
         self._first_at: float | None = None
-        self._previous: tuple[float, int] | None = None  # time and step of the last look, unless it was interrupted
-        self._secs, self._steps = 0.0, 0  # of training, between looks
+        self._previous: tuple[float, Progress] | None = None  # the last look, unless it was interrupted
+        self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between looks
         self._sent_at = self._written_at = 0.0
 
     def __exit__(self, *_: object) -> None:
@@ -75,9 +75,11 @@ class Reporter(NoReporter):
         now, step = time.time(), progress.global_step
         self._first_at = self._first_at or now
         if self._previous:
-            self._secs += now - self._previous[0]
-            self._steps += step - self._previous[1]
-        self._previous = (now, step)
+            then, before = self._previous
+            self._secs += now - then
+            self._steps += step - before.global_step
+            self._examples += progress.examples - before.examples
+        self._previous = (now, progress)
         scalars = {"loss": progress.loss, "accuracy": progress.accuracy}
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
@@ -110,7 +112,6 @@ class Reporter(NoReporter):
         saved_step: int | None,
     ) -> None:
         progress, rate = loop.progress, self.steps_per_sec()
-        examples_per_step = progress.examples / progress.global_step
         summary = {
             "mode": config.mode,
             "model": config.model["name"],
@@ -129,7 +130,7 @@ class Reporter(NoReporter):
             "test_examples": test.num_examples,
             "validation_accuracy": validation.accuracy if validation else None,
             "steps_per_sec": round(rate, 2) if rate else None,
-            "examples_per_sec": round(rate * examples_per_step, 1) if rate else None,
+            "examples_per_sec": round(self._examples / self._secs, 1) if rate else None,
             "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),
             "wall_secs": round(time.time() - self._started_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],

@@ -20,8 +20,13 @@ def mnist_dir(config: DataConfig) -> Path:
     return Path(config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
-def has_mnist(folder: Path) -> bool:
-    return any(folder.glob("mnist/3.*/dataset_info.json"))
+def mnist_files(folder: Path) -> tuple[Path, Path] | None:
+    """The newest whole MNIST below `folder`: the TFRecord files of its training and its test set."""
+    for info in sorted(folder.glob("mnist/3.*/dataset_info.json"), reverse=True):
+        files = [next(info.parent.glob(f"mnist-{split}.tfrecord*"), None) for split in ("train", "test")]
+        if files[0] and files[1]:
+            return files[0], files[1]
+    return None
 
 
 def check_dir(config: DataConfig) -> None:
@@ -46,7 +51,7 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
     if config.name != "mnist":
         return config
     folder = mnist_dir(config).resolve()
-    if not has_mnist(folder):
+    if not mnist_files(folder):
         reason = _download(folder, config.download_timeout_secs)
         if reason and config.offline == "fail":
             raise DataError(f"data (mnist): not in {folder}, and the download failed: {reason}; or use data=digits")
@@ -98,7 +103,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
         except subprocess.TimeoutExpired:
             process.kill()
             return f"not done after {timeout_secs:g} s"
-    if process.returncode == 0 and has_mnist(folder):
+    if process.returncode == 0 and mnist_files(folder):
         return ""
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip()[:120] if lines else f"exit code {process.returncode}"

@@ -70,7 +70,7 @@ def values(named: Named) -> dict[str, np.ndarray]:
     arrays = {name: variables[0].value.numpy() for name, variables in named.items()}
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files do not know; float32 holds it exactly
-            arrays[name] = array.astype(np.float32)
+            arrays[name] = array = array.astype(np.float32)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise NotFiniteError(f"{name} is not finite any more; try a lower learning rate")
     return arrays

@@ -46,6 +46,7 @@ class SyncLoop:
         report: Report,
     ) -> None:
         self._config, self._cluster, self._task, self._report = config, cluster, task, report
+        self._worker = cluster.training_tasks.index(task)
         self._strategy = multi_worker_mirrored_strategy(
             cluster, task, config.startup_timeout_secs, config.watchdog_secs
         )
@@ -64,7 +65,7 @@ class SyncLoop:
         self._begin_position = input_positions(start, self.sharding)[0]
         local_steps = start.facts.get("local_steps", []) if start and start.facts.get("mode") == "sync" else []
         self._earlier_steps = self._begin_step - (local_steps[0] if len(local_steps) == cluster.num_workers else 0)
-        self.target_step = target_step(config, self.sharding, self.updates_per_epoch, start)
+        self.target_step = target_step(config, self.sharding, start)
         self._splits = splits
         self._reduce = tf.function(functools.partial(sum_over_workers, self._strategy), autograph=False)
         self._all_reduce = self._own_all_reduce()
@@ -91,15 +92,11 @@ class SyncLoop:
         self._secs_per_step = self._own_secs = 0.0  # of all workers and of this one; not known yet
         self.progress = Progress(self._begin_step, self._local_steps(self._begin_step), examples, math.nan, math.nan)
 
-    @property
-    def updates_per_epoch(self) -> int:
-        return self.sharding.steps_per_epoch
-
     def _own_all_reduce(self) -> AllReduce | None:
         """Faster than TensorFlow's on CPUs; on GPUs that one is NCCL's, which is faster."""
-        only_tensorflow = self._config.cluster.all_reduce == "tensorflow"
-        has_gpu = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
-        why_not = "cluster.all_reduce=tensorflow" if only_tensorflow else has_gpu
+        why_not = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
+        if self._config.cluster.all_reduce == "tensorflow":
+            why_not = "cluster.all_reduce=tensorflow"
         secret = broadcast(self._strategy, os.urandom(mesh.SECRET_BYTES))
         return mesh.join(self._cluster, self._task, secret, lambda own: self._reduce(tf.constant(own)).numpy(), why_not)
 
@@ -164,8 +161,8 @@ class SyncLoop:
         """The worker's line, whenever it passes a multiple of log_every_steps."""
         step, every = self.progress.global_step, self._config.train.log_every_steps
         if step // every != (step - count) // every:
-            worker, epoch = self._cluster.training_tasks.index(self._task), (step - 1) // self.updates_per_epoch
-            where, own_step = f"worker={worker}, epoch={epoch}, global_step={step}", self.progress.local_steps[worker]
+            epoch, own_step = (step - 1) // self.sharding.steps_per_epoch, self.progress.local_steps[self._worker]
+            where = f"worker={self._worker}, epoch={epoch}, global_step={step}"
             print(f"{where}, local_step={own_step}, loss={self.progress.loss:.4f}", flush=True)
 
     def _train_steps(self, iterator: Any, num_steps: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
@@ -209,10 +206,9 @@ class SyncLoop:
     def evaluate(self, split: str) -> Evaluation:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
         arrays = getattr(self._splits, split)
-        worker, num_workers = self._cluster.training_tasks.index(self._task), self._cluster.num_workers
         trainable, state = self._step.values()
         sums = np.zeros(3)
-        for first, last in chunks(len(arrays), worker, num_workers):
+        for first, last in chunks(len(arrays), self._worker, self._cluster.num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
             pulse.beat()
         return Evaluation.of_sums(self._reduce(tf.constant(sums)).numpy(), len(arrays))
@@ -241,9 +237,8 @@ class SyncLoop:
     def finish(self, accuracy: float | None) -> None:
         # A worker that ends cuts off what its neighbours still read of the last all-reduce.
         barrier("finished", FINISH_TIMEOUT_SECS)
-        worker = self._cluster.training_tasks.index(self._task)
         if accuracy is not None:
-            print(f"worker={worker}, final accuracy={accuracy:.4f}", flush=True)
+            print(f"worker={self._worker}, final accuracy={accuracy:.4f}", flush=True)
         if self._task == self._cluster.leader:
             # It hosts the coordination service: who still listens to it must leave first.
             others = [task for task in self._cluster.training_tasks if task != self._task]

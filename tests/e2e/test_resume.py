@@ -66,6 +66,8 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
         assert finished.code == 0, finished
         summary = json.loads((command.folder / "run" / "summary.json").read_text())
         assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == step
+        examples_per_step = 1257 / (7 if "mode=sync" in more else 14)  # in 14 batches of at most 100
+        assert abs(summary["examples_per_sec"] / summary["steps_per_sec"] / examples_per_step - 1) < 0.15
         lines = (command.folder / "run" / "logs" / "worker-0.log").read_text().splitlines()
         own_steps = [int(found[1]) for line in lines if (found := re.search(r"local_step=(\d+)", line))]
         assert own_steps[-1] <= summary["workers"][0]["local_steps"], "its own, not those of the whole run"

@@ -23,6 +23,16 @@ def test_a_free_port_of_this_host() -> None:
         peers.check_own_address(at(f"{host}:{port}"), WORKER)
 
 
+def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver may name addresses of a family of which there are no sockets."""
+    (port,), no_family = unused_ports(1), (45, socket.SOCK_STREAM, 6, "", ("::1", 1))
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [no_family, *known(*args, **options)])
+    peers.check_own_address(at(f"127.0.0.1:{port}"), WORKER)
+    with pytest.raises(ClusterError, match="is not an address of this host"):
+        peers.check_own_address(at("10.255.255.1:2222"), WORKER)
+
+
 def test_an_address_of_another_host() -> None:
     with pytest.raises(ClusterError, match=r"worker 0 \(10.255.255.1:2222\): is not an address of this host"):
         peers.check_own_address(at("10.255.255.1:2222"), WORKER)

@@ -1,12 +1,14 @@
 """The pipeline: shards that are disjoint and cover the data, whatever the numbers."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import data, pipeline, registry
+from tf2dist import data, pipeline, registry, sources
 from tf2dist.config import DataConfig
 from tf2dist.errors import DataError
 from tf2dist.pipeline import Sharding
@@ -28,7 +30,7 @@ def test_every_example_once_an_epoch(num_examples: int, batch_size: int, num_sha
     seen = np.concatenate([rows[weights > 0] for rows, weights in shards])
     assert sorted(seen) == list(range(num_examples))
     batches = sum(int((weights.sum(axis=1) > 0).sum()) for _, weights in shards)
-    assert batches == sharding.updates_per_epoch
+    assert sharding.updates_per_epoch == (sharding.steps_per_epoch if whole else batches)
     sums = np.array([weights.sum(axis=1) for _, weights in shards])  # [shards, steps]
     means = sums.sum(axis=0) if whole else sums[sums > 0]
     np.testing.assert_allclose(means, 1.0, rtol=1e-5)
@@ -121,6 +123,19 @@ def test_data_that_is_not_what_it_promises(images: np.ndarray, labels: np.ndarra
     with pytest.raises(DataError) as caught:
         data.load(DataConfig(name="broken"))
     assert f"data (broken): train {words}" in str(caught.value)
+
+
+def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
+    names = ["mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001", "dataset_info.json"]
+    for version, files in (("3.0.0", names[1:]), ("3.0.1", names), ("3.0.2", names[:2])):
+        (tmp_path / "mnist" / version).mkdir(parents=True)
+        for name in files:
+            (tmp_path / "mnist" / version / name).touch()
+        found = sources.mnist_files(tmp_path)
+        assert found == (None if version == "3.0.0" else tuple(tmp_path / "mnist" / "3.0.1" / n for n in names[:2]))
+    (tmp_path / "mnist" / "3.0.1" / names[0]).unlink()
+    with pytest.raises(DataError, match="not in"):
+        data.load_mnist(DataConfig(dir=str(tmp_path)))
 
 
 def test_mnist(real_data: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -160,6 +161,16 @@ def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
         loop.snapshot()
 
 
+def test_nor_is_bfloat16() -> None:
+    from tf2dist.state import values
+
+    variable = keras.Variable([1.5, 2.5], dtype="bfloat16")
+    assert values({"model/own": [variable]})["model/own"].tolist() == [1.5, 2.5]
+    variable.assign([1.5, np.nan])
+    with pytest.raises(NotFiniteError, match="model/own is not finite"):
+        values({"model/own": [variable]})
+
+
 def sync_run(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
 ) -> dict[str, Any]:
@@ -225,6 +236,10 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     assert back["snapshot"].step == back["updates"] == 80
     position = back["snapshot"].facts["input"]["positions"][0]
     assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1
+    counters = loop._graphs.servers[0].counters
+    counters.begin(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1, 1]))
+    with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_epoch};"):
+        loop.train(1000)
 
 
 def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,16 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert lines[1] == "tf2dist: warning: look out"
     assert lines[-1].startswith("step 2,750/2,750")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_the_rate_is_that_of_this_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart goes back to a checkpoint, which may lie behind the first step that was shown."""
+    stream, clock = io.StringIO(), iter([0.0, 10.0, 20.0, 50.0, 60.0])
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with Console(stream) as plain:
+        for step in (1, 1001, 501, 1501):
+            plain.progress({**EVENT, "step": step})
+    assert "step 1,501/2,750  loss 0.3121  100 steps/s  0:12 left" in stream.getvalue()
 
 
 def test_a_narrow_terminal_gets_a_live_line() -> None:

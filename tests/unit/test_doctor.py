@@ -140,8 +140,11 @@ def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monke
     monkeypatch.setattr("urllib.request.getproxies", dict)
     (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
     assert (finding.level, finding.topic) == (level, "data")
-    (tmp_path / "mnist" / "3.0.1").mkdir(parents=True)
-    (tmp_path / "mnist" / "3.0.1" / "dataset_info.json").touch()
+    folder = tmp_path / "mnist" / "3.0.1"
+    folder.mkdir(parents=True)
+    for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001"):
+        assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["warn"]
+        (folder / name).touch()
     assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
 
 

@@ -15,6 +15,7 @@ from tf2dist.errors import ClusterError, ConfigError
 from tf2dist.identity import differences, explain, identity_of
 
 CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})
+TRAIN = "mnist-train.tfrecord-00000-of-00001"
 
 
 def config(**values: Any) -> RunConfig:
@@ -72,11 +73,12 @@ def test_data_is_compared_by_the_sizes_of_its_files(tmp_path: Path) -> None:
     for size in (3, 4):
         folder = tmp_path / str(size) / "mnist" / "3.0.1"
         folder.mkdir(parents=True)
-        (folder / "train").write_bytes(b"x" * size)
+        for name in ("dataset_info.json", TRAIN, "mnist-test.tfrecord-00000-of-00001"):
+            (folder / name).write_bytes(b"x" * (size if name == TRAIN else 1))
         host = config()
         host.data = dataclasses.replace(host.data, name="mnist", dir=str(tmp_path / str(size)))
         made.append((identity_of(host, CLUSTER), identity_of(host, CLUSTER, Task("ps", 0))))
-    assert differences(made[0][0], made[1][0]) == [("data.mnist/3.0.1/train", "3", "4")]
+    assert differences(made[0][0], made[1][0]) == [(f"data.mnist/3.0.1/{TRAIN}", "3", "4")]
     assert differences(made[0][0], made[1][1]) == [], "a ps reads none"
 
 
