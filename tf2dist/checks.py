@@ -2,6 +2,7 @@
 
 from tf2dist import arguments, paths
 from tf2dist.config import ClusterConfig, RunConfig
+from tf2dist.control_port import MAX_SHIFT
 from tf2dist.errors import ConfigError
 from tf2dist.rules import Rule, at_least_one, is_pattern, positive_secs
 
@@ -64,7 +65,7 @@ def _cluster(config: RunConfig) -> list[Rule]:
         ("cluster.num_ps", num_ps, num_ps >= 0, "must be at least 0"),
         *_local(config),
         ("cluster.num_ps", num_ps, config.mode == "sync" or num_ps != 0, needs_ps),
-        ("cluster.control_port_shift", shift, 1 <= shift <= 32767, "must be from 1 to 32767"),
+        ("cluster.control_port_shift", shift, 1 <= shift <= MAX_SHIFT, f"must be from 1 to {MAX_SHIFT}"),
         ("cluster.all_reduce", all_reduce, all_reduce in ("auto", "tensorflow"), "must be auto or tensorflow"),
     ]
 
@@ -83,7 +84,7 @@ def _data_and_devices(config: RunConfig) -> list[Rule]:
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
-    """What is not looked at is refused: a host list that is not would mean a host that trains alone."""
+    """Without cluster=hosts a host list or a task would be ignored, and every host train alone: it is refused."""
     given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
     given |= {"task.type": config.task.type, "task.index": config.task.index}
     used = config.cluster.kind == "hosts"

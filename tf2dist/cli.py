@@ -178,7 +178,3 @@ def new_default_dir(config: RunConfig) -> Path:
             run_dir.mkdir(mode=0o700)
             break
     return run_dir
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,12 @@ class Task:
     def __str__(self) -> str:
         return f"{self.job}-{self.index}"
 
+    @classmethod
+    def parse(cls, name: str) -> "Task":
+        """From what `str` makes of it."""
+        job, _, index = name.rpartition("-")
+        return cls(job, int(index))
+
 
 @dataclass(frozen=True)
 class Cluster:

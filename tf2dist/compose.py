@@ -136,7 +136,7 @@ def _hydra(overrides: list[str]) -> Any:
 
 
 def _checked_choice(override: str, overrides: list[str]) -> list[str]:
-    """Checks ``group=name``; a name that only a plugin can know becomes the group's plugin file."""
+    """One override as Hydra is to get it: paths quoted, ``group=name`` checked, a plugin's name as its group's file."""
     key, separator, value = override.partition("=")
     if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
         quoted = value.replace("\\", "\\\\").replace("'", "\\'")

@@ -27,7 +27,6 @@ from tf2dist.wire import MAX_MESSAGE_BYTES, Message
 
 Event = dict[str, Any]
 
-LOST_AFTER_SECS = 30.0
 TELL_EVERY_SECS = 5.0
 TURN_SECS = 0.1
 CLOSE_SECS = 10.0
@@ -80,7 +79,7 @@ class Meeting:
         key: bytes,
         tell: Callable[[str], None],
         *,
-        lost_after_secs: float = LOST_AFTER_SECS,
+        lost_after_secs: float,
         port_shift: int = control_port.SHIFT,
     ) -> None:
         control_port.check_ports(cluster, port_shift)

@@ -4,17 +4,13 @@ import errno
 import ipaddress
 import socket
 
+from tf2dist.addresses import split
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import ClusterError
 
 SHIFT = 1000
 MAX_SHIFT = 32_767  # so that one of the two directions always leads to a port
 BACKLOG = 64
-
-
-def split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def control_address(address: str, shift: int = SHIFT) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from tf2dist.config import RunConfig
 from tf2dist.data import Splits
 from tf2dist.evaluate import Evaluation, chunks
 from tf2dist.models import build_model
-from tf2dist.saving import Checkpoints
+from tf2dist.saving import Checkpoints, Tell
 from tf2dist.snapshot import Snapshot, read
 from tf2dist.state import assign, check_same, named_variables
 from tf2dist.step import ModelStep
@@ -23,12 +23,27 @@ OnEvaluation = Callable[[str, int, Evaluation], None]
 class Evaluator:
     """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
 
-    def __init__(self, config: RunConfig, splits: Splits) -> None:
-        self._data, self._splits = config.data.name, splits
+    def __init__(self, config: RunConfig, splits: Splits, warn: Tell) -> None:
+        self._data, self._splits, self._warn = config.data.name, splits, warn
+        self._damaged: set[Path] = set()
         self._model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
         self._step = ModelStep(self._model)
         self._named = named_variables(self._model, [*self._step.trainable, *self._step.state], [])
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
+
+    def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
+        """The newest checkpoint, if it is beyond the step `done`; one that is gone or damaged may have a successor."""
+        path = next(iter(checkpoints.paths()[::-1]), None)
+        if path is None or path in self._damaged or int(path.name.removeprefix("step-")) <= done:
+            return None
+        try:
+            return read(path)
+        except OSError:
+            return None
+        except ValueError as error:
+            self._damaged.add(path)
+            self._warn(f"checkpoint {path.name} is damaged ({error}); waiting for another one")
+            return None
 
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
         """Evaluates a checkpoint on "test" or "validation".
@@ -63,7 +78,7 @@ def follow(
     done = -1
     while True:
         pulse.beat()
-        snapshot = _newest(checkpoints, done)
+        snapshot = evaluator.newest(checkpoints, done)
         if snapshot is None:
             time.sleep(POLL_SECS)
             continue
@@ -73,12 +88,3 @@ def follow(
             if split != "test":
                 on_evaluation("test", done, evaluator.evaluate(snapshot, "test"))
             return
-
-
-def _newest(checkpoints: Checkpoints, done: int) -> Snapshot | None:
-    """The newest checkpoint beyond the step `done`; one that is removed meanwhile will have a successor."""
-    try:
-        path = checkpoints.paths()[-1]
-        return read(path) if int(path.name.removeprefix("step-")) > done else None
-    except (IndexError, OSError, ValueError):
-        return None

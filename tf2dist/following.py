@@ -4,7 +4,7 @@ from typing import Any
 
 from tf2dist.control_port import control_address
 from tf2dist.dialer import Dialer
-from tf2dist.errors import ClusterError, Interrupted, TaskLostError, TfDistError
+from tf2dist.errors import ClusterError, TaskLostError, TfDistError
 from tf2dist.identity import explain
 from tf2dist.job_token import VARIABLE
 from tf2dist.link import Link, Links
@@ -79,7 +79,7 @@ class Following:
             case "beat":
                 self.waiting_for = plain(message["waiting_for"]) or self.waiting_for
             case "stop":
-                self._on_stop(plain(message["task"]), int(message["signum"]))
+                self._seat.stopped(plain(message["task"]), int(message["signum"]))
             case "ended":
                 self._on_ended(plain(message["task"]), int(message["code"]), plain(message["message"]))
             case "lost":
@@ -95,14 +95,6 @@ class Following:
         else:
             text = f"{leader} refuses {self._seat.task}: {message['text']}"
         self._seat.fail((ClusterError if message["code"] == 2 else TaskLostError)(plain(text)))
-
-    def _on_stop(self, task: str, signum: int) -> None:
-        if not 1 <= signum <= 64:
-            raise ValueError(signum)
-        if self._seat.agreed.is_set():
-            self._seat.event("stop", task, signum=signum)
-        else:
-            self._seat.fail(Interrupted(signum))
 
     def _on_ended(self, task: str, code: int, message: str) -> None:
         if self._seat.agreed.is_set():

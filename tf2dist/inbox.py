@@ -14,8 +14,9 @@ import sys
 import threading
 
 from tf2dist import pulse
+from tf2dist.addresses import split
 from tf2dist.cluster import Cluster, Task
-from tf2dist.control_port import resolve, split
+from tf2dist.control_port import resolve
 
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
 
@@ -29,8 +30,7 @@ def _listen(cluster: Cluster) -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if message["event"] == "gone":
-            job, _, index = message["task"].rpartition("-")
-            address = cluster.address(Task(job, int(index)))
+            address = cluster.address(Task.parse(message["task"]))
             pulse.excuse(RECONNECT_SECS)
             print(f"{message['task']} is gone: {sever(address)} connections to {address} are cut", flush=True)
 

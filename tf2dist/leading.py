@@ -7,7 +7,7 @@ from typing import Any
 from tf2dist.cluster import Task
 from tf2dist.control_port import control_address
 from tf2dist.dialer import Dialer
-from tf2dist.errors import ClusterError, Interrupted
+from tf2dist.errors import ClusterError
 from tf2dist.identity import differences, explain
 from tf2dist.link import Link, Links
 from tf2dist.seat import BEAT_EVERY_SECS, PROTOCOL, Seat, plain
@@ -84,12 +84,9 @@ class Leading:
         refused = self._refused.get(task)
         return self._dialers[task].why + (f", was refused before: {refused}" if refused else "")
 
-    def say(self, message: Message) -> None:
-        self._say_to_others(message, None)
-
-    def _say_to_others(self, message: Message, source: Member | None) -> None:
+    def say(self, message: Message, but: Member | None = None) -> None:
         for member in self._members.values():
-            if member is not source:
+            if member is not but:
                 member.link.send(message)
 
     def on_open(self, link: Link) -> None:
@@ -150,22 +147,15 @@ class Leading:
         member: Member = link.owner
         match message["type"]:
             case "stop":
-                self._on_stop(member, int(message["signum"]))
+                signum = int(message["signum"])
+                self._seat.stopped(member.task, signum)
+                self.say({"type": "stop", "task": str(member.task), "signum": signum}, but=member)
             case "ended":
                 self._on_ended(member, int(message["code"]), plain(message["message"]))
             case "beat":
                 pass
             case other:
                 raise ValueError(other)
-
-    def _on_stop(self, member: Member, signum: int) -> None:
-        if not 1 <= signum <= 64:
-            raise ValueError(signum)
-        self._say_to_others({"type": "stop", "task": str(member.task), "signum": signum}, member)
-        if self._seat.agreed.is_set():
-            self._seat.event("stop", member.task, signum=signum)
-        else:
-            self._seat.fail(Interrupted(signum))
 
     def _on_ended(self, member: Member, code: int, message: str) -> None:
         del self._members[member.task]

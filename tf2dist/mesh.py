@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tf2dist.addresses import split
 from tf2dist.all_reduce import AllReduce
 from tf2dist.cluster import Cluster, Task
-from tf2dist.control_port import listen_at_own, resolve, split
+from tf2dist.control_port import listen_at_own, resolve
 from tf2dist.errors import ClusterError
 
 SECRET_BYTES = 32

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tf2dist import pulse
-from tf2dist.addresses import port_holder
+from tf2dist.addresses import port_holder, split
 from tf2dist.cluster import Cluster, Task
 from tf2dist.errors import ClusterError, TaskLostError
 
@@ -22,14 +22,14 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
         ClusterError: the task's address is not this host's, or its port is taken.
     """
     address = cluster.address(task)
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     name = f"{task.job} {task.index} ({address})"
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
-    if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", int(port))), *(_bind_error(i[0], i[4]) for i in infos)):
-        by = f" by {holder}" if (holder := port_holder(int(port))) else ""
+    if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *(_bind_error(i[0], i[4]) for i in infos)):
+        by = f" by {holder}" if (holder := port_holder(port)) else ""
         raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
     if all(_bind_error(info[0], info[4]) in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) for info in infos):
         raise ClusterError(
@@ -51,9 +51,8 @@ def _bind_error(family: int, address: Any) -> int:
 
 def problem(address: str) -> str:
     """Why nobody answers at "host:port", or "" if somebody does."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECS).close()
+        socket.create_connection(split(address), timeout=PROBE_SECS).close()
     except (socket.gaierror, UnicodeError):
         return "name unknown"
     except ConnectionRefusedError:

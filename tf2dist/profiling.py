@@ -1,8 +1,8 @@
 """``profile=true``: two seconds of the training, for TensorBoard's profiler.
 
-The leader chooses the time. In mode async it tells the first worker and the first ps as it says
-farewell, through their in-memory file systems, and each writes its own part into the run
-directory of its host.
+The leader chooses the time. In mode async it asks the first worker and the first ps by a file in
+their in-memory file systems, the way in which it says farewell, and each writes its own part into
+the run directory of its host.
 """
 
 import threading

@@ -11,12 +11,12 @@
 trains with ``python -m tf2dist plugins=[mine.py] model=mine +model.width=128``.
 """
 
-import difflib
 import runpy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tf2dist.errors import ConfigError
+from tf2dist.hints import nearest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Registry = dict[str, Callable[..., Any]]
@@ -61,9 +61,7 @@ def look_up(registry: Registry, option: str, name: str) -> Callable[..., Any]:
     """
     if name in registry:
         return registry[name]
-    close = difflib.get_close_matches(name, registry, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"{option} ({name}): must be one of {', '.join(sorted(registry))}{hint}")
+    raise ConfigError(f"{option} ({name}): must be one of {', '.join(sorted(registry))}{nearest(name, registry)}")
 
 
 def load_plugins(paths: list[str]) -> None:

@@ -52,8 +52,9 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "evaluator":
         split = "validation" if len(splits.validation) else "test"
+        evaluator = Evaluator(config, splits, lambda text: send({"event": "warning", "text": text}))
         with Reporter(run_dir, task, send, started_at) as writer:
-            follow(Evaluator(config, splits), run_dir, split, writer.on_evaluation, config.train.steps)
+            follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
         return
     if cluster.mode == "async" and task.job == "worker":
         publish(splits)

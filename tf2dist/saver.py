@@ -27,7 +27,7 @@ class NoSaver:
         return False
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        """Saves what `take` gives, as far as the disk allows; `stopping`: all that there is to save."""
+        """Saves what `take` gives, as far as the disk allows; `stopping`: since the run was asked to stop."""
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
         """Tries once more if `step` could not be saved."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tf2dist.cluster import Cluster, Task
 from tf2dist.control_port import control_address
-from tf2dist.errors import TfDistError
+from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.identity import Identity, differences, explain
 from tf2dist.wire import Message
 
@@ -27,7 +27,7 @@ class Seat:
     Attributes:
         agreed: set when the leader has said go.
         failure: why this process cannot take part.
-        conflict: another list claims this task; behind the list of who is missing.
+        conflict: that a process with another cluster list claims to lead; told after who is missing.
     """
 
     cluster: Cluster
@@ -59,6 +59,19 @@ class Seat:
 
     def event(self, kind: str, task: Task | str, **values: Any) -> None:
         self.events.put({"event": kind, "task": str(task), **values})
+
+    def stopped(self, task: Task | str, signum: int) -> None:
+        """A task was told to stop, and with it all of them.
+
+        Raises:
+            ValueError: there is no such signal.
+        """
+        if not 1 <= signum <= 64:
+            raise ValueError(signum)
+        if self.agreed.is_set():
+            self.event("stop", task, signum=signum)
+        else:
+            self.fail(Interrupted(signum))
 
     def fail(self, error: TfDistError) -> None:
         """Ends `Meeting.join` with the error, if that still waits."""

@@ -95,24 +95,15 @@ def supervise(
         if meeting:
             meeting.join(config.startup_timeout_secs, signals.check)
         launcher.wait_ready(signals.check)
-        cluster, tasks = (this[0], [this[1]]) if this else (local_cluster(config, launcher, 0), None)
+        cluster = this[0] if this else local_cluster(config, launcher, 0)
         if not this and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
 
         def start(name: str, restarts: int) -> None:
-            cluster = this[0] if this else local_cluster(config, launcher, restarts)
-            job, _, index = name.rpartition("-")
-            payload = {
-                "config": config.to_yaml(),
-                "mode": cluster.mode,
-                "jobs": cluster.jobs,
-                "task": (job, int(index)),
-                "run_dir": str(run_dir),
-                "started_at": started_at,
-            }
-            launcher.start(name, "tf2dist.task:main", payload)
+            now = this[0] if this else local_cluster(config, launcher, restarts)
+            launcher.start(name, "tf2dist.task:main", payload_of(config, now, Task.parse(name), run_dir, started_at))
 
-        names = [str(task) for task in tasks or cluster.tasks]
+        names = [str(this[1])] if this else [str(task) for task in cluster.tasks]
         where = f" at {cluster.address(this[1])}" if this else ""
         console.status(f"starting {', '.join(names)}{where}")
         summary = watch.run(names, str(cluster.leader), start)
@@ -120,6 +111,18 @@ def supervise(
             write_summary(run_dir, summary)
             check_saved(summary)
         return summary
+
+
+def payload_of(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float) -> dict[str, Any]:
+    """What `task.main` wants to know."""
+    return {
+        "config": config.to_yaml(),
+        "mode": cluster.mode,
+        "jobs": cluster.jobs,
+        "task": (task.job, task.index),
+        "run_dir": str(run_dir),
+        "started_at": started_at,
+    }
 
 
 def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> Meeting:

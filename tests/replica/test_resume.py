@@ -6,6 +6,7 @@ before the next one is made.
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -159,6 +160,26 @@ def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
     variable.assign(variable * np.nan)
     with pytest.raises(NotFiniteError, match="model/logits/kernel is not finite"):
         loop.snapshot()
+
+
+def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path) -> None:
+    from tf2dist import data
+    from tf2dist.evaluator import Evaluator
+    from tf2dist.saving import Checkpoints
+
+    checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
+    evaluator = Evaluator(config, data.load(config.data), warned.append)
+    assert evaluator.newest(checkpoints, -1) is None
+    for step in (5, 9):
+        checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, {"target_step": 20}))
+        found = evaluator.newest(checkpoints, -1)
+        assert found
+        assert found.step == step
+    assert evaluator.newest(checkpoints, 9) is None
+    (checkpoints.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
+    assert evaluator.newest(checkpoints, -1) is evaluator.newest(checkpoints, -1) is None
+    (text,) = warned
+    assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
 
 
 def test_nor_is_bfloat16() -> None:
