@@ -101,7 +101,9 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
     known = [] if config.plugins else _file("model", config.model["name"])
     if unknown := [key for key in config.model if known and key not in known]:
         its = ", ".join(key for key in known if key != "name") or "none"
-        whose = "".join(f"; {each} gives it" for each in overrides if each.startswith("experiment="))
+        given = {each.partition("=")[0].lstrip("+") for each in overrides}
+        experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]
+        whose = f"; {experiment[0]} gives it" if experiment and f"model.{unknown[0]}" not in given else ""
         raise ConfigError(f"model.{unknown[0]}: is no option of model={config.model['name']}; it has {its}{whose}")
 
 
@@ -144,7 +146,7 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     names = options().get(key)
     if override == "experiment=null":
         return []
-    if key == "task" and separator:
+    if key.lstrip("+") == "task" and separator:
         raise ConfigError(f"task ({value}): holds two options; give task.type and task.index, see --help")
     if not separator or names is None or value in names:
         return [override]

@@ -116,8 +116,8 @@ def from_yaml(text: str) -> RunConfig:
 
 def to_typed(cfg: Any) -> RunConfig:
     """Raises ConfigError: a value is not of its option's type."""
-    _check_truths(cfg, RunConfig)
     try:
+        _check_truths(cfg, RunConfig)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from None
@@ -156,8 +156,8 @@ def one_line(error: Exception) -> str:
 
 
 def _check_truths(node: Any, section: Any, prefix: str = "") -> None:
-    """OmegaConf takes every number for a truth."""
-    for option in fields(section):
+    """OmegaConf takes every whole number for a truth."""
+    for option in fields(section) if OmegaConf.is_dict(node) else ():
         value = OmegaConf.select(node, option.name)
         if is_dataclass(option.type):
             _check_truths(value, option.type, f"{prefix}{option.name}.")

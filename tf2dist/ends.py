@@ -28,14 +28,16 @@ class Ends:
             why: we have killed it; empty if we have not.
         """
         task, code = event["task"], event["code"]
+        if why:  # whatever it has made of our signals
+            return FailureRecord(task, event["time"], TaskLostError.exit_code, why, by_signal=True)
         record = FailureRecord.read(self._log_dir, task)
         if record:
             return record
         if code >= 0:
             return FailureRecord(task, event["time"], code or 1, f"ended with exit code {code}", self._tail(task))
         name = signal.strsignal(-code) if -code not in set(signal.Signals) else signal.Signals(-code).name
-        what = why or f"was killed by {name}"
-        if not why and -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
+        what = f"was killed by {name}"
+        if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
             self._oom_kills, what = _oom_kills(), f"was killed by {name}: out of memory"
         return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
 

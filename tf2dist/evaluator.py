@@ -25,7 +25,7 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, splits: Splits, warn: Tell) -> None:
         self._data, self._splits, self._warn = config.data.name, splits, warn
-        self._damaged: set[Path] = set()
+        self._damaged: set[tuple[str, int, int]] = set()
         self._model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
         self._step = ModelStep(self._model)
         self._named = named_variables(self._model, [*self._step.trainable, *self._step.state], [])
@@ -33,15 +33,16 @@ class Evaluator:
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
         """The newest checkpoint, if it is beyond the step `done`; one that is gone or damaged may have a successor."""
-        path = next(iter(checkpoints.paths()[::-1]), None)
-        if path is None or path in self._damaged or int(path.name.removeprefix("step-")) <= done:
-            return None
         try:
+            path = checkpoints.paths()[-1]
+            which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)  # the same step may be saved again
+            if which in self._damaged or int(path.name.removeprefix("step-")) <= done:
+                return None
             return read(path)
-        except OSError:
+        except (IndexError, OSError):
             return None
         except ValueError as error:
-            self._damaged.add(path)
+            self._damaged.add(which)
             self._warn(f"checkpoint {path.name} is damaged ({error}); waiting for another one")
             return None
 

@@ -124,17 +124,18 @@ def run_folder(run_dir: str | None) -> Iterator[Finding]:
 
 def training_data(config: DataConfig) -> Iterator[Finding]:
     """Whether the data is there or could be downloaded, without downloading it."""
-    folder = sources.mnist_dir(config)
+    folder, level = sources.mnist_dir(config), "fail" if config.offline == "fail" else "warn"
     if config.name == "digits":
         yield Finding("ok", "data", "digits comes with scikit-learn")
     elif config.name != "mnist":
         yield Finding("ok", "data", f"{config.name} comes from a plugin, which is not run here")
     elif sources.mnist_files(folder):
         yield Finding("ok", "data", f"MNIST is in {folder}")
+    elif any(folder.glob("mnist/3.*")):
+        yield Finding(level, "data", f"MNIST in {folder} is not whole", f"remove {folder / 'mnist'}")
     elif set(urllib.request.getproxies()) - {"no"} or resolve(sources.MNIST_HOST):
         yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {sources.MNIST_HOST}")
     else:
-        level = "fail" if config.offline == "fail" else "warn"
         text = f"MNIST is not in {folder}, and the name {sources.MNIST_HOST} is unknown here"
         yield Finding(level, "data", text, "set TFDS_DATA_DIR to where it is, or give data=digits")
 

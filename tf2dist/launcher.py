@@ -189,12 +189,12 @@ class Launcher:
             with contextlib.suppress(OSError):  # the server is gone, and `events` will say so
                 self._sock.send(json.dumps({"task": name, "tell": packet}).encode())
 
-    def signal(self, name: str, signum: int) -> None:
-        """Sends a signal to the task's process group, if it still runs."""
+    def signal(self, name: str, signum: int, alone: bool = False) -> None:
+        """Sends a signal to the task and to what it has started, or to it alone, if it still runs."""
         pid = self.tasks.get(name, 0)
         if pid:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signum)
+                (os.kill if alone else os.killpg)(pid, signum)
 
     def stop(self) -> None:
         """TERM to every task, at most `grace_secs` for all to end, KILL to the rest."""

@@ -72,9 +72,9 @@ class Vitals:
         self._looked_at: float | None = None
         self.awake_since, self.any_silent = -float("inf"), False
 
-    def saw(self, task: str, now: float, silent_secs: float = 0.0) -> None:
-        """Notes a word of the task; it has to say nothing more for `silent_secs`."""
-        self._heard[task] = max(self._heard.get(task, now), now + silent_secs)
+    def saw(self, task: str, now: float, silent_secs: float | None = None) -> None:
+        """Notes a word of the task: for how long it will say nothing, or one that changes nothing in that."""
+        self._heard[task] = max(self._heard.get(task, now), now) if silent_secs is None else now + silent_secs
         self._ran[task] = now
 
     def forget(self, task: str) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tf2dist.forkserver import Send
@@ -48,9 +49,14 @@ def excuse(secs: float) -> None:
     beat()
 
 
-def mute(secs: float) -> None:
-    """Announces a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
+@contextlib.contextmanager
+def mute(secs: float) -> Iterator[None]:
+    """Around a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
     _send({"event": "mute", "silent_secs": secs})
+    try:
+        yield
+    finally:
+        _send({"event": "mute", "silent_secs": 0.0})
 
 
 def _report(send: Send, every_secs: float) -> None:

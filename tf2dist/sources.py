@@ -103,7 +103,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
         except subprocess.TimeoutExpired:
             process.kill()
             return f"not done after {timeout_secs:g} s"
-    if process.returncode == 0 and mnist_files(folder):
-        return ""
+    if process.returncode == 0:
+        return "" if mnist_files(folder) else f"what is there is not whole: remove {folder / 'mnist'}"
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip()[:120] if lines else f"exit code {process.returncode}"

@@ -62,9 +62,9 @@ def multi_worker_mirrored_strategy(
         coordinated_jobs=jobs,
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
-    pulse.mute(timeout_secs)
     try:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
+        with pulse.mute(timeout_secs):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
         late = [Task(job, int(index)) for job, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)]
@@ -108,5 +108,5 @@ def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values
 
 def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
-    pulse.mute(timeout_secs)
-    context.context().wait_at_barrier(name, int(timeout_secs * 1000))
+    with pulse.mute(timeout_secs):
+        context.context().wait_at_barrier(name, int(timeout_secs * 1000))

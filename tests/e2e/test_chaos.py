@@ -25,7 +25,7 @@ HEAL_SECS = 90.0  # from the last act to the next checkpoint
 GONE_SECS = 5.0  # for the tasks, once their launcher is dead
 COMMON = [
     *("data=digits", "max_restarts=1000", "watchdog_secs=8", "grace_secs=20"),
-    *("train.log_every_steps=50", "train.steps_per_execution=10"),
+    "train.log_every_steps=50",
 ]
 EVERY_STEPS = {"async": 500, "sync": 50}
 LEARNED_AT = {"async": 6_000, "sync": 800}  # an accuracy of 0.9
@@ -49,6 +49,7 @@ class Chaos:
         self._arguments = [
             *(f"mode={mode}", *COMMON, f"model={self._random.choice(['softmax', 'dnn'])}"),
             *("cluster=local", f"cluster.num_workers={num_workers}", f"cluster.num_ps={num_ps}"),
+            f"train.steps_per_execution={self._random.choice([10, 'null'])}",
             f"checkpoint.every_steps={EVERY_STEPS[mode]}",
         ]
         self._tasks = [f"worker-{index}" for index in range(num_workers)]

@@ -25,7 +25,7 @@ def test_a_free_port_of_this_host() -> None:
 
 def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """The resolver may name addresses of a family of which there are no sockets."""
-    (port,), no_family = unused_ports(1), (45, socket.SOCK_STREAM, 6, "", ("::1", 1))
+    (port,), no_family = unused_ports(1), (99, socket.SOCK_STREAM, 6, "", ("::1", 1))
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [no_family, *known(*args, **options)])
     peers.check_own_address(at(f"127.0.0.1:{port}"), WORKER)

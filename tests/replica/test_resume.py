@@ -178,6 +178,10 @@ def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path
     assert evaluator.newest(checkpoints, 9) is None
     (checkpoints.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
     assert evaluator.newest(checkpoints, -1) is evaluator.newest(checkpoints, -1) is None
+    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.ones(3)}, {"target_step": 20}))  # by another process
+    saved_again = evaluator.newest(checkpoints, -1)
+    assert saved_again
+    assert saved_again.step == 9
     (text,) = warned
     assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
 

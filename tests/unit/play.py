@@ -62,7 +62,7 @@ class Play:
     def runs(self, task: str) -> bool:
         return self._runs or task != self._silent or self.now < 101
 
-    def signal(self, task: str, signum: int) -> None:
+    def signal(self, task: str, signum: int, alone: bool = False) -> None:
         if signum == signal.SIGKILL and self.reaps:
             self._script.append((self.now, ended(task, -signum)))
 

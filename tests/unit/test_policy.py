@@ -123,6 +123,14 @@ def test_a_silence_that_was_announced_is_none() -> None:
     assert tasks.lost(34, 42) == ["worker-0"]
 
 
+def test_an_announced_silence_has_an_end() -> None:
+    tasks = Tasks("worker-0")
+    tasks.vitals.saw("worker-0", 1.0, silent_secs=30.0)
+    tasks.vitals.saw("worker-0", 2.0, silent_secs=0.0)
+    tasks.mute.add("worker-0")
+    assert tasks.lost(3, 13) == ["worker-0"]
+
+
 @pytest.mark.parametrize("other", ["worker-0", "chief-0"])
 def test_who_waits_for_a_frozen_task_may_be_silent_too(other: str) -> None:
     tasks = Tasks("worker-1", other)

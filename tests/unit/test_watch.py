@@ -158,7 +158,7 @@ def test_a_task_without_a_process_is_killed_once_it_has_one(
     play.reaps = False
     signals: list[tuple[float, int]] = []
 
-    def note(task: str, signum: int) -> None:
+    def note(task: str, signum: int, alone: bool = False) -> None:
         signals.append((play.now, signum))
         play.reaps = play.now >= 108
         Play.signal(play, task, signum)
