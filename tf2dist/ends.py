@@ -4,10 +4,11 @@ import contextlib
 import signal
 from pathlib import Path
 
-from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.errors import FailureRecord, NotFiniteError, RequestError, TaskLostError
 from tf2dist.launcher import Event
 
 TAIL_LINES = 30
+NO_SIGNALS = (RequestError.exit_code, NotFiniteError.exit_code)  # what no task makes of a signal that cuts a call short
 
 
 class Ends:
@@ -28,9 +29,9 @@ class Ends:
             why: we have killed it; empty if we have not.
         """
         task, code = event["task"], event["code"]
-        if why:  # whatever it has made of our signals
-            return FailureRecord(task, event["time"], TaskLostError.exit_code, why, by_signal=True)
         record = FailureRecord.read(self._log_dir, task)
+        if why and not (record and record.exit_code in NO_SIGNALS):
+            return FailureRecord(task, event["time"], TaskLostError.exit_code, why, by_signal=True)
         if record:
             return record
         if code >= 0:

@@ -52,6 +52,8 @@ def excuse(secs: float) -> None:
 @contextlib.contextmanager
 def mute(secs: float) -> Iterator[None]:
     """Around a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
+    global _deadline
+    _deadline = max(_deadline, time.monotonic() + _watchdog_secs + secs)
     _send({"event": "mute", "silent_secs": secs})
     try:
         yield

@@ -16,7 +16,7 @@ from tf2dist.pulse import STACKS_SIGNAL
 from tf2dist.stop import Stop
 
 POLL_SECS = 0.2
-STACKS_SECS = 0.5  # for a task that runs to write them
+STACKS_SECS = 0.5  # for a task to write them
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
@@ -163,8 +163,9 @@ class Watch:
 
     def _kill_frozen(self) -> None:
         for task in self._vitals.lost(time.monotonic()):
-            self._launcher.signal(task, STACKS_SIGNAL, alone=True)
-            time.sleep(STACKS_SECS)
+            if self._launcher.runs(task):
+                self._launcher.signal(task, STACKS_SIGNAL, alone=True)
+                time.sleep(STACKS_SECS)
             self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
         for task, killed_at in self._killed_at.items():
             if time.monotonic() - killed_at > KILL_TIMEOUT_SECS and not self._summary:
@@ -174,7 +175,7 @@ class Watch:
         """Kills who made no progress by its own fault; it says so again as long as it makes none."""
         excused = time.monotonic() - max(self._restarted_at, self._vitals.awake_since) < self._watchdog_secs
         for task in self._stalled:
-            if not (excused or self._killed_at or self._vitals.any_silent):
+            if not (excused or (self._killed_at and not self._summary) or self._vitals.any_silent):
                 self._kill(task, self._why_stalled())
         self._stalled.clear()
 

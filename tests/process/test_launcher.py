@@ -89,14 +89,23 @@ def test_a_stopped_task_does_not_run(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         assert not launcher.runs("worker-0")
         start(launcher, "worker-0", "wait")
-        task = psutil.Process(wait_for(launcher, "waiting")["pid"])
+        event = wait_for(launcher, "waiting")
+        child = psutil.Process(event["child"])
         assert launcher.runs("worker-0")
-        for signum, runs in ((signal.SIGSTOP, False), (signal.SIGCONT, True), (signal.SIGKILL, False)):
-            launcher.signal("worker-0", signum)
+        for signum, alone, runs in (
+            (signal.SIGSTOP, True, False),
+            (signal.SIGCONT, True, True),
+            (signal.SIGSTOP, False, False),
+            (signal.SIGKILL, False, False),
+        ):
+            launcher.signal("worker-0", signum, alone)
             deadline = time.monotonic() + TIMEOUT_SECS
             while launcher.runs("worker-0") is not runs:
-                assert time.monotonic() < deadline, task
+                assert time.monotonic() < deadline, event
                 time.sleep(0.01)  # between two looks
+            if alone:
+                assert child.status() != psutil.STATUS_STOPPED
+        wait_for(launcher, "exited")
 
 
 def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

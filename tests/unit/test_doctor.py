@@ -143,7 +143,10 @@ def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monke
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
     for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001"):
-        assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["warn"]
+        (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+        assert (
+            str(finding).split() == f"{level} data: MNIST in {tmp_path} is not whole; remove {tmp_path}/mnist".split()
+        )
         (folder / name).touch()
     assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
 

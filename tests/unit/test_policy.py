@@ -1,7 +1,12 @@
 """What the end of a task asks for, and who counts as frozen: without processes."""
 
+import contextlib
+import time
+from typing import Any
+
 import pytest
 
+from tf2dist import pulse
 from tf2dist.ends import rank
 from tf2dist.errors import FailureRecord
 from tf2dist.policy import RestartPolicy, Verdict, Vitals
@@ -166,3 +171,14 @@ def test_a_launcher_that_was_stopped_has_seen_nothing() -> None:
     assert tasks.vitals.lost(1000) == [], "it was the launcher that slept"
     assert tasks.vitals.awake_since == 1000
     assert tasks.lost(1001, 1011) == ["worker-1"]
+
+
+def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(pulse, "_send", told.append)
+    monkeypatch.setattr(pulse, "_deadline", time.monotonic())
+    monkeypatch.setattr(pulse, "_watchdog_secs", 10.0)
+    with contextlib.suppress(KeyError), pulse.mute(30.0):
+        assert pulse._deadline > time.monotonic() + 35.0, "it need not make progress either"
+        raise KeyError
+    assert told == [{"event": "mute", "silent_secs": 30.0}, {"event": "mute", "silent_secs": 0.0}]

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.play import COMPLAINT, TASKS, Play, complain, ended, follow, start_with_complaint
 from tf2dist import ends
 from tf2dist.config import RunConfig
-from tf2dist.errors import TaskFailure, TaskLostError
+from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 
 
 def run(play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:
@@ -138,6 +138,39 @@ def test_who_makes_no_progress_alone_is_stalled(
     play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})])
     told = run(play, monkeypatch, capsys)
     assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in told
+
+
+@pytest.mark.parametrize(("code", "wins"), [(1, "showed no sign of life for 6 s"), (3, "the loss is nan")])
+def test_what_a_killed_task_makes_of_the_kill_is_not_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, wins: str
+) -> None:
+    """But an error of its own is, which was on its way."""
+    play = Play(tmp_path, [], silent="worker-1", runs=True)
+
+    def leave_word(task: str, signum: int, alone: bool = False) -> None:
+        FailureRecord(task, play.now, code, "the loss is nan").write(tmp_path)
+        Play.signal(play, task, signum)
+
+    monkeypatch.setattr(play, "signal", leave_word)
+    with pytest.raises(TaskFailure, match=f"worker-1: {wins}"):
+        run(play, monkeypatch, capsys, max_restarts=0)
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["frozen", "mute"])
+def test_only_a_task_that_runs_is_waited_for_to_write_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: bool
+) -> None:
+    """Many may be frozen at once."""
+    play = Play(tmp_path, [], silent="worker-1", runs=runs)
+    signals: list[tuple[int, bool]] = []
+
+    def note(task: str, signum: int, alone: bool = False) -> None:
+        signals.append((signum, alone))
+        Play.signal(play, task, signum)
+
+    monkeypatch.setattr(play, "signal", note)
+    assert "worker-1 showed no sign of life for 6 s; starting all" in run(play, monkeypatch, capsys)
+    assert signals == [(signal.SIGUSR1, True)] * runs + [(signal.SIGKILL, False)]
 
 
 def test_a_task_that_stalls_and_ends_at_once_has_ended(
