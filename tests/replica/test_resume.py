@@ -6,10 +6,8 @@ before the next one is made.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -162,40 +160,6 @@ def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
         loop.snapshot()
 
 
-def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path) -> None:
-    from tf2dist import data
-    from tf2dist.evaluator import Evaluator
-    from tf2dist.saving import Checkpoints
-
-    checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
-    evaluator = Evaluator(config, data.load(config.data), warned.append)
-    assert evaluator.newest(checkpoints, -1) is None
-    for step in (5, 9):
-        checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, {"target_step": 20}))
-        found = evaluator.newest(checkpoints, -1)
-        assert found
-        assert found.step == step
-    assert evaluator.newest(checkpoints, 9) is None
-    (checkpoints.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
-    assert evaluator.newest(checkpoints, -1) is evaluator.newest(checkpoints, -1) is None
-    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.ones(3)}, {"target_step": 20}))  # by another process
-    saved_again = evaluator.newest(checkpoints, -1)
-    assert saved_again
-    assert saved_again.step == 9
-    (text,) = warned
-    assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
-
-
-def test_nor_is_bfloat16() -> None:
-    from tf2dist.state import values
-
-    variable = keras.Variable([1.5, 2.5], dtype="bfloat16")
-    assert values({"model/own": [variable]})["model/own"].tolist() == [1.5, 2.5]
-    variable.assign([1.5, np.nan])
-    with pytest.raises(NotFiniteError, match="model/own is not finite"):
-        values({"model/own": [variable]})
-
-
 def sync_run(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
 ) -> dict[str, Any]:
@@ -265,17 +229,3 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     counters.begin(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1, 1]))
     with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_epoch};"):
         loop.train(1000)
-
-
-def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
-    from tf2dist.state import differences
-
-    found: dict[str, tuple[int, ...]] = {"a": (1, 2), "b": (3,), "c": ()}
-    assert differences(found, found) == []
-    assert differences(found, {"a": (1, 3), "b": (3,), "d": ()}) == [
-        "missing: d",
-        "extra: c",
-        "a is [1, 2] there and [1, 3] here",
-    ]
-    many: dict[str, tuple[int, ...]] = {f"v{i}": (1,) for i in range(9)}
-    assert differences(many, {}) == ["extra: v0, v1, v2, v3, v4, v5 and 3 more"]
