@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tf2dist import netns
-from tf2dist.control_port import SHIFT
+from tf2dist import linux
+from tf2dist.config.schema import CONTROL_PORT_SHIFT as SHIFT
 
 pytest_plugins = ["tf2dist.testing"]
 
@@ -42,8 +42,8 @@ def pytest_unconfigure() -> None:
 
 def ports_of_tasks(count: int) -> list[int]:
     """Unused ports whose control ports are unused, too: these lie in the odd thousands, and so are none of them."""
-    even = (port for port in netns.unused_ports(512) if port // SHIFT % 2 == 0)
-    return list(itertools.islice((port for port in even if netns._is_free(port + SHIFT)), count))
+    even = (port for port in linux.unused_ports(512) if port // SHIFT % 2 == 0)
+    return list(itertools.islice((port for port in even if linux._is_free(port + SHIFT)), count))
 
 
 @pytest.fixture(scope="session")

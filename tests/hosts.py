@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +148,16 @@ def hosts(count: int) -> Iterator[Hosts]:
         yield made
     finally:
         made.close()
+
+
+def with_hosts_file(path: Path, command: list[str], **options: Any) -> "subprocess.Popen[str]":
+    """Starts a process for which /etc/hosts is the given file, whatever is written into it later."""
+    if not shutil.which("unshare"):
+        pytest.skip("a file of host names of one's own needs the program unshare")
+    users = ["--user", "--map-root-user"] if os.geteuid() else []
+    unshare = ["unshare", *users, "--mount", "--propagation", "private", "sh", "-c"]
+    mount = 'mount --bind "$0" /etc/hosts && exec "$@"'
+    tried = subprocess.run([*unshare, mount, str(path), "true"], capture_output=True, timeout=TIMEOUT_SECS, check=False)
+    if tried.returncode:
+        pytest.skip(f"a file of host names of one's own cannot be had here: {tried.stderr.decode().strip()}")
+    return subprocess.Popen([*unshare, mount, str(path), *command], **options)

@@ -1,6 +1,16 @@
-"""``python -m tf2dist``."""
+"""``python -m tf2dist`` and the command ``tf2dist``."""
 
-from tf2dist.cli import main
+from typing import NoReturn
+
+from tf2dist import signals
+
+
+def main() -> NoReturn:
+    signals.end_at_once()
+    from tf2dist import cli  # importing takes a while, and signals may come meanwhile
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -1,51 +1,75 @@
 """Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
 
 import contextlib
-import fcntl
-import itertools
+import json
 import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
 from typing import NoReturn
 
-from tf2dist import __version__, cluster, compose, sources
-from tf2dist.addresses import check_not_public, exposure
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.console import Console, result_lines
-from tf2dist.control_port import check_ports
-from tf2dist.errors import ConfigError, RequestError, TfDistError
-from tf2dist.help import help_text
-from tf2dist.job_token import job_key
-from tf2dist.paths import make_private
-from tf2dist.peers import check_own_address
-from tf2dist.supervisor import supervise
+from tf2dist import __version__
+from tf2dist.cluster import spec
+from tf2dist.cluster.addresses import check_not_public, exposure
+from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config import keras_settings
+from tf2dist.config.help import help_text
+from tf2dist.config.load import load
+from tf2dist.config.paths import settle_home
+from tf2dist.config.schema import RunConfig
+from tf2dist.control.meeting import MAX_COMPARED_BYTES
+from tf2dist.control.port import check_ports
+from tf2dist.control.token import job_key
+from tf2dist.data import location
+from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
+from tf2dist.launch.console import LAST_WORDS_SECS, Console, result_lines
+from tf2dist.launch.forkserver import MAX_PACKET_BYTES
+from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
+from tf2dist.launch.streams import prepare, say
+from tf2dist.launch.supervisor import supervise
+from tf2dist.launch.unblocked import Unblocked
+from tf2dist.signals import Signals
 
 MAX_LINE_CHARS = 300
+MAX_TOLD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command line and exits: see `errors` for the codes."""
     started_at = time.time()
+    prepare()
     arguments = sys.argv[1:] if argv is None else argv
+    settle_home()
+    with Signals() as signals:
+        try:
+            code = code_of(arguments, started_at, signals)
+        except KeyboardInterrupt:  # before there was anything to stop
+            code = told(Interrupted(signals.received[0]))
+    sys.exit(code)
+
+
+def code_of(arguments: list[str], started_at: float, signals: Signals) -> int:
+    """Runs one command line; returns the exit code, when an error has been told."""
     try:
-        run(arguments, started_at)
+        run(arguments, started_at, signals)
     except TfDistError as error:
-        text = brief(str(error)) if isinstance(error, RequestError) else str(error)
-        print(f"tf2dist: error: {text}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        return told(error)
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:  # before there was anything to stop
-        sys.exit(130)
-    sys.exit(0)
+    return 0
+
+
+def told(error: TfDistError) -> int:
+    """Writes the error's lines for the user; returns its exit code."""
+    text = brief(str(error)) if isinstance(error, RequestError) else str(error)
+    stream = Unblocked(sys.stderr)
+    with contextlib.suppress(OSError):  # nobody can read it; the code is still the answer
+        print(printable(f"tf2dist: error: {text}"), file=stream, flush=True)
+        stream.drain(LAST_WORDS_SECS)
+    return error.exit_code
 
 
 def brief(text: str) -> str:
@@ -53,12 +77,12 @@ def brief(text: str) -> str:
     lines = text.splitlines()
     if len(lines) > 3:
         lines = [*lines[:2], f"and {len(lines) - 2} more; python -m tf2dist.doctor with the same options shows all"]
-    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
+    lines = [printable(line) for line in lines]
     half = MAX_LINE_CHARS // 2 - 2  # the name is at the beginning, the way out at the end
     return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[:half]}...{line[-half:]}" for line in lines)
 
 
-def run(arguments: list[str], started_at: float) -> None:
+def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
     if unknown := sorted(flags - {"--help", "-h", "--cfg", "--version"}):
@@ -70,12 +94,12 @@ def run(arguments: list[str], started_at: float) -> None:
         show(help_text(shutil.get_terminal_size((120, 24)).columns))
         return
     tf_config = os.environ.get("TF_CONFIG") or None
-    config = compose.load(overrides, tf_config)
+    config = load(overrides, tf_config)
     if "--cfg" in flags:
         show(config.to_yaml())
         return
-    this = None if config.cluster.kind == "local" else cluster.from_config(config, tf_config)
-    train(config, this, started_at)
+    this = None if config.cluster.kind == "local" else spec.from_config(config, tf_config)
+    train(config, this, started_at, signals)
 
 
 def show(text: str) -> None:
@@ -93,88 +117,66 @@ def show(text: str) -> None:
         raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None
 
 
-def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float) -> None:
+def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float, signals: Signals) -> None:
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
     num_workers = this[0].num_workers if this else config.cluster.num_workers
-    sources.check_batch_size(config, num_workers)
-    if this:
-        check_not_public(*this, allow_public=config.cluster.allow_public)
-        if config.cluster.check_address:
-            check_own_address(*this)
-        check_ports(this[0], config.cluster.control_port_shift)
-        job_key(os.environ, this[0], tell=lambda _: None)  # it warns once the run begins
+    location.check_batch_size(config, num_workers)
+    check_size(config, this)
     console = Console()
+    if this:
+        check_place(config, *this, console)
+    for text in keras_settings.notes(config.keras):
+        console.note(text)
     if this:
         if text := exposure(*this):
             console.warn(text)
         # Every host sees its own data alone: to fall back is for all of them or none.
         config.data = replace(config.data, offline="fail")
     if this is None or this[1].job != "ps":
-        config.data = sources.resolve(config.data, console.warn)
-    sources.check_batch_size(config, num_workers)  # again: the data may have become another
+        config.data = location.resolve(config.data, console.warn)
+    location.check_batch_size(config, num_workers)  # again: the data may have become another
     leads = this is None or this[1] == this[0].leader
     run_dir = make_run_dir(config)
+    if text := why_not_private(run_dir):
+        console.warn(text)
     with the_only_run(run_dir) if leads else contextlib.nullcontext():
-        summary = supervise(config, run_dir, this, console, started_at)
+        summary = supervise(config, run_dir, this, console, started_at, signals)
     if summary:
         try:
-            print(result_lines(summary, str(run_dir)), flush=True)
+            say(result_lines(summary, str(run_dir)), sys.stdout)
         except BrokenPipeError:
             raise
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
 
 
-def make_run_dir(config: RunConfig) -> Path:
-    """The folder of this run, readable by its owner alone, with `logs` in it.
+def check_size(config: RunConfig, this: tuple[Cluster, Task] | None) -> None:
+    """What a task is told travels in one packet, and what hosts compare in one message.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it would be too long.
     """
-    try:
-        run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else new_default_dir(config)
-        if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
-            raise ConfigError(
-                f"run_dir ({config.run_dir}): has a config.yaml of something else; name another directory"
-            )
-        make_private(run_dir)
-        (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
-        tempfile.TemporaryFile(dir=run_dir / "logs").close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    jobs = this[0].jobs if this else {}
+    length = len(json.dumps([config.to_yaml(), jobs]).encode())
+    largest = MAX_SHOWN_BYTES if this else MAX_TOLD_BYTES
+    if length > largest:
         raise ConfigError(
-            f"run_dir ({config.run_dir or 'outputs'}): cannot be written ({reason}); name another directory"
-        ) from None
-    return run_dir
+            f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "
+            "passed on to the tasks; shorten lists and arguments, a plugin can read a file instead"
+        )
 
 
-@contextlib.contextmanager
-def the_only_run(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory for as long as this process lives, however it ends.
+def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
+    """Checks the addresses of the list, once the own one is known, and the job token.
 
     Raises:
-        ConfigError: another run holds it.
+        ClusterError: this task cannot run here.
+        TaskLostError: its name is not known on this host within `startup_timeout_secs`.
     """
-    with open(run_dir / ".lock", "a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run_dir ({run_dir}): another run is using it; wait for its end, or name another directory"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-
-
-def new_default_dir(config: RunConfig) -> Path:
-    """Makes outputs/DATE_TIME-MODE-MODEL, with a number behind it where that exists."""
-    name = f"{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
-    outputs = Path("outputs").absolute()
-    outputs.mkdir(mode=0o700, exist_ok=True)
-    for number in itertools.count(1):
-        run_dir = outputs / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            run_dir.mkdir(mode=0o700)
-            break
-    return run_dir
+    check_ports(cluster, config.cluster.control_port_shift)
+    job_key(os.environ, cluster, tell=lambda _: None)  # it warns once the run begins
+    wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal raises
+    check_not_public(cluster, task, allow_public=config.cluster.allow_public)
+    if config.cluster.check_address:
+        check_no_alias(cluster, task)
+        check_own_address(cluster, task)

@@ -1,10 +1,10 @@
 """``python -m tf2dist.doctor [options] [--json]``: what would stand in the way of a run, one line a finding.
 
-Takes the options and the TF_CONFIG of ``python -m tf2dist``, starts nothing, makes nothing, and
-ends within three minutes, however slow the names and TensorFlow are. Exit code 0 when nothing
-failed, 2 when something did. With --json the output is one JSON array of {"level", "topic",
-"text", "fix"}. A peer that does not listen yet is a warning: it may start later. A name that
-nobody knows or a host without a route to it is a failure.
+Takes the options and the TF_CONFIG of ``python -m tf2dist``, starts no training, makes nothing, and
+ends within four minutes, however slow the names and TensorFlow are. Plugins are loaded in a process
+of their own. Exit code 0 when nothing failed, 2 when something did. With --json the output is one
+JSON array of {"level", "topic", "text", "fix"}. A peer that does not listen yet is a warning: it may
+start later. A name that nobody knows or a host without a route to it is a failure.
 """
 
 import errno
@@ -17,13 +17,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from tf2dist import addresses, compose, control_port, findings, job_token, peers, sources
-from tf2dist import cluster as clusters
-from tf2dist.checks import MODES
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.errors import ClusterError, RequestError, first_line
-from tf2dist.findings import Finding
+from tf2dist.cluster import addresses, reachability
+from tf2dist.cluster import spec as clusters
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config import paths
+from tf2dist.config.checks import MODES
+from tf2dist.config.load import load
+from tf2dist.config.schema import RunConfig
+from tf2dist.control import port, token
+from tf2dist.data import location
+from tf2dist.errors import ClusterError, RequestError, TaskLostError, TfDistError, first_line
+from tf2dist.launch import machine
+from tf2dist.launch.machine import Finding
+from tf2dist.launch.plugin_findings import of_plugins
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
 NO_WAY = ("name unknown", *map(os.strerror, (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)))
@@ -33,6 +39,7 @@ Check = Callable[[], Iterator[Finding]]
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints the findings of one command line as they come, and exits."""
     arguments = sys.argv[1:] if argv is None else argv
+    paths.settle_home()
     try:
         sys.exit(report(arguments))
     except BrokenPipeError:  # the reader of our output has left
@@ -67,16 +74,17 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
     config, this, mistakes = request(overrides, tf_config)
     yield from mistakes
     local = config is not None and config.cluster.kind == "local"
-    checks: list[Check] = [findings.versions]
+    checks: list[Check] = [machine.versions]
     if config:
-        checks += [lambda: data(config, this), lambda: findings.run_folder(config.run_dir)]
+        checks += [lambda: data(config, this), lambda: machine.run_folder(config.run_dir)]
+        checks += [lambda: of_plugins(config)] if config.plugins else []
     if config and this:
         checks += [lambda: own_address(config, *this), lambda: meeting(config, *this), lambda: other_addresses(*this)]
     if config and local:
-        checks += [lambda: findings.processors(*num_local_tasks(config)), findings.isolation]
+        checks += [lambda: machine.processors(*num_local_tasks(config)), machine.isolation]
     elif this:
-        checks += [lambda: findings.processors(1, int(this[1] in this[0].training_tasks))]
-    for check in [*checks, findings.gpus]:
+        checks += [lambda: machine.processors(1, int(this[1] in this[0].training_tasks))]
+    for check in [*checks, machine.gpus]:
         try:
             yield from check()
         except Exception as error:  # of a system that is set up in a way nobody thought of; the rest is still told
@@ -89,8 +97,8 @@ def request(
     """The configuration and this process's task, as far as they can be read, and what is wrong with them."""
     config, this, found = None, None, []
     try:
-        config = compose.load(overrides, tf_config)
-        sources.check_dir(config.data)
+        config = load(overrides, tf_config)
+        location.check_dir(config.data)
         found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:
         found += failures("configuration", error)
@@ -109,7 +117,7 @@ def request(
     return config, this, found
 
 
-def failures(topic: str, error: RequestError) -> list[Finding]:
+def failures(topic: str, error: TfDistError) -> list[Finding]:
     """One finding a line; what follows the last semicolon is the way out."""
     parts = [line.rpartition("; ") for line in str(error).splitlines()]
     return [Finding("fail", topic, text or fix, fix if text else "") for text, _, fix in parts]
@@ -124,13 +132,13 @@ def num_local_tasks(config: RunConfig) -> tuple[int, int]:
 def data(config: RunConfig, this: tuple[Cluster, Task] | None) -> Iterator[Finding]:
     """The data, and whether each worker's share of it fills a batch."""
     try:
-        sources.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
+        location.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
     except RequestError as error:
         yield from failures("data", error)
     if this is None:
-        yield from findings.training_data(config.data)
+        yield from machine.training_data(config.data)
     elif this[1].job != "ps":  # hosts fall back all or none, so this one does not
-        yield from findings.training_data(replace(config.data, offline="fail"))
+        yield from machine.training_data(replace(config.data, offline="fail"))
 
 
 def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding]:
@@ -144,7 +152,8 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
         return
     try:
         if config.cluster.check_address:
-            peers.check_own_address(cluster, task)
+            reachability.check_no_alias(cluster, task)
+            reachability.check_own_address(cluster, task)
         means = ", ".join(f"{ip} (IPv{ip.version})" for ip in ips)
         yield Finding("ok", "ports", f"{task} can listen at {address}, which is {means}")
     except ClusterError as error:
@@ -164,13 +173,13 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
     """Whether the launching processes can meet: this one's control port, and the job token."""
     warnings: list[str] = []
     try:
-        job_token.job_key(os.environ, cluster, warnings.append)
+        token.job_key(os.environ, cluster, warnings.append)
         yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
         shift = config.cluster.control_port_shift
-        control_port.check_ports(cluster, shift)
-        with control_port.listen(cluster, task, shift) as listener:
+        port.check_ports(cluster, shift)
+        with port.listen(cluster, task, shift) as listener:
             yield Finding("ok", "meeting", f"{task} can listen at its control port {listener.getsockname()[1]}")
-    except ClusterError as error:
+    except (ClusterError, TaskLostError) as error:
         yield from failures("meeting", error)
 
 
@@ -182,7 +191,7 @@ def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
 
     def ask(task: Task) -> None:
         ips = addresses.resolve(addresses.split(cluster.address(task))[0])
-        answers[task] = (ips, peers.problem(cluster.address(task)))
+        answers[task] = (ips, reachability.problem(cluster.address(task)))
 
     threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in others]
     for thread in threads:

@@ -10,16 +10,21 @@
     |- TaskFailure            its task's   one or more tasks of this host failed
     |- NotFiniteError                3     the loss is not a finite number
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
-    `- Interrupted            143 or 130   SIGTERM or Ctrl-C
+    `- Interrupted     143, 130 or 129     SIGTERM, Ctrl-C or SIGHUP
 
 Schedulers read 1 to 127 as permanent and 128 and up as worth a retry.
 """
 
+import difflib
 import json
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tf2dist.files import write_whole
+from tf2dist.signals import name_of
 
 
 class TfDistError(Exception):
@@ -64,8 +69,7 @@ class Interrupted(TfDistError):
     """Stopped by a signal; the exit code is the shell's, 128 plus the signal's number."""
 
     def __init__(self, signum: int, more: str = "") -> None:
-        what = {2: "stopped by Ctrl-C", 15: "stopped by SIGTERM"}.get(signum, f"stopped by signal {signum}")
-        super().__init__(what + more)
+        super().__init__(f"stopped by {name_of(signum)}{more}")
         self.exit_code = 128 + signum
 
 
@@ -88,9 +92,7 @@ class FailureRecord:
         return cls(task, time.time(), 1, f"{type(error).__name__}: {first_line(str(error))}", trace)
 
     def write(self, log_dir: Path) -> None:
-        part = log_dir / f"{self.task}.error.part"
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.rename(log_dir / f"{self.task}.error.json")  # whole or invisible
+        write_whole(log_dir / f"{self.task}.error.json", json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, log_dir: Path, task: str) -> "FailureRecord | None":
@@ -119,3 +121,23 @@ class TaskFailure(TfDistError):
 
 def first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message: "None" or, for example, "a tuple"."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what is no letter, sign or space is spelled out, such as \\x1b.
+
+    Messages quote what others have written, and a terminal obeys what it is shown: it can be made to hide
+    lines, or to answer as if the user had typed.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, as the end of an error's line; "" if none is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

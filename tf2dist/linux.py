@@ -1,4 +1,4 @@
-"""A network of one's own for a local cluster: TensorFlow's servers listen on every interface.
+"""What only Linux has: a private network for a local cluster, and signals at the death of a parent.
 
 A TensorFlow server told ``localhost:2222`` binds port 2222 of all interfaces, without
 authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network
@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import os
 import random
+import signal
 import socket
 import struct
 from pathlib import Path
@@ -19,6 +20,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
+PR_SET_PDEATHSIG = 1
 
 
 def enter_private_network() -> bool:
@@ -54,6 +56,18 @@ def _enter() -> None:
                 file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+
+
+def set_death_signal(signum: int) -> None:
+    """Has the kernel send this process a signal when its parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when `parent_pid` ends, however it ends."""
+    set_death_signal(signal.SIGKILL)
+    if os.getppid() not in (parent_pid, 0):  # it ended before the call; 0: it is in another process namespace
+        os._exit(1)
 
 
 def unused_ports(count: int) -> list[int]:

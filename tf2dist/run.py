@@ -1,31 +1,39 @@
 """One task's life, from the cluster that it belongs to, to the result."""
 
 import contextlib
+import functools
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tf2dist import data, devices, inbox, peers, profiling, pulse, serving
-from tf2dist.async_loop import AsyncLoop
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.data import Splits
+from tf2dist import data, registry
+from tf2dist.checkpoint.saver import NoSaver, Saver
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import check_keras
+from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import KerasConfig, RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.data.location import check_shard
 from tf2dist.errors import CheckpointError, Interrupted, first_line
-from tf2dist.evaluate import Evaluation
-from tf2dist.evaluator import Evaluator, follow
-from tf2dist.forkserver import Send
-from tf2dist.loop import Loop, Progress, Wish
-from tf2dist.publishing import publish
-from tf2dist.report import NoReporter, Reporter
-from tf2dist.saver import NoSaver, Saver
-from tf2dist.saving import Checkpoints, Tell
-from tf2dist.snapshot import Snapshot
-from tf2dist.sources import check_shard
-from tf2dist.stopping import asked_to_stop, end_on_sigterm, stop_when_asked
-from tf2dist.sync_loop import SyncLoop
+from tf2dist.messages import Send
+from tf2dist.model.evaluate import Evaluation
+from tf2dist.process import devices, heartbeat, inbox, profiling
+from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
+from tf2dist.process.strategy import multi_worker_mirrored_strategy
+from tf2dist.training.asynchronous import serving
+from tf2dist.training.asynchronous.examples import publish
+from tf2dist.training.asynchronous.loop import AsyncLoop
+from tf2dist.training.evaluator import Evaluator, follow
+from tf2dist.training.loop import Loop, Progress, Wish, WorkersAway
+from tf2dist.training.report import NoReporter, Reporter
+from tf2dist.training.synchronous.loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
 
@@ -39,8 +47,14 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     """
     inbox.listen(cluster)
 
-    # Devices, before anything else touches TensorFlow.
+    # TensorFlow takes its devices, and a synchronous cluster, before its first operation alone: both come before the
+    # user's code, which may run some in a plugin and where it makes the data.
     server_config = devices.configure(config.devices, cluster, task, share_host=config.cluster.kind == "local")
+    strategy = None
+    if cluster.mode == "sync" and task in cluster.training_tasks:
+        strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs, config.watchdog_secs)
+        end_on_sigterm()  # TensorFlow's coordination service has installed a handler of its own
+    registry.load_plugins(config.plugins)
     if config.devices.precision == "bfloat16":
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
 
@@ -64,13 +78,24 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(config, cluster, task, splits, run_dir, send, started_at)
+    train(config, cluster, task, splits, run_dir, send, started_at, strategy)
 
 
 def train(
-    config: RunConfig, cluster: Cluster, task: Task, splits: Splits, run_dir: Path, send: Send, started_at: float
+    config: RunConfig,
+    cluster: Cluster,
+    task: Task,
+    splits: Splits,
+    run_dir: Path,
+    send: Send,
+    started_at: float,
+    strategy: tf.distribute.Strategy | None,
 ) -> None:
-    """Trains to the result; the leader reads and writes the run directory for all. See `run_task`."""
+    """Trains to the result; the leader reads and writes the run directory for all. See `run_task`.
+
+    Args:
+        strategy: that of the cluster, where this task has joined it already.
+    """
 
     def tell(text: str) -> None:
         send({"event": "message", "text": text})
@@ -88,20 +113,22 @@ def train(
         reporter = Reporter(run_dir, task, send, started_at)
     if cluster.mode == "async":
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
-        peers.wait_for_peers(cluster, servers, config.startup_timeout_secs, tell)
+        still_starting = functools.partial(heartbeat.beat, heartbeat.START_SECS)
+        reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, tell, still_starting)
     with reporter:
 
         def on_progress(progress: Progress) -> None:
-            pulse.beat()
+            heartbeat.beat()
             reporter.on_progress(progress)
 
-        loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress)
-        end_on_sigterm()
-        reporter.target_step = loop.target_step
+        loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress, strategy)
+        reporter.follow(loop, config)
         if task == cluster.leader:
+            if loop.advice:
+                warn(loop.advice)
             send({"event": "begun", "step": loop.progress.global_step})
-        if start:
-            tell(loop.begun_with)
+        if start and task == cluster.leader:
+            send({"event": "note", "text": loop.begun_with})
         stop_when_asked()
         wants_profile = config.profile and task == cluster.leader
         try:
@@ -127,12 +154,20 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> S
     source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(warn)
     if source is None:
         raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
+    # The same weights would be of other pixels; another epsilon leaves them what they are.
+    check_keras(source, KerasConfig(image_data_format=config.keras.image_data_format), "init_from")
     return Snapshot(0, source.of_model())
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint tells of its run, beside what the loop knows."""
-    return {"data": config.data.name, "model": config.model, "optimizer": config.optimizer, "seed": config.seed}
+    return {
+        "data": config.data.name,
+        "model": config.model,
+        "optimizer": config.optimizer,
+        "seed": config.seed,
+        "keras": asdict(config.keras),
+    }
 
 
 def drive(
@@ -154,7 +189,11 @@ def drive(
             raise Interrupted(signal.SIGTERM)
 
     def evaluate(split: str) -> Evaluation:
-        evaluation = loop.evaluate(split)
+        try:
+            evaluation = loop.evaluate(split, wish)
+        except WorkersAway:
+            stop_if(Wish.STOP)
+            raise
         reporter.on_evaluation(split, loop.progress.global_step, evaluation)
         stop_if(loop.agree(wish()))
         return evaluation
@@ -168,12 +207,13 @@ def drive(
         step = loop.progress.global_step
         if Wish.SAVE in wished or step == target or step % save_every == 0:
             saver.save(loop.snapshot)
-            pulse.beat()
+            heartbeat.beat()
         stop_if(wished)
         if step < target and step % evaluate_every == 0 and has_validation:
             evaluate("validation")
 
     # The result.
+    loop.finalize()
     validation = evaluate("validation") if has_validation else None
     test = evaluate("test")
     saver.insist(target, loop.snapshot)

@@ -13,15 +13,22 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tf2dist import config, pulse, registry
-from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import FailureRecord, TaskLostError, TrainingError, first_line
-from tf2dist.forkserver import Send
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config import schema
+from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
+from tf2dist.messages import Send
+from tf2dist.process import heartbeat
+from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
-from tf2dist.stopping import end_on_sigterm
 
+TOO_LATE = re.compile(r"cannot be modified after (being )?initializ")  # tf.config of a context that exists
+XLA_FAILURE = "tf2xla conversion failed"
+XLA_PLACE = re.compile(r"The op is created at|File |dummy_file_name|\[\[")
+XLA_PREFIX = re.compile(r"^\s*(\(\d+\) [A-Z_]+:)?\s*(Detected unsupported operations .*? on XLA_\w+: )?")
+XLA_SUFFIX = re.compile(r"\{\{node \S+\}\}$")
 SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
 
 
@@ -45,15 +52,16 @@ def main(payload: dict[str, Any], send: Send) -> int:
         payload: "config" (YAML), "mode" and "jobs" of the cluster, "task" (job and index), "run_dir",
             "started_at".
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which stops us with SIGTERM
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is the launcher's, which stops us with SIGTERM
     end_on_sigterm()
-    sys.stdout, sys.stderr = (LossyLog(stream.buffer) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (LossyLog(stream.buffer, errors="backslashreplace") for stream in (sys.stdout, sys.stderr))
     cluster = Cluster(payload["mode"], {job: tuple(addresses) for job, addresses in payload["jobs"].items()})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
-        run_config = config.from_yaml(payload["config"])
-        pulse.start(send, run_config.watchdog_secs)
-        registry.load_plugins(run_config.plugins)
+        run_config = schema.from_yaml(payload["config"])
+        heartbeat.start(send, run_config.watchdog_secs)
+        set_up_keras(run_config.keras)
         run_task(run_config, cluster, task, run_dir, send, payload["started_at"])
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
@@ -61,20 +69,46 @@ def main(payload: dict[str, Any], send: Send) -> int:
         with contextlib.suppress(OSError):  # a full disk; the launcher sees the exit code
             record.write(run_dir / "logs")
         return record.exit_code
+    send({"event": "done"})  # without it, who ends with code 0 was ended by somebody else's code
     return 0
 
 
+def set_up_keras(settings: schema.KerasConfig) -> None:
+    """Takes the settings from the configuration; Keras has read this host's keras.json when it was imported."""
+    if settings.floatx:
+        keras.config.set_floatx(settings.floatx)
+        keras.config.set_dtype_policy(settings.floatx)
+    if settings.image_data_format:
+        keras.config.set_image_data_format(settings.image_data_format)
+    if settings.epsilon:
+        keras.config.set_epsilon(settings.epsilon)
+
+
 def in_our_terms(error: BaseException) -> BaseException:
-    """TensorFlow's ways to say that a peer is gone, or the memory, as one."""
+    """TensorFlow's ways to say that a peer is gone, or the memory, or that XLA cannot compile a layer, as one."""
     error = getattr(error, "original_exception", error)  # of what the coordinator has made on a worker
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
         return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(str(error))})")
+    if TOO_LATE.search(str(error)):
+        return ConfigError(
+            f"plugins: TensorFlow has its devices before they are loaded ({first_line(str(error))}); leave that out of "
+            "the plugin, and use the options devices.*"
+        )
+    if XLA_FAILURE in str(error):
+        return ConfigError(f"devices.xla (true): XLA cannot compile the model: {xla_reason(str(error))}; leave it out")
     if "Could not start gRPC server" in str(error):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
     if lost and SIGNS_OF_LOSS.search(str(error)):
         return TaskLostError(_loss(str(error)))
     return error
+
+
+def xla_reason(text: str) -> str:
+    """The line above the one that tells of the failure and those that tell of the place."""
+    above = text.partition(XLA_FAILURE)[0].splitlines()[:-1]
+    line = next((line for line in reversed(above) if line.strip() and not XLA_PLACE.match(line.strip())), "")
+    return XLA_PREFIX.sub("", XLA_SUFFIX.sub("", line)).strip() or "see the log"
 
 
 def _loss(text: str) -> str:

@@ -32,11 +32,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from tf2dist.cluster import Cluster, Task, local
-from tf2dist.config import ClusterConfig, RunConfig
-from tf2dist.errors import TaskLostError
-from tf2dist.launcher import Launcher
-from tf2dist.netns import unused_ports
+from tf2dist.cluster.spec import Cluster, Task, local
+from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.errors import TfDistError
+from tf2dist.launch.launcher import Launcher
+from tf2dist.linux import unused_ports
 
 COORDINATOR = Task("chief", 0)
 
@@ -54,7 +54,7 @@ class PsCluster:
     @functools.cached_property
     def strategy(self) -> Any:
         """A `tf.distribute.ParameterServerStrategy` of the cluster, with this process as coordinator."""
-        from tf2dist.strategy import parameter_server_strategy
+        from tf2dist.process.strategy import parameter_server_strategy
 
         return parameter_server_strategy(self.cluster, COORDINATOR)
 
@@ -74,7 +74,7 @@ def start_ps_cluster(num_workers: int = 2, num_ps: int = 1, cpus_per_worker: int
     """
     import tensorflow as tf
 
-    from tf2dist.strategy import start_server
+    from tf2dist.process.strategy import start_server
 
     ports = unused_ports(num_workers + num_ps + 1)
     cluster = local("async", ClusterConfig(num_workers=num_workers, num_ps=num_ps), ports)
@@ -105,7 +105,7 @@ class SyncWorker:
     @functools.cached_property
     def strategy(self) -> Any:
         """The `MultiWorkerMirroredStrategy`; every worker must ask for it."""
-        from tf2dist.strategy import multi_worker_mirrored_strategy
+        from tf2dist.process.strategy import multi_worker_mirrored_strategy
 
         return multi_worker_mirrored_strategy(self.cluster, self.task, RunConfig().startup_timeout_secs)
 
@@ -139,7 +139,7 @@ class SyncWorkers:
         first = self._next if self._next + num_workers <= len(self._launcher.ports) else 0
         self._next = first + num_workers  # a port is not at once free again
         ports = self._launcher.ports[first:]
-        cluster = Cluster("sync", {"worker": tuple(f"localhost:{port}" for port in ports[:num_workers])})
+        cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])})
         call = self._folder / f"call-{self._runs}.pickle"
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
@@ -152,7 +152,7 @@ class SyncWorkers:
                 if any(path.exists() for path in map(self._error_file, names)):
                     break
         finally:
-            with contextlib.suppress(TaskLostError):  # what is being raised tells more
+            with contextlib.suppress(TfDistError):  # what is being raised tells more
                 self._launcher.stop()
         failed = [path for path in map(self._error_file, names) if path.exists()]
         if failed:
@@ -201,7 +201,7 @@ def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], Non
 @pytest.fixture(scope="session")
 def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
     """Runs functions on synchronous workers, ``sync_workers(function, num_workers=2, args=())``."""
-    from tf2dist.supervisor import ENVIRONMENT
+    from tf2dist.launch.supervisor import ENVIRONMENT
 
     folder = tmp_path_factory.mktemp("sync_workers")
     with Launcher(folder, isolate=True, env=ENVIRONMENT, grace_secs=1.0) as launcher:

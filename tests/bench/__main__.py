@@ -26,7 +26,7 @@ from rich.table import Table as RichTable
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tests.bench.picture import draw
-from tf2dist.config import DataConfig
+from tf2dist.config.schema import DataConfig
 
 FAILURES = (ContenderError, TimeoutError, subprocess.SubprocessError, psutil.Error, StopIteration, OSError)
 

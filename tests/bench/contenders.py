@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.bench.workload import Workload
-from tf2dist.netns import unused_ports
-from tf2dist.peers import problem
+from tf2dist.cluster.reachability import problem
+from tf2dist.linux import unused_ports
 
 TIMEOUT_SECS = 300.0
 START_TIMEOUT_SECS = 60.0

@@ -8,9 +8,9 @@ import time
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, Workload
-from tf2dist.data import Arrays, Splits
-from tf2dist.pipeline import Sharding, blocks
-from tf2dist.publishing import publish, remote_examples
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.pipeline import Sharding, blocks
+from tf2dist.training.asynchronous.examples import publish, remote_examples
 
 WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
 

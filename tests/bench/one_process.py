@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.bench.plain_port import ARGUMENTS, dataset
 from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
-from tf2dist.models import build_model
+from tf2dist.model.models import build_model
 
 STEPS_PER_CALL = 50
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
-from tf2dist.models import build_model
+from tf2dist.model.models import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
 MAX_SCHEDULE = 100  # calls between two looks

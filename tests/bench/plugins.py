@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
 from tests.bench.figures import SLEEP_SECS
-from tf2dist import pipeline
-from tf2dist.counters import Counters
+from tf2dist.data import pipeline
+from tf2dist.training.asynchronous.counters import Counters
 
 wanted = os.environ["TF2DIST_BENCH"]
 

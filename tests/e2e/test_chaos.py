@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.conftest import Command, our_processes, task_process, wait_until
-from tf2dist import snapshot
+from tf2dist.checkpoint import snapshot
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -48,12 +48,13 @@ class Chaos:
         num_workers, num_ps = self._random.choice([2, 3]), self._random.choice([1, 2])
         self._arguments = [
             *(f"mode={mode}", *COMMON, f"model={self._random.choice(['softmax', 'dnn'])}"),
-            *("cluster=local", f"cluster.num_workers={num_workers}", f"cluster.num_ps={num_ps}"),
+            *("cluster=local", f"cluster.num_workers={num_workers}"),
             f"train.steps_per_execution={self._random.choice([10, 'null'])}",
             f"checkpoint.every_steps={EVERY_STEPS[mode]}",
         ]
         self._tasks = [f"worker-{index}" for index in range(num_workers)]
         if mode == "async":
+            self._arguments.append(f"cluster.num_ps={num_ps}")
             self._tasks += ["chief-0", *(f"ps-{index}" for index in range(num_ps))]
         self._began_at = time.monotonic()
         self._guilty: set[tuple[str, str]] = set()

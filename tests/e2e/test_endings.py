@@ -1,16 +1,20 @@
 """How a run ends that does not end by itself: signals, kills, and who cannot reach it meanwhile."""
 
+import contextlib
 import os
+import pty
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import Command, our_processes, task_process, wait_until
+from tests.conftest import COMMAND, Command, our_processes, task_process, wait_until
+from tf2dist.signals import name_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,26 +37,72 @@ LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
         ("sync", signal.SIGINT),
         pytest.param("async", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("async", signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_stops_everything(command: Command, mode: str, signum: int) -> None:
+def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.Signals) -> None:
+    """Also if it comes twice at once, as from SLURM at a time limit."""
     process = command.start(f"mode={mode}", *LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
-    process.send_signal(signum)
+    for pause_secs in (0.02, 0.0):
+        process.send_signal(signum)
+        time.sleep(pause_secs)  # as far apart as SLURM's
     finished = command.finish(process, timeout_secs=30)
     assert finished.code == 128 + signum, finished
-    assert "stopped by" in finished.stderr
+    assert f"stopped by {name_of(signum)}; saved at step " in finished.stderr, finished
     assert "Traceback" not in finished.stderr
+
+
+def test_a_reader_that_stalls_stops_nothing(command: Command) -> None:
+    """Its pipe is full from the start: the run goes on, and signals still work."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(theirs, bytes(4096)):
+            pass
+    os.set_blocking(theirs, True)
+    words = [*COMMAND, f"run_dir={command.folder / 'run'}", "mode=sync", "cluster=local1", *LONG]
+    process = subprocess.Popen(words, cwd=command.folder, stdin=subprocess.DEVNULL, stderr=theirs, text=True)
+    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
+    """The command leads the session of a terminal; the kernel tells it that the terminal is gone."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    words = ["setsid", "--ctty", *COMMAND, f"run_dir={command.folder / 'run'}", "mode=sync", "cluster=local1", *LONG]
+    process = subprocess.Popen(words, cwd=command.folder, stdin=theirs, stdout=theirs, stderr=theirs, text=True)
+    os.close(theirs)
+    log = command.folder / "run" / "logs" / "worker-0.log"
+
+    def trains() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 1 << 16)
+        return log.exists() and "worker=0, epoch" in log.read_text(errors="replace")
+
+    wait_until(trains, process)
+    os.close(ours)
+    assert process.wait(timeout=30) == 129
+    assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> None:
-    """As systemd and job schedulers send it: to the tasks, which hear of it again from their launcher."""
+    """As systemd and job schedulers send it: to the tasks, which hear of it again from their launcher.
+
+    systemd adds SIGHUP, which is for the launcher alone.
+    """
     process = command.start(f"mode={mode}", *LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     family = psutil.Process(process.pid)
     for member in [*family.children(recursive=True), family]:
         member.send_signal(signal.SIGTERM)
+        member.send_signal(signal.SIGHUP)
     finished = command.finish(process, timeout_secs=30)
     assert finished.code == 143, finished
     assert "stopped by SIGTERM; saved at step " in finished.stderr, finished
@@ -103,7 +153,7 @@ def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
 def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> None:
     process = command.start(*LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
-    server = next(p for p in our_processes() if "tf2dist.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    server = next(p for p in our_processes() if "tf2dist.launch.forkserver" in p.cmdline() and p.ppid() == process.pid)
     if os.readlink(f"/proc/{server.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         process.terminate()
         command.finish(process)
@@ -152,7 +202,7 @@ def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -
 
 @pytest.mark.parametrize("patience", [pytest.param("grace", marks=pytest.mark.slow), "second signal"])
 def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None:
-    """A frozen ps lets nobody save: the time for that is limited, and a second signal ends it at once."""
+    """A frozen ps lets nobody save: the time for that is limited, and Ctrl-C ends it at once."""
     process = command.start(*LONG, f"grace_secs={2 if patience == 'grace' else 600}")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     task_process(command.folder / "run", "ps-0").send_signal(signal.SIGSTOP)
@@ -160,6 +210,6 @@ def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None
     if patience == "second signal":
         assert process.stderr
         wait_until(lambda: "stopping" in process.stderr.readline(), process)  # type: ignore[union-attr]
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
     finished = command.finish(process, timeout_secs=30)
     assert finished.code == 143, finished

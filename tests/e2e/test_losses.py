@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -171,22 +172,51 @@ def stuck(input_shape, num_classes):
 
 @pytest.mark.slow
 def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
-    """It shows signs of life, and makes no progress: the watchdog writes its stacks and begins again."""
+    """It shows signs of life, and makes no progress: the watchdog writes its stacks, and names the function."""
     (command.folder / "stuck.py").write_text(STUCK)
     mark = command.folder / "mark"
-    process = command.start(
+    finished = command(
         *("mode=sync", "cluster=local2", "data=digits", "plugins=[stuck.py]", "model=stuck", "train.steps=60"),
         *("watchdog_secs=8", "train.steps_per_execution=5"),
         env={"STUCK_MARK": str(mark), "STUCK_STEP": "33"},
     )
-    finished = command.finish(process)
-    assert finished.code == 0, finished
+    assert finished.code == 1, finished
     assert mark.exists()
-    assert "made no progress for 8 s, see the stacks in its log; starting all tasks again" in finished.stderr
+    assert "again" not in finished.stderr
+    error = r"worker-[01]: made no progress for \d+ s in wait_once \(stuck.py:11\), see the stacks in its log"
+    assert re.search(error, finished.stderr), finished
     logs = "".join(path.read_text() for path in (command.folder / "run" / "logs").glob("worker-*.log"))
     assert "in wait_once" in logs
-    summary = json.loads((command.folder / "run" / "summary.json").read_text())
-    assert (summary["global_step"], summary["restarts"]) == (60, 1)
+
+
+LEAVES = """
+import os, threading, time
+from pathlib import Path
+mark, log = Path(os.environ["LEAVE_MARK"]), os.readlink("/proc/self/fd/1")
+
+def leave():
+    while "worker=1, epoch" not in Path(log).read_text(errors="replace"):
+        time.sleep(0.02)
+    mark.touch()
+    os._exit(0)
+
+if log.endswith("worker-1.log") and not mark.exists():
+    threading.Thread(target=leave, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+def test_a_worker_that_leaves_with_code_0(command: Command, mode: str) -> None:
+    """Some code has ended the process: it is named, and started again."""
+    (command.folder / "leaves.py").write_text(LEAVES)
+    arguments = [f"mode={mode}", "cluster=local2", *COMMON, "plugins=[leaves.py]", f"train.steps={STEPS[mode]}"]
+    finished = command(*arguments, env={"LEAVE_MARK": str(command.folder / "mark")})
+    assert finished.code == 0, finished
+    again = "starting it again" if mode == "async" else "starting all tasks again"
+    warnings = [line for line in finished.stderr.splitlines() if "warning" in line]
+    said = f"tf2dist: warning: worker-1 ended with exit code 0 before the end of the run; {again}"
+    assert warnings == [said], finished
+    assert_exact(command, mode, restarts=1)
 
 
 WAITS = {
@@ -196,7 +226,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("how", ["frozen", *(pytest.param(how, marks=pytest.mark.slow) for how in ("slow", "mute"))])
 def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, how: str) -> None:
     """The first worker waits for the other in a call of TensorFlow in which no thread of its own can say anything."""
     (command.folder / "wait.py").write_text(f"""

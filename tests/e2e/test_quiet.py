@@ -1,6 +1,7 @@
 """What a run that goes well says, and whom it asks."""
 
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -39,8 +40,9 @@ def test_a_plain_run_is_quiet_and_looks_up_no_name(command: Command, mode: str) 
     lines = finished.stderr.splitlines()
     assert lines[0] == "starting TensorFlow"
     assert lines[1].startswith("starting ")
-    assert all(line.startswith("step ") for line in lines[2:]), finished
-    assert len(lines) <= 12, "one for every five seconds"
+    steps = [line for line in lines[2:] if not re.fullmatch(r"[a-z]+-\d.*: in .* for \d+ s", line)]  # a slow machine
+    assert all(line.startswith("step ") for line in steps), finished
+    assert len(steps) <= 10, "one for every five seconds"
     assert len(finished.stdout.splitlines()) == 3
     asked = set(names.read_text().splitlines())
-    assert asked <= {"localhost", "127.0.0.1", "::1", "None"}
+    assert asked <= {"127.0.0.1", "::1", "None"}

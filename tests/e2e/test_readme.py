@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, Command
-from tf2dist.compose import load
-from tf2dist.help import help_text
+from tf2dist.config.help import help_text
+from tf2dist.config.load import load
 
 README = (REPOSITORY / "README.md").read_text()
 

@@ -133,3 +133,40 @@ def test_a_damaged_newest_checkpoint_is_told(command: Command) -> None:
     assert "step-0000000020" in finished.stderr
     assert "going back to the checkpoint before it" in finished.stderr
     assert "going on at step 10" in finished.stderr
+
+
+SHOWS_KERAS = """
+import keras
+import tf2dist
+
+AT_THE_TOP = keras.config.image_data_format(), keras.config.epsilon()
+
+
+@tf2dist.register_model("shows")
+def shows(input_shape, num_classes):
+    print("keras:", AT_THE_TOP, keras.config.image_data_format(), keras.config.epsilon(), keras.config.floatx())
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+"""
+
+
+def test_other_settings_of_keras_do_not_go_on(command: Command) -> None:
+    """They come from a file of each host, and make another model of the same code and weights."""
+    (command.folder / "shows.py").write_text(SHOWS_KERAS)
+    common = ["mode=sync", "cluster=local1", "data=digits", "plugins=[shows.py]", "model=shows", "train.steps=20"]
+    for name, settings in (("first", {"image_data_format": "channels_first", "epsilon": 0.001}), ("none", {})):
+        (command.folder / name).mkdir()
+        if settings:
+            (command.folder / name / "keras.json").write_text(json.dumps(settings))
+    made = command(*common, env={"KERAS_HOME": str(command.folder / "first")})
+    assert made.code == 0, made
+    assert "keras.image_data_format is channels_first, as in " in made.stderr
+    assert "image_data_format: channels_first" in (made.run_dir / "config.yaml").read_text()
+    again = command(*common, env={"KERAS_HOME": str(command.folder / "none")})
+    assert again.code == 2, again
+    assert "was trained with keras.image_data_format=channels_first, and it is channels_last now" in again.stderr
+    # Given as options they count in every task, whatever its file says.
+    given = ["keras.image_data_format=channels_first", "keras.epsilon=0.001"]
+    once_more = command(*common, *given, env={"KERAS_HOME": str(command.folder / "none")})
+    assert once_more.code == 0, once_more
+    expected = "keras: ('channels_first', 0.001) channels_first 0.001 float32"
+    assert (made.run_dir / "logs" / "worker-0.log").read_text().count(expected) == 2, once_more

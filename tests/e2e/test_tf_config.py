@@ -1,14 +1,19 @@
 """A cluster of separately started processes, each told by TF_CONFIG or by host lists which task it is."""
 
 import json
+import os
 import random
+import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
 import pytest
 
-from tests.conftest import Command, Finished, ports_of_tasks
+from tests.conftest import COMMAND, Command, Finished, ports_of_tasks, task_process, wait_until
+from tests.hosts import with_hosts_file
 
 pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
 
@@ -149,6 +154,31 @@ def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> N
             assert ("the loss is" if end == "fails" else "connection") in codes[job].stderr.lower()
 
 
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["killed", "frozen"])
+def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool) -> None:
+    """All that was applied is on the ps."""
+    jobs = addresses({"chief": 1, "ps": 1, "worker": 1})
+    processes = {}
+    for job in jobs:
+        env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": job, "index": 0}})}
+        arguments = ["data=digits", "model=softmax", "train.steps=100000000", "train.log_every_steps=10"]
+        processes[job] = command.start(*arguments, run_dir=job, env=env)
+    log = command.folder / "worker" / "logs" / "worker-0.log"
+    wait_until(lambda: log.exists() and log.read_text().count("worker=0, epoch") > 5, processes["worker"])
+    if frozen:
+        task_process(command.folder / "worker", "worker-0").send_signal(signal.SIGSTOP)
+    else:
+        processes["worker"].kill()
+        stderr: Any = processes["chief"].stderr
+        assert any("worker-0 is gone" in line for line in stderr)
+    processes["chief"].send_signal(signal.SIGTERM)
+    ends = {job: command.finish(process, job, timeout_secs=60) for job, process in processes.items()}
+    assert (ends["chief"].code, ends["ps"].code) == (143, 143), ends
+    saved = ends["chief"].stderr.partition("stopped by SIGTERM; saved at step ")[2].partition(",")[0]
+    (checkpoint,) = (command.folder / "chief" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{int(saved):010}"
+
+
 @pytest.mark.parametrize(
     ("mode", "counts", "missing"),
     [
@@ -167,3 +197,60 @@ def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: d
     assert error.startswith("tf2dist: error: "), finished
     assert f"{missing} at" in error, finished
     assert f"{task['type']}-0 at" not in error, "this one has come"
+
+
+def start_with_hosts_file(command: Command, names: Path, *options: str) -> "subprocess.Popen[str]":
+    """A synchronous cluster of one worker whose own name is in a file of host names, or comes there."""
+    jobs = {"worker": [f"late-name:{ports_of_tasks(1)[0]}"]}
+    env = {**os.environ, "TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}})}
+    arguments = [*COMMAND, "mode=sync", "data=digits", "model=softmax", "train.steps=20", *options]
+    run_dir = f"run_dir={command.folder / 'run'}"
+    return with_hosts_file(
+        names, [*arguments, run_dir], env=env, cwd=command.folder, stdout=PIPE, stderr=PIPE, text=True, stdin=DEVNULL
+    )
+
+
+def test_an_own_name_that_is_known_late_is_waited_for(command: Command, tmp_path: Path) -> None:
+    """The DNS record of a new pod comes seconds after the pod."""
+    names = tmp_path / "names"
+    names.write_text("127.0.0.1 localhost\n")
+    process = start_with_hosts_file(command, names)
+    said = ""
+    for line in iter(process.stderr.readline, ""):  # type: ignore[union-attr]
+        said += line
+        if "waiting for the own name late-name" in line:
+            break
+    assert not (command.folder / "run").exists(), "nothing is made before it is known"
+    with open(names, "a", encoding="utf-8") as file:  # in place: it is mounted
+        file.write("127.0.0.1 late-name\n")
+    end = command.finish(process)
+    assert end.code == 0, f"{said}{end}"
+    assert json.loads((end.run_dir / "summary.json").read_text())["global_step"] == 20
+
+
+def test_an_own_name_that_never_comes_is_named(command: Command, tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    names.write_text("127.0.0.1 localhost\n")
+    end = command.finish(start_with_hosts_file(command, names, "startup_timeout_secs=1"))
+    assert end.code == 138, end
+    assert "still does not know the name late-name; correct it, use an address, or see" in end.stderr
+    assert len(end.stderr.splitlines()) == 1
+    assert list(command.folder.iterdir()) == [names]
+
+
+def test_hosts_with_another_keras_json_are_refused(command: Command) -> None:
+    """Two workers would train two models, of permuted pixels, and sum their gradients without a word."""
+    jobs = addresses({"worker": 2})
+    processes = {}
+    for index, value in enumerate(("channels_last", "channels_first")):
+        home = command.folder / f"keras{index}"
+        home.mkdir()
+        (home / "keras.json").write_text(json.dumps({"image_data_format": value}))
+        task = {"type": "worker", "index": index}
+        env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": task}), "KERAS_HOME": str(home)}
+        processes[index] = command.start("mode=sync", "data=digits", run_dir=f"run{index}", env=env)
+    refused = command.finish(processes[1], run_dir="run1")
+    processes[0].terminate()
+    assert refused.code == 2, refused
+    assert "keras.image_data_format: channels_last at worker-0, channels_first here" in refused.stderr
+    assert command.finish(processes[0], run_dir="run0").code == 143

@@ -69,6 +69,10 @@ def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
     target = summary["target_step"]
     assert evaluated == [*range(400, target, 400), target]
     assert records[-1]["test_accuracy"] == summary["test_accuracy"]
+    shown = [
+        line for line in finished.stderr.splitlines() if line.startswith("step ") and "validation accuracy" in line
+    ]
+    assert len(shown) == len(evaluated) - 1
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -100,7 +104,7 @@ def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -
 def profile_after(folder: Path, secs: float) -> str:
     """The option by which the profile begins then, however fast the machine."""
     plugin = folder / "after.py"
-    plugin.write_text(f"import tf2dist.profiling\n\ntf2dist.profiling.AFTER_SECS = {secs}\n")
+    plugin.write_text(f"import tf2dist.process.profiling\n\ntf2dist.process.profiling.AFTER_SECS = {secs}\n")
     return f"plugins=[{plugin}]"
 
 
@@ -132,31 +136,33 @@ PLUGIN = """
 import keras
 import numpy as np
 import tf2dist
-from tf2dist.data import Arrays, Splits
+from tf2dist.data.arrays import Arrays, Splits
 
 @tf2dist.register_model("wide")
-def wide(input_shape, num_classes, width=8):
-    return Wide(width, num_classes)
+def wide(input_shape, num_classes, width=8, act="relu"):
+    return Wide(width, num_classes, act)
 
 class Wide(keras.Model):
-    def __init__(self, width, num_classes):
+    def __init__(self, width, num_classes, act):
         super().__init__()
-        self.hidden = keras.layers.Dense(width, "relu")
+        self.hidden = keras.layers.Dense(width, act)
         self.logits = keras.layers.Dense(num_classes)
 
     def call(self, images, training=False):
         return self.logits(self.hidden(keras.ops.reshape(images, (-1, 36))))
 
 @tf2dist.register_data("stripes")
-def stripes(config):
-    labels = np.arange(600) % 3
-    images = np.zeros((600, 6, 6, 1), np.uint8)
-    images[np.arange(600), :, labels * 2] = 255
-    parts = [Arrays(images[a:b], labels[a:b]) for a, b in ((0, 400), (400, 500), (500, 600))]
+def stripes(config, size=600, direction="down"):
+    assert direction == "across"
+    labels = np.arange(size) % 3
+    images = np.zeros((size, 6, 6, 1), np.uint8)
+    images[np.arange(size), :, labels * 2] = 255
+    parts = [Arrays(images[a:b], labels[a:b]) for a, b in ((0, 400), (400, 500), (500, size))]
     return Splits(*parts, num_classes=3)
 
 @tf2dist.register_optimizer("slow_start")
-def slow_start(peak):
+def slow_start(peak, total_steps):
+    assert total_steps == 100, total_steps
     return keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.0, 1000, warmup_target=peak, warmup_steps=10))
 """
 
@@ -167,10 +173,11 @@ def test_plugins(command: Command, mode: str) -> None:
     finished = command(
         *(f"mode={mode}", "plugins=[mine.py]", "model=wide", "+model.width=16", "data=stripes", "train.steps=100"),
         *("optimizer=slow_start", "+optimizer.peak=0.01", "train.batch_size_per_worker=20"),
+        *("+data.size=590", "+data.direction=across", "+model.act=gelu"),
     )
     assert finished.code == 0, finished
     summary = json.loads((finished.run_dir / "summary.json").read_text())
-    assert (summary["model"], summary["data"], summary["test_examples"]) == ("wide", "stripes", 100)
+    assert (summary["model"], summary["data"], summary["test_examples"]) == ("wide", "stripes", 90)
     assert summary["global_step"] == summary["updates_applied"] == 100
     assert summary["test_accuracy"] > 0.9
 
@@ -185,7 +192,7 @@ def test_a_name_that_no_plugin_registers(command: Command) -> None:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(
-        PLUGIN.replace("Wide(width, num_classes)", "keras.Sequential([keras.layers.Dense(-1)])")
+        PLUGIN.replace("Wide(width, num_classes, act)", "keras.Sequential([keras.layers.Dense(-1)])")
     )
     finished = command(f"mode={mode}", "plugins=[mine.py]", "model=wide", "data=digits")
     assert finished.code == 1, finished
@@ -230,7 +237,7 @@ def in_no_network(command: Command, *arguments: str, env: dict[str, str]) -> Fin
         "import socket\n"
         "real = socket.getaddrinfo\n"
         "def getaddrinfo(host, *args, **kwargs):\n"
-        "    if host != 'localhost':\n"
+        "    if host not in ('localhost', '127.0.0.1'):\n"
         "        raise socket.gaierror(-2, 'Name or service not known')\n"
         "    return real(host, *args, **kwargs)\n"
         "socket.getaddrinfo = getaddrinfo\n"

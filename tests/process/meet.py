@@ -10,10 +10,10 @@ import sys
 import threading
 from typing import Any
 
-from tf2dist.cluster import Cluster, Task
-from tf2dist.control import Meeting
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.control.meeting import Meeting
+from tf2dist.control.token import job_key
 from tf2dist.errors import TfDistError
-from tf2dist.job_token import job_key
 
 
 def say(**values: Any) -> None:

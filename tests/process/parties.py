@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import ports_of_tasks
-from tf2dist.cluster import Cluster, Task
-from tf2dist.control import Event, Meeting
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.control.meeting import Event, Meeting
+from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import Interrupted, TfDistError
-from tf2dist.job_token import NO_TOKEN_KEY
-from tf2dist.netns import unused_ports
+from tf2dist.linux import unused_ports
 
 WAIT_SECS = 20.0
 
@@ -60,6 +60,10 @@ class Party:
         error = self.joined.exception(WAIT_SECS)
         assert isinstance(error, TfDistError)
         return error
+
+    @property
+    def waiting_for(self) -> str:
+        return self.meeting._role.waiting_for
 
     def leave(self, error: TfDistError | None = None) -> None:
         if not self.left:
@@ -129,7 +133,7 @@ def claimant(table: Table, cluster: Cluster, task: str) -> Party:
         (port,) = unused_ports(1)
         listener = socket.create_server(("localhost", port))
         listener.setblocking(False)
-        patch.setattr("tf2dist.control_port.listen", lambda *args: listener)
+        patch.setattr("tf2dist.control.port.listen", lambda *args: listener)
         return table(cluster, task)
 
 

@@ -1,12 +1,15 @@
 """What the forked tasks of these tests do; they run without TensorFlow."""
 
+import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Send = Callable[[dict[str, Any]], None]
@@ -52,3 +55,45 @@ def hear(payload: dict[str, Any], send: Send) -> int:
     send({"event": "waiting"})
     send({"event": "said", **json.loads(sys.stdin.readline())})
     return 0
+
+
+def surroundings(payload: dict[str, Any], send: Send) -> int:
+    """Says what the environments of this task and of the fork server hold of ours."""
+    server = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode().split("\0")
+    send({"event": "said", "names": [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]})
+    return 0
+
+
+def exhaust(payload: dict[str, Any], send: Send) -> int:
+    """Asks for more memory than a limit allows, as TensorFlow's C++ code does; nobody there expects a refusal."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(1 << 40))  # operator new
+    return 0
+
+
+def compute(payload: dict[str, Any], send: Send) -> int:
+    """Needs more processor time than a limit allows."""
+    resource.setrlimit(resource.RLIMIT_CPU, (1, 1 << 20))
+    while True:
+        pass
+
+
+def stand(payload: dict[str, Any], send: Send) -> int:
+    """Never returns from a function of the user's, as this file is, watched like a task."""
+    from tf2dist.process import heartbeat
+
+    heartbeat.TELL_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
+    heartbeat.start(send, 0.5)
+    never_returns()
+    return 0
+
+
+def never_returns() -> None:
+    threading.Event().wait()
+
+
+def abort(payload: dict[str, Any], send: Send) -> int:
+    """Ends as a library does that has found something it did not expect, without a word of a limit."""
+    print("now", flush=True)
+    os.abort()

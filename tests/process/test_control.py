@@ -6,10 +6,10 @@ import socket
 import pytest
 
 from tests.process.parties import ASYNC, Party, Table, all_of, claimant, cluster_of, wait_for
-from tf2dist.cluster import Cluster
-from tf2dist.control_port import control_address
+from tf2dist.cluster.spec import Cluster
+from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
-from tf2dist.netns import unused_ports
+from tf2dist.linux import unused_ports
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -47,7 +47,7 @@ def test_a_missing_follower_is_named_to_all(table: Table) -> None:
 
 
 def test_a_missing_leader_is_named_and_told(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tf2dist.control.TELL_EVERY_SECS", 0.3)
+    monkeypatch.setattr("tf2dist.control.meeting.TELL_EVERY_SECS", 0.3)
     party = table(cluster_of(worker=2), "worker-1", timeout_secs=1)
     assert isinstance(party.error(), TaskLostError)
     assert "still waiting for worker-0 at localhost:" in str(party.error())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, claimant, cluster_of, wait_for
-from tf2dist.cluster import Task
+from tf2dist.cluster.spec import Task
 from tf2dist.errors import ClusterError, TaskLostError, TrainingError
 
 

@@ -21,11 +21,11 @@ PORT = 2222
 WAIT_SECS = 30.0
 CUT_SECS = 10.0
 FOREIGN = """
-from tf2dist import peers
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 try:
-    peers.check_own_address(Cluster("sync", {"worker": ("10.77.0.1:2222", "10.77.0.2:2222")}), Task("worker", 0))
+    reachability.check_own_address(Cluster("sync", {"worker": ("10.77.0.1:2222", "10.77.0.2:2222")}), Task("worker", 0))
 except ClusterError as error:
     print(error)
 """

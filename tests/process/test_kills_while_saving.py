@@ -1,5 +1,6 @@
 """A process that is killed while it saves leaves a whole checkpoint, and nothing else after a cleaning."""
 
+import json
 import random
 import signal
 import subprocess
@@ -9,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tf2dist.saving import Checkpoints
-from tf2dist.snapshot import Snapshot
+from tests.unit.test_saving import facts
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.store import Checkpoints
 
 KILLS = 50
 SAVE_FOR_EVER = """
-import sys
+import json, sys
 from pathlib import Path
 import numpy as np
-from tf2dist.saving import Checkpoints
-from tf2dist.snapshot import Snapshot
+from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.checkpoint.snapshot import Snapshot
 
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 newest = checkpoints.newest(print)
@@ -27,13 +29,13 @@ print("begun", flush=True)
 while True:
     step += 1
     arrays = {f"model/{i}": np.full(30_000, step, np.float32) for i in range(5)}
-    checkpoints.save(Snapshot(step, arrays, {"examples": step}))
+    checkpoints.save(Snapshot(step, arrays, json.loads(sys.argv[2])))
 """
 
 
 def secs_of_a_save(folder: Path) -> float:
     start = time.monotonic()
-    Checkpoints(folder).save(Snapshot(1, {f"model/{i}": np.full(30_000, 1, np.float32) for i in range(5)}))
+    Checkpoints(folder).save(Snapshot(1, {f"model/{i}": np.full(30_000, 1, np.float32) for i in range(5)}, facts(1)))
     return time.monotonic() - start
 
 
@@ -45,9 +47,8 @@ def test_fifty_kills(tmp_path: Path) -> None:
     before, left_something = 0, 0
     longest = max(0.05, 4 * secs_of_a_save(tmp_path / "timed"))
     for _ in range(KILLS):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder)], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder), json.dumps(facts(1))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         assert process.stdout.readline() == "begun\n"
         time.sleep(generator.uniform(0.0, longest))  # the random moment

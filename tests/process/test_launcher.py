@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tf2dist import launcher as launcher_module
 from tf2dist.errors import TaskLostError
-from tf2dist.launcher import Launcher
+from tf2dist.launch import launcher as launcher_module
+from tf2dist.launch.launcher import Launcher
 
 TIMEOUT_SECS = 30.0
 PTRACE_SEIZE = 0x4206
@@ -142,33 +142,6 @@ def test_an_exception_in_the_block_stops_everything(tmp_path: Path) -> None:
         run()
 
 
-def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path) -> None:
-    (tmp_path / "forkserver.log").write_text("of an earlier run\n")
-    with make(tmp_path) as launcher:
-        start(launcher, "worker-0", "wait")
-        event = wait_for(launcher, "waiting")
-        launcher._server.kill()
-        with pytest.raises(TaskLostError, match="fork server ended unexpectedly: it left no word"):
-            wait_for(launcher, "never")
-        psutil.wait_procs([psutil.Process(pid) for pid in (event["pid"],) if psutil.pid_exists(pid)], timeout=5)
-
-
-def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TaskLostError, match="no_such_mod"):
-        wait_for(launcher, "ready")
-
-
-def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
-    with make(tmp_path) as launcher:
-        wait_for(launcher, "ready")
-        server = psutil.Process(launcher._server.pid)
-        server.suspend()
-        start(launcher, "worker-0", "wait")
-        server.kill()
-        with pytest.raises(TaskLostError, match="fork server ended unexpectedly"):
-            wait_for(launcher, "never")
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_killed_launcher_leaves_nobody(tmp_path: Path, frozen: bool) -> None:
     code = f"""
@@ -199,7 +172,7 @@ def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Pat
     (tmp_path / "slow.py").write_text(slow)
     code = f"""
 import pathlib, time
-from tf2dist.launcher import Launcher
+from tf2dist.launch.launcher import Launcher
 with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
     while not {at_once} and not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
         time.sleep(0.01)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tf2dist import netns
-from tf2dist.dialer import Dialer
+from tf2dist import linux
+from tf2dist.control.dialer import Dialer
 
 
 def in_a_child(function: Callable[[], bool]) -> bool:
@@ -28,7 +28,7 @@ def in_a_child(function: Callable[[], bool]) -> bool:
 
 def test_a_private_network_has_a_working_loopback_and_nothing_else() -> None:
     def look() -> bool:
-        if not netns.enter_private_network():
+        if not linux.enter_private_network():
             return True  # not allowed here, told below
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -41,12 +41,12 @@ def test_where_it_fails_half_way_nothing_changes(monkeypatch: pytest.MonkeyPatch
     """As where a kernel allows user namespaces, but neither maps nor devices in them."""
     before = os.readlink("/proc/self/ns/net")
     monkeypatch.setattr(fcntl, "ioctl", lambda *args: (_ for _ in ()).throw(PermissionError("no")))
-    assert not netns.enter_private_network()
+    assert not linux.enter_private_network()
     assert os.readlink("/proc/self/ns/net") == before
 
 
 def test_unused_ports_are_free_and_not_for_outgoing_connections() -> None:
-    ports = netns.unused_ports(64)
+    ports = linux.unused_ports(64)
     assert len(set(ports)) == 64
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         assert max(ports) < max(int(file.read().split()[0]), 20_000)
@@ -66,8 +66,8 @@ class NoIpv6(socket.socket):
 def test_a_kernel_without_ipv6_has_ports_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as server:
         monkeypatch.setattr(socket, "socket", NoIpv6)
-        assert len(netns.unused_ports(8)) == 8
-        assert not netns._is_free(server.getsockname()[1])
+        assert len(linux.unused_ports(8)) == 8
+        assert not linux._is_free(server.getsockname()[1])
 
 
 def test_an_address_that_the_kernel_cannot_call_is_a_reason_to_wait() -> None:

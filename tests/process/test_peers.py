@@ -1,14 +1,20 @@
 """Addresses on the network: whose they are, and who answers there."""
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from tf2dist import peers
-from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import ClusterError, TaskLostError
-from tf2dist.netns import unused_ports
+from tests.hosts import with_hosts_file
+from tf2dist.cluster import reachability
+from tf2dist.cluster.addresses import Ip
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import ClusterError, Interrupted, TaskLostError
+from tf2dist.linux import unused_ports
 
 WORKER = Task("worker", 0)
 
@@ -20,7 +26,7 @@ def at(*addresses: str) -> Cluster:
 def test_a_free_port_of_this_host() -> None:
     (port,) = unused_ports(1)
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
-        peers.check_own_address(at(f"{host}:{port}"), WORKER)
+        reachability.check_own_address(at(f"{host}:{port}"), WORKER)
 
 
 def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,19 +34,75 @@ def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,), no_family = unused_ports(1), (99, socket.SOCK_STREAM, 6, "", ("::1", 1))
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [no_family, *known(*args, **options)])
-    peers.check_own_address(at(f"127.0.0.1:{port}"), WORKER)
+    reachability.check_own_address(at(f"127.0.0.1:{port}"), WORKER)
     with pytest.raises(ClusterError, match="is not an address of this host"):
-        peers.check_own_address(at("10.255.255.1:2222"), WORKER)
+        reachability.check_own_address(at("10.255.255.1:2222"), WORKER)
 
 
 def test_an_address_of_another_host() -> None:
     with pytest.raises(ClusterError, match=r"worker 0 \(10.255.255.1:2222\): is not an address of this host"):
-        peers.check_own_address(at("10.255.255.1:2222"), WORKER)
+        reachability.check_own_address(at("10.255.255.1:2222"), WORKER)
 
 
 def test_a_name_that_nobody_knows() -> None:
-    with pytest.raises(ClusterError, match=r"does not know the name no-such-host\.invalid"):
-        peers.check_own_address(at("no-such-host.invalid:2222"), WORKER)
+    """It may be known later, so it is worth a retry."""
+    for port in ("2222", "2223"):
+        with pytest.raises(TaskLostError, match=r"does not know the name no-such-host\.invalid"):
+            reachability.check_own_address(at(f"no-such-host.invalid:{port}"), WORKER)
+    told: list[str] = []
+    with pytest.raises(TaskLostError, match=r"worker 0 \(no-such-host\.invalid:1\): after . s .* startup_timeout_secs"):
+        reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, lambda: None, told.append)
+
+
+def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the name server does not answer at all."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def silent(host: str) -> list[Ip]:
+        asked.set()
+        answer.wait(30)
+        return []
+
+    def check() -> None:
+        if asked.is_set():
+            raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(reachability, "resolve", silent)
+    with pytest.raises(Interrupted):
+        reachability.wait_for_own_name(at("late:1"), WORKER, 600, check, lambda text: None)
+    with pytest.raises(TaskLostError):
+        reachability.wait_for_own_name(at("late:1"), WORKER, 0.5, lambda: None, lambda text: None)
+    answer.set()
+
+
+NAMES = """
+127.0.0.1 localhost me
+10.1.2.3 one other
+10.1.2.4 two
+"""
+
+
+def test_two_names_of_one_address(tmp_path: Path) -> None:
+    script = """
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import ClusterError
+def look(*addresses):
+    try:
+        reachability.check_no_alias(Cluster("sync", {"worker": addresses}), Task("worker", 0))
+    except ClusterError as error:
+        print(error)
+look("one:2222", "two:2222", "no-such-host.invalid:2222", "other:2223")
+look("one:2222", "two:2222", "other:2222")
+look("10.1.2.3:2222", "one:2222")
+"""
+    hosts_file = tmp_path / "hosts"
+    hosts_file.write_text(NAMES)
+    process = with_hosts_file(hosts_file, [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=30)[0].splitlines() == [
+        "worker 2 (other:2222): is 10.1.2.3, the same address as worker 0 (one:2222); every task needs its own",
+        "worker 1 (one:2222): is 10.1.2.3, the same address as worker 0 (10.1.2.3:2222); every task needs its own",
+    ]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
@@ -48,7 +110,7 @@ def test_a_port_that_is_taken(host: str) -> None:
     with socket.create_server((host, 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ClusterError, match="does the same task run here already"):
-            peers.check_own_address(at(address), WORKER)
+            reachability.check_own_address(at(address), WORKER)
 
 
 def test_waiting_names_the_missing_and_why() -> None:
@@ -57,7 +119,7 @@ def test_waiting_names_the_missing_and_why() -> None:
     with socket.create_server(("localhost", there)):
         cluster = at(f"localhost:{there}", f"localhost:{missing}", "no-such-host.invalid:1")
         with pytest.raises(TaskLostError) as caught:
-            peers.wait_for_peers(cluster, cluster.tasks, 0.3, told.append)
+            reachability.wait_for_peers(cluster, cluster.tasks, 0.3, told.append)
     assert f"worker-1 at localhost:{missing} (connection refused)" in str(caught.value)
     assert "worker-2 at no-such-host.invalid:1 (name unknown)" in str(caught.value)
     assert "worker-0" not in str(caught.value)
@@ -68,7 +130,7 @@ def test_waiting_ends_when_the_last_one_comes() -> None:
     servers: list[socket.socket] = []
     timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("localhost", port))))
     timer.start()
-    peers.wait_for_peers(at(f"localhost:{port}"), [WORKER], 30, lambda text: None)
+    reachability.wait_for_peers(at(f"localhost:{port}"), [WORKER], 30, lambda text: None)
     assert servers
     servers[0].close()
-    peers.wait_until_gone(at(f"localhost:{port}"), [WORKER], 30)
+    reachability.wait_until_gone(at(f"localhost:{port}"), [WORKER], 30)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.replica.small_runs import run_config
-from tf2dist.config import RunConfig
-from tf2dist.netns import unused_ports
-from tf2dist.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.config.schema import RunConfig
+from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
 
@@ -17,7 +17,7 @@ from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 def cluster() -> PsCluster:
     """Four workers with two CPU devices and two ps, with the digits published for their graphs."""
     from tf2dist import data
-    from tf2dist.publishing import publish
+    from tf2dist.training.asynchronous.examples import publish
 
     made = start_ps_cluster(num_workers=4, num_ps=2, cpus_per_worker=2)
     publish(data.load(run_config().data))
@@ -28,8 +28,8 @@ def cluster() -> PsCluster:
 def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
     from tf2dist import data
-    from tf2dist.async_loop import AsyncLoop
-    from tf2dist.cluster import Cluster
+    from tf2dist.cluster.spec import Cluster
+    from tf2dist.training.asynchronous.loop import AsyncLoop
 
     loops: list[AsyncLoop] = []
 

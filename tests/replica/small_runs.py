@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tf2dist.config import DataConfig, RunConfig, TrainConfig
+from tf2dist.config.schema import DataConfig, RunConfig, TrainConfig
 
 
 def run_config(

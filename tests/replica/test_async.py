@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import assert_exact, run_config
-from tf2dist import data, pipeline, registry
-from tf2dist.config import RunConfig
+from tf2dist import data, registry
+from tf2dist.config.schema import RunConfig
+from tf2dist.data import pipeline
 from tf2dist.errors import ConfigError, NotFiniteError
 
 MakeLoop = Callable[..., Any]

@@ -2,17 +2,23 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.conftest import REPOSITORY
 from tests.replica.small_runs import assert_exact, run_config
-from tf2dist import async_step
-from tf2dist.loop import Wish
+from tf2dist import registry
+from tf2dist.errors import TaskLostError
+from tf2dist.training.asynchronous import calls
+from tf2dist.training.asynchronous import step as async_step
+from tf2dist.training.loop import Wish, WorkersAway
 
 MakeLoop = Callable[..., Any]
 
@@ -30,7 +36,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
         inputs = [nodes[name.partition(":")[0]] for name in step.input]
         copies = [node for node in inputs if node.op == "Identity" and node.device == "/device:CPU:1"]
         batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
-        assert [batch.op for batch in batches] == ["Unpack"] * 3
+        assert [batch.op for batch in batches] == ["StridedSlice"] * 3, "without its padding"
         assert all(batch.device == "/device:CPU:0" for batch in batches)
         assert not any(name.startswith("^") for copy in copies for name in copy.input), "a copy waits for a step"
     loop.train(95)
@@ -40,15 +46,41 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
 def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tf2dist.call_size.TRIAL_SECS", 0.0)  # however fast the machine, 1,500 steps take longer
-    monkeypatch.setattr("tf2dist.call_size.CALL_SECS", 60.0)  # however slow
-    loop = async_loop(run_config(steps_per_execution=None))
+    # However fast the machine, 1,500 steps take longer; however slow, longer calls are worth while.
+    monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
+    monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
+    monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
+    config = run_config(steps_per_execution=None)
+    config.train.steps = 10_000_000  # longer calls gain more than they cost
+    loop = async_loop(config)
     loop.train(3)
     assert loop._num_steps == 1, "nothing to find out for three steps"
     for steps in (1500, 1501, 1600):
         loop.train(steps)
         assert_exact(loop, steps)
         assert loop._num_steps > 1
+
+
+@registry.register_model("sleeping")
+def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    def sleep(images: Any) -> Any:
+        tf.numpy_function(lambda: time.sleep(0.1), [], [])
+        return images
+
+    layers = keras.layers
+    slow = layers.Lambda(sleep, output_shape=input_shape)
+    return keras.Sequential([keras.Input(input_shape), slow, layers.Flatten(), layers.Dense(num_classes)])
+
+
+def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unrolled they would gain nothing, and of a deep model they take a minute to get ready, with all workers idle."""
+    config = run_config("sleeping", steps_per_execution=None)
+    config.train.steps = 10_000
+    loop = async_loop(config, num_workers=2)
+    monkeypatch.setattr(loop._graphs, "train_function", lambda size: pytest.fail(f"calls of {size} steps"))
+    loop.train(40)
+    assert_exact(loop, 40)
+    assert (loop._is_sized, loop._num_steps) == (True, 1)
 
 
 def test_a_call_that_is_still_under_way_is_no_reason_for_more(
@@ -75,6 +107,52 @@ def test_a_call_that_is_still_under_way_is_no_reason_for_more(
     assert_exact(loop, 220)
 
 
+@pytest.mark.parametrize("what", ["training", "evaluating"])
+def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, what: str) -> None:
+    """Here each of them is busy with something that does not end."""
+    released = threading.Event()
+
+    def wait() -> None:
+        released.wait(60)
+
+    @tf.function(autograph=False)
+    def busy() -> None:
+        tf.numpy_function(wait, [], [])
+
+    loop = async_loop(run_config(steps_per_execution=5, optimizer="adam"))
+    loop.train(200)
+    before = [variable.numpy() for variable in loop.model.trainable_variables]
+    for _ in range(4):
+        loop._coordinator.schedule(busy)
+    begun = time.monotonic()
+    try:
+        if what == "evaluating":
+            with pytest.raises(WorkersAway):
+                loop.evaluate("test", lambda: Wish.STOP)
+        else:
+            assert loop.train(300, lambda: Wish.STOP) is Wish.STOP
+            loop._coordinator.schedule(loop._train_function, args=(loop._iterator, tf.constant(300, tf.int64)))
+        assert time.monotonic() - begun < 10
+    finally:
+        released.set()
+    loop._coordinator.join()
+    assert_exact(loop, 200)
+    assert loop.snapshot().step == 200
+    for old, new in zip(before, loop.model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(new.numpy(), old)
+
+
+def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
+    """A worker has pushed to one of them and died, and no other is there."""
+    loop = async_loop(run_config())
+    loop.train(50)
+    behind = loop._graphs.servers[1]
+    counts = behind.counters.now()
+    behind.begin(counts._replace(applied=49))
+    with pytest.raises(TaskLostError, match=r"the ps have applied \[50, 49\] updates: this cannot be saved"):
+        calls.shut(loop._graphs.servers)
+
+
 def test_no_function_is_made_while_many_hosts_train() -> None:
     """TensorFlow tells all hosts of a new one, and stands still if one of them is cut off.
 
@@ -85,8 +163,8 @@ def test_no_function_is_made_while_many_hosts_train() -> None:
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config
         from tf2dist import data
-        from tf2dist.async_loop import STEPS_ON_HOSTS, AsyncLoop
-        from tf2dist.publishing import publish
+        from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS, AsyncLoop
+        from tf2dist.training.asynchronous.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         config.cluster.kind = "hosts"

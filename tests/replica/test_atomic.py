@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
-from tf2dist import models, registry
-from tf2dist.counters import ADDED
-from tf2dist.parameter_server import FOOTER, ParameterServer
+from tf2dist import registry
+from tf2dist.model import models
+from tf2dist.training.asynchronous.counters import ADDED
+from tf2dist.training.asynchronous.server import FOOTER, ParameterServer
 
 NUM_PUSHES = 300
 KERNELS = ("sgd", "momentum", "adam", "adamw", "rmsprop")
@@ -83,6 +84,7 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     """Two updates mixed divide the momentum of one by the velocity of the other, which few runs survive."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = ParameterServer("CPU:0", [keras.Variable([1.0, 2.0])], [], arguments, num_workers=1, total_steps=1)
+    server.trace_push({})
     size, places = tf.TensorSpec([2 + FOOTER], tf.float32), tf.TensorSpec([ADDED, 1], tf.int64)
     push = tf.function(server._push, autograph=False).get_concrete_function(size, places, tf.TensorSpec([], tf.int64))
     graph = push.graph.as_graph_def()
@@ -113,6 +115,7 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     weight = keras.Variable([0.0])
     arguments = {"name": "halving", "learning_rate": 1.0}
     server = ParameterServer("CPU:0", [weight], [], arguments, num_workers=1, total_steps=3)
+    server.trace_push({})
     places = server.counters.places(tf.constant(0, tf.int64))
     for _ in range(3):
         server.push(tf.concat([[-1.0], tf.zeros([FOOTER])], 0), places, tf.constant(3, tf.int64))

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tf2dist import data
-from tf2dist.data import Arrays
+from tf2dist.data import arrays as data
+from tf2dist.data import cache
+from tf2dist.data.arrays import Arrays
 
 
 class Decode:
@@ -43,12 +44,16 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("name", ["images.npy", "labels.npy"])
-@pytest.mark.parametrize("damage", [empty, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["images.npy", "labels.npy", "sha256.json"])
+@pytest.mark.parametrize("damage", [empty, cut, flip, Path.unlink])
 def test_it_is_decoded_once_and_again_if_it_is_not_whole(
     decode: Decode, tmp_path: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
@@ -57,10 +62,16 @@ def test_it_is_decoded_once_and_again_if_it_is_not_whole(
     assert decode.times == 1
     (made,) = (tmp_path / "cache").rglob(name)
     damage(made)
+    if damage is flip or name == "sha256.json":
+        assert cache.discard_damaged(tmp_path / "mnist-train.tfrecord"), "the launching process has seen it"
     for _ in range(2):
         cached(tmp_path)
     assert decode.times == 2
-    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.*")) == ["images.npy", "labels.npy"]
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.*")) == [
+        "images.npy",
+        "labels.npy",
+        "sha256.json",
+    ]
 
 
 def test_what_another_task_has_made_meanwhile_stays(decode: Decode, tmp_path: Path) -> None:

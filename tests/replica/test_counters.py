@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.counters import ADDED, MAX_STALENESS, ONES, Counters, Counts
+from tf2dist.training.asynchronous.counters import ADDED, MAX_STALENESS, ONES, Counters, Counts
 
 NUM_WORKERS = 3
 

@@ -8,13 +8,16 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import data, pipeline, registry, sources
-from tf2dist.config import DataConfig
+from tests.tfds import record, write_mnist
+from tf2dist import registry
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import input_facts, input_positions
+from tf2dist.config.schema import DataConfig
+from tf2dist.data import arrays as data
+from tf2dist.data import location, pipeline
+from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import DataError
-from tf2dist.pipeline import Sharding
-from tf2dist.snapshot import Snapshot
-from tf2dist.state import input_facts, input_positions
-from tf2dist.step import step_seed
+from tf2dist.model.step import step_seed
 
 
 def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -131,11 +134,50 @@ def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None
         (tmp_path / "mnist" / version).mkdir(parents=True)
         for name in files:
             (tmp_path / "mnist" / version / name).touch()
-        found = sources.mnist_files(tmp_path)
+        found = location.mnist_files(tmp_path)
         assert found == (None if version == "3.0.0" else tuple(tmp_path / "mnist" / "3.0.1" / n for n in names[:2]))
     (tmp_path / "mnist" / "3.0.1" / names[0]).unlink()
     with pytest.raises(DataError, match="not in"):
         data.load_mnist(DataConfig(dir=str(tmp_path)))
+
+
+def picture(label: int, png: bytes | None = None) -> bytes:
+    """An example as tensorflow-datasets writes it."""
+    png = tf.io.encode_png(np.full((28, 28, 1), label, np.uint8)).numpy() if png is None else png
+    features = {
+        "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[png])),
+        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+    }
+    text: bytes = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+    return text
+
+
+def test_records_that_are_damaged_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    examples = [picture(label) for label in range(6)]
+    config = DataConfig(name="mnist", dir=str(tmp_path), num_validation=2)
+    train, _ = write_mnist(tmp_path, examples)
+    assert data.load(config).train.labels.tolist() == [2, 3, 4, 5]
+    records = [record(example) for example in examples]
+    flipped = bytearray(b"".join(records))
+    flipped[len(flipped) // 2] ^= 1
+    for wrong, words in (
+        (b"".join(records[:3]), "has 3 of 6 examples"),
+        (b"".join([*records, records[0]]), "has 7 of 6 examples"),
+        (b"", "has 0 of 6 examples"),
+        (b"".join(records)[:-1], "is damaged (DataLossError: "),
+        (bytes(flipped), "is damaged (DataLossError: "),
+        (b"".join([*records[:5], record(picture(5, b"no picture"))]), "is damaged (InvalidArgumentError: "),
+        (b"".join([*records[:5], record(b"no example")]), "is damaged (InvalidArgumentError: "),
+    ):
+        train.unlink()
+        train.write_bytes(wrong)
+        with pytest.raises(DataError) as caught:
+            data.load(config)
+        assert str(caught.value).startswith(f"data (mnist): {train} {words}")
+        assert str(caught.value).endswith(
+            f"; put a whole one there, or remove {tmp_path}/mnist to have it downloaded again"
+        )
 
 
 def test_mnist(real_data: str) -> None:
@@ -153,12 +195,17 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
         pytest.skip("MNIST is not on this machine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = DataConfig(name="mnist", num_validation=5000)
+    warned: list[str] = []
     decoded, cached = data.load(config), data.load(config)
     assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2
     np.testing.assert_array_equal(decoded.test.images, cached.test.images)
     damaged = next(tmp_path.glob("tf2dist/*test*/images.npy"))
+    text = bytearray(damaged.read_bytes())
+    text[-1000] ^= 255
     damaged.unlink()  # not written over: `cached` maps it
-    damaged.write_bytes(b"damaged")
+    damaged.write_bytes(text)
+    location.resolve(config, warned.append)
+    assert len(warned) == 1
     np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tf2dist import devices
-from tf2dist.cluster import Task, local
-from tf2dist.config import ClusterConfig
+from tf2dist.cluster.spec import Task, local
+from tf2dist.config.schema import ClusterConfig
 from tf2dist.errors import ConfigError
+from tf2dist.process import devices
 
 GPUS = ["gpu0", "gpu1"]
 ASYNC = local("async", ClusterConfig(num_workers=3), list(range(1, 9)))
@@ -58,9 +58,9 @@ def test_tasks_of_one_host_share_its_cores() -> None:
     code = """if True:
         import tensorflow as tf
         from tensorflow.python.eager import context
-        from tf2dist import devices
-        from tf2dist.cluster import Cluster, Task
-        from tf2dist.config import DevicesConfig
+        from tf2dist.process import devices
+        from tf2dist.cluster.spec import Cluster, Task
+        from tf2dist.config.schema import DevicesConfig
         for num_cores, num_workers, threads in [(2, 3, 1), (64, 3, 21), (8, 1, 8)]:
             server_config = tf.compat.v1.ConfigProto()
             devices.share_cores(server_config, num_cores, num_workers)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf2dist import data, publishing
-from tf2dist.config import DataConfig
-from tf2dist.data import Arrays, Splits
-from tf2dist.publishing import publish, remote_examples
+from tf2dist import data
+from tf2dist.config.schema import DataConfig
+from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.registry import DATA
+from tf2dist.training.asynchronous import examples
+from tf2dist.training.asynchronous.examples import publish, remote_examples
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -19,7 +20,7 @@ IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process publishes once; here it does so for every test, and beside what the others' cluster reads."""
-    monkeypatch.setattr(publishing, "NAME", tmp_path.name)
+    monkeypatch.setattr(examples, "NAME", tmp_path.name)
 
 
 def arrays(images: np.ndarray) -> Arrays:
@@ -63,6 +64,6 @@ def test_what_is_mapped_is_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path:
     loaded = data.load(DataConfig(name="mapped"))
     publish(loaded)
     for split in ("train", "validation"):
-        taking = publishing._published[publishing._token(split)]
+        taking = examples._published[examples._token(split)]
         assert np.shares_memory(taking.__self__.images, images)
     np.testing.assert_array_equal(loaded.test.images, IMAGES[::-1])

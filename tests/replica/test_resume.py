@@ -4,8 +4,10 @@ TensorFlow can use only the newest coordinator of a process: what an earlier loo
 before the next one is made.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,15 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
-from tf2dist.config import RunConfig
-from tf2dist.counters import ONES
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import check_keras
+from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.config import keras_settings
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.snapshot import Snapshot
+from tf2dist.run import first_snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.asynchronous.counters import ONES
 
 MakeLoop = Callable[..., Any]
 DATA = {"data": "digits"}
@@ -78,7 +84,7 @@ def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
 
 
 def test_a_wish_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
-    from tf2dist.loop import Wish
+    from tf2dist.training.loop import Wish
 
     loop = async_loop(run_config(steps_per_execution=5))
     assert loop.train(100_000, lambda: Wish.SAVE if loop.progress.global_step > 50 else Wish.NOTHING) is Wish.SAVE
@@ -91,7 +97,7 @@ def test_a_wish_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
 
 def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     """A worker that dies between its pushes to two ps has updated one of them only."""
-    from tf2dist.loop import Wish
+    from tf2dist.training.loop import Wish
 
     loop = async_loop(run_config(steps_per_execution=5))
     loop.train(20)
@@ -116,6 +122,35 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
     elsewhere = replace(snapshot, facts=snapshot.facts | {"data": "mnist"})
     with pytest.raises(CheckpointError, match="trained on mnist, and data is digits"):
         async_loop(run_config(), start=elsewhere)
+
+
+def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:
+    now = keras_settings.DEFAULTS
+    check_keras(Snapshot(1, {}, DATA), now, "run_dir")  # an older one does not say
+    check_keras(Snapshot(1, {}, {"keras": {"epsilon": 1e-7, "image_data_format": "channels_last"}}), now, "run_dir")
+    with pytest.raises(CheckpointError, match=r"run_dir: was trained with keras\.epsilon=0\.001, and it is 1e-07 now"):
+        check_keras(Snapshot(1, {}, {"keras": {"epsilon": 1e-3}}), now, "run_dir")
+
+
+def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
+    """They would be of other pixels; what they were divided by is another matter."""
+    source = Checkpoints(tmp_path / "source" / "checkpoints")
+    facts = {
+        "examples": 5,
+        "target_step": 5,
+        "input": {"sharding": {"num_examples": 1, "batch_size": 1, "num_shards": 1}, "positions": [5]},
+        "keras": {"image_data_format": "channels_first", "epsilon": 0.1},
+    }
+    source.save(Snapshot(5, {"model/a": np.ones(2)}, facts))
+    config = run_config()
+    config.init_from = str(tmp_path / "source")
+    for keras, told in (
+        ("channels_last", r"init_from: was trained with keras\.image_data_format"),
+        ("channels_first", ""),
+    ):
+        config.keras = replace(keras_settings.DEFAULTS, image_data_format=keras)
+        with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
+            assert first_snapshot(config, Checkpoints(tmp_path / "new"), print)
 
 
 def test_a_target_that_has_been_passed_is_refused(async_loop: MakeLoop) -> None:
@@ -165,8 +200,8 @@ def sync_run(
 ) -> dict[str, Any]:
     """Trains on from `start`, which the first worker alone has; worker `stopper` wishes to stop soon."""
     from tf2dist import data
-    from tf2dist.loop import Wish
-    from tf2dist.sync_loop import SyncLoop
+    from tf2dist.training.loop import Wish
+    from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
     loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)

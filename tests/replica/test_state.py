@@ -1,5 +1,6 @@
 """The state of a run by name, and who looks at what was saved of it."""
 
+import contextlib
 from pathlib import Path
 
 import keras
@@ -7,12 +8,14 @@ import numpy as np
 import pytest
 
 from tests.replica.small_runs import run_config
-from tf2dist import data
+from tests.unit.test_saving import facts
+from tf2dist import data, registry
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import differences, named_variables, values
+from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.errors import NotFiniteError
-from tf2dist.evaluator import Evaluator
-from tf2dist.saving import Checkpoints
-from tf2dist.snapshot import Snapshot
-from tf2dist.state import differences, values
+from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.training.evaluator import Evaluator
 
 
 def test_bfloat16_that_is_not_finite_is_not_saved() -> None:
@@ -40,16 +43,54 @@ def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path
     evaluator = Evaluator(config, data.load(config.data), warned.append)
     assert evaluator.newest(checkpoints, -1) is None
     for step in (5, 9):
-        checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, {"target_step": 20}))
+        checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, facts(step)))
         found = evaluator.newest(checkpoints, -1)
         assert found
         assert found.step == step
     assert evaluator.newest(checkpoints, 9) is None
     (checkpoints.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
     assert evaluator.newest(checkpoints, -1) is evaluator.newest(checkpoints, -1) is None
-    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.ones(3)}, {"target_step": 20}))  # by another process
+    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.ones(3)}, facts(9)))  # by another process
     saved_again = evaluator.newest(checkpoints, -1)
     assert saved_again
     assert saved_again.step == 9
     (text,) = warned
     assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
+
+
+@registry.register_optimizer("decays to the end")
+def decays_to_the_end(total_steps: int) -> keras.Optimizer:
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, total_steps - 5))
+
+
+def test_an_evaluator_knows_the_number_of_updates() -> None:
+    config = run_config()
+    config.optimizer = {"name": "decays to the end"}
+    splits = data.load(config.data)
+    evaluator = Evaluator(config, splits, lambda text: None)
+    step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+    snapshot = Snapshot(10, values(named_variables(step.model, step.variables, [])), {"target_step": 10})
+    assert evaluator.evaluate(snapshot, "test", is_last=True) == evaluator.evaluate(snapshot, "test")
+
+
+def test_an_evaluator_ends_with_the_weights_that_the_optimizer_ends_with() -> None:
+    config = run_config()
+    config.optimizer |= {"use_ema": True, "ema_momentum": 0.5, "learning_rate": 1.0}
+    splits = data.load(config.data)
+    step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+    optimizer = build_optimizer(config.optimizer, 10)
+    optimizer.build(step.trainable)
+    for number in range(1, 4):
+        gradients = [np.sin(number * np.arange(v.numpy().size)).reshape(v.shape) for v in step.trainable]
+        optimizer.apply([keras.ops.cast(gradient, "float32") for gradient in gradients])
+    named = named_variables(step.model, step.variables, [optimizer])
+    snapshot = Snapshot(3, values(named), {"target_step": 3})
+    evaluator = Evaluator(config, splits, lambda text: None)
+    found = [evaluator.evaluate(snapshot, "test", is_last).loss for is_last in (False, True)]
+    images, labels = splits.test.images.astype(np.float32) / 255, splits.test.labels
+    step.model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    expected = [step.model.evaluate(images, labels, verbose=0)]
+    optimizer.finalize_variable_values(step.trainable)
+    expected.append(step.model.evaluate(images, labels, verbose=0))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(found[0] - found[1]) > 1e-3

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tests.replica.small_runs import run_config
-from tf2dist.config import RunConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
     """Trains from the configuration and tells what the worker then holds."""
     from tf2dist import data
-    from tf2dist.sync_loop import SyncLoop
+    from tf2dist.training.synchronous.loop import SyncLoop
 
     losses = []
     loop = SyncLoop(
@@ -85,7 +85,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
     from tf2dist import data
-    from tf2dist.sync_loop import SyncLoop
+    from tf2dist.training.synchronous.loop import SyncLoop
 
     loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
     return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1), tf.zeros([3])).graph.as_graph_def())

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator.cluster_coordinator import ClosureInputError
 
-from tf2dist.errors import NotFiniteError, TaskLostError, TrainingError
+from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError, TrainingError
 from tf2dist.task import in_our_terms
 
 
@@ -53,6 +53,15 @@ def test_the_lost_task_is_named_in_one_line() -> None:
     mine = in_our_terms(tf.errors.DeadlineExceededError(None, None, told))
     assert isinstance(mine, TaskLostError)
     assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+def test_devices_that_a_plugin_wants_too_late_are_refused() -> None:
+    tf.constant(0)  # so that there is a context
+    with pytest.raises(RuntimeError) as error:
+        tf.config.threading.set_intra_op_parallelism_threads(tf.config.threading.get_intra_op_parallelism_threads() + 1)
+    mine = in_our_terms(error.value)
+    assert isinstance(mine, ConfigError)
+    assert "use the options devices.*" in str(mine)
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tf2dist import stop, watch
-from tf2dist.config import RunConfig
-from tf2dist.console import Console
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError
-from tf2dist.watch import Watch
+from tf2dist.launch import monitor, shutdown
+from tf2dist.launch.console import Console
+from tf2dist.launch.monitor import Watch
 
 TASKS = ["worker-0", "worker-1"]
 COMPLAINT = "lost another task: Error from /job:worker"
@@ -54,6 +54,8 @@ class Play:
         self._script = [(at, event) for at, event in self._script if at > self.now]
         for event in due:
             if event["event"] == "exited":
+                if event["code"] == 0 and not event.get("early"):
+                    yield {"event": "done", "task": event["task"]}
                 self.tasks.pop(event["task"], None)
             if event["event"] == "SIGTERM":  # to the launching process
                 self.received.append(signal.SIGTERM)
@@ -91,6 +93,6 @@ def start_with_complaint(play: Play, who: str, task: str, restarts: int) -> None
 def follow(play: Play, monkeypatch: pytest.MonkeyPatch, config: RunConfig, meeting: Any = None) -> Watch:
     """Watches it, by its clock."""
     clock = SimpleNamespace(monotonic=lambda: play.now, time=lambda: play.now, sleep=lambda secs: None)
-    for module in (watch, stop):
+    for module in (monitor, shutdown):
         monkeypatch.setattr(module, "time", clock)
     return Watch(play, Console(), config, meeting, play.received, lambda: None)  # type: ignore[arg-type]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tf2dist import addresses, cli
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist import cli
+from tf2dist.cluster import addresses
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
-from tf2dist.netns import unused_ports
+from tf2dist.linux import unused_ports
 
 WORKER = Task("worker", 0)
 PUBLIC = ["8.8.8.8", "1.1.1.1", "[2606:4700::1111]", "[::ffff:8.8.8.8]"]

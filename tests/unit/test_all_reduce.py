@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf2dist import mesh
-from tf2dist.all_reduce import ONE_HOP_BYTES, AllReduce, LostWorkerError
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.training.synchronous import mesh
+from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce, LostWorkerError
 
 TIMEOUT_SECS = 30
 

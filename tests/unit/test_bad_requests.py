@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit import test_config
-from tf2dist import cli, sources
+from tf2dist import cli
+from tf2dist.data import location
 
+LONG = [*(f"+model.a{i}={'x' * 4000}" for i in range(10)), "plugins=[{files}/empty.py]"]
 HOSTS = ["mode=sync", "cluster=hosts", "task.type=worker", "task.index=0"]
 ADDRESS = "TF_CONFIG: worker 0 ({}): must be host:port"
 TOO_MANY = ",".join(f'"h{i}:99999"' for i in range(5000))
@@ -35,6 +37,10 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["train.steps=[5]"], "train.steps ([5]): must be a whole number"),
     (["train.steps={a: 1}"], "must be a whole number"),
     (["train.epochs=1e308"], "must be at most 1,000,000"),
+    (["train.epochs=1" + "0" * 309], "must be a number of at most 308 digits; give fewer"),
+    (["optimizer.learning_rate=1" + "0" * 309], "at most 308 digits"),
+    (["model.hidden_units=[1" + "0" * 309 + "]"], "at most 308 digits"),
+    (["grace_secs=-1" + "0" * 309], "at most 308 digits"),
     (["train.epochs=-inf"], "must be more than 0"),
     (["train.batch_size_per_worker=null"], "train.batch_size_per_worker (null): must be a whole number"),
     (["train.batch_size_per_worker=99999999999999999"], "must be at most"),
@@ -90,6 +96,7 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["cluster.kind=foo"], "choose with cluster=NAME"),
     (["train=5"], "train (5): holds several options"),
     (["++mode=sync"], "leave out the +"),
+    (["+model." + "x" * 4000 + "=1"], "model.xxxx"),
     (["+foo=1"], "foo: there is no such option"),
     (["~mode"], "options cannot be removed"),
     (["~optimizer.name"], "options cannot be removed"),
@@ -129,10 +136,15 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["plugins=[{files}/loop]"], "there is no such Python file"),
     (["plugins=[{files}/broken.py]"], "line 1: "),
     (["plugins=[{files}/bytes.py]"], "plugins"),
+    (["plugins=[/dev/zero]"], "there is no such Python file"),
+    (["plugins=[/proc/uptime]"], "cannot be read (it is a device)"),
+    (["plugins=[/proc/kmsg]"], "plugins (/proc/kmsg): cannot be read"),
     # Checkpoints.
     (["init_from={files}/file"], "there is no such run directory"),
     (["init_from=" + "x" * 3000], "there is no such run directory"),
     (["init_from={files}", "init_layers=("], "must be a regular expression"),
+    (["init_from={files}", "init_layers=a{99999999999999}"], "must be a regular expression"),
+    (["init_from={files}", "init_layers=" + "(" * 1500 + ")" * 1500], "must be a regular expression"),
     (["init_layers=hidden1"], "is for init_from=RUN_DIR; add that"),
     (["checkpoint.every_secs=nan"], "must be more than 0 and finite"),
     (["checkpoint.keep=0"], "must be at least 1"),
@@ -151,7 +163,16 @@ OPTIONS: list[tuple[list[str], str]] = [
     ([*HOSTS, "cluster.worker=['[::::]:2222']"], "must be host:port"),
     ([*HOSTS, "cluster.worker=['0.0.0.0:2222']"], "must be host:port"),
     ([*HOSTS, "cluster.worker=['a:1','A:01']"], "the same address as worker 0"),
-    ([*HOSTS, "cluster.worker=[no-such-host.invalid:1]"], "does not know the name no-such-host.invalid"),
+    ([*HOSTS, "cluster.worker=['0:2222']"], "0 is read as the number of 0.0.0.0"),
+    ([*HOSTS, "cluster.worker=['224.0.0.1:2222']"], "is an address of many hosts (multicast)"),
+    ([*HOSTS, "cluster.worker=['localhost:2222','127.0.0.1:2222']"], "the same address as worker 0 (localhost:2222)"),
+    (["keras.floatx=float64"], "keras.floatx (float64): must be float32"),
+    (["keras.image_data_format=NCHW"], "keras.image_data_format (NCHW): must be channels_last or channels_first"),
+    ([*(f"+model.a{i}={'x' * 4000}" for i in range(40)), "plugins=[{files}/empty.py]"], "the configuration, with its "),
+    (
+        [*HOSTS, "cluster.worker=[" + ",".join(f"h{i}:1" for i in range(400)) + "]", *LONG],
+        "the configuration, with its host list, has ",
+    ),
     ([*HOSTS, "cluster.worker=[8.8.8.8:2222]"], "can be reached from the internet"),
     ([*HOSTS[:2], "cluster.worker=[a:1]", "task.type=wroker", "task.index=0"], "task type (wroker)"),
 ]
@@ -192,6 +213,7 @@ def files(tmp_path: Path) -> Path:
     folder = tmp_path / "files"
     (folder / "folder.py").mkdir(parents=True)
     (folder / "file").touch()
+    (folder / "empty.py").touch()
     (folder / "config.yaml").touch()
     (folder / "loop").symlink_to("loop")
     (folder / "broken.py").write_text("def x(:\n")
@@ -205,7 +227,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sources, "_download", lambda *args: pytest.fail("a download for a wrong request"))
+    monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
     monkeypatch.setattr(cli, "supervise", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tf2dist import cluster
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.cluster import spec
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
 
 ASYNC = {"chief": ["h0:1"], "ps": ["h1:1"], "worker": ["h2:1", "h3:1"]}
@@ -15,7 +15,7 @@ SYNC = {"worker": ["h2:1", "h3:1"]}
 
 
 def parse(text: str | None, mode: str, run_dir: str | None = None) -> tuple[Cluster, Task]:
-    return cluster.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
+    return spec.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
 
 
 def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
@@ -77,6 +77,19 @@ def test_an_evaluator_must_know_where_the_checkpoints_are() -> None:
         (tf_config({"worker": ["h2:0"]}), "sync", ["port must be from 1 to 65535"]),
         (tf_config({"worker": ["h2:70000"]}), "sync", ["port must be from 1 to 65535"]),
         (tf_config({"worker": ["h2:1", "h2:1"]}), "sync", ["worker 1 (h2:1)", "same address as worker 0"]),
+        (tf_config({"worker": ["0:2222"]}), "sync", ["worker 0 (0:2222)", "0 is read as the number of 0.0.0.0"]),
+        (tf_config({"worker": ["127.1:1"]}), "sync", ["127.1 is read as the number of 127.0.0.1"]),
+        (tf_config({"worker": ["0x7f000001:1"]}), "sync", ["0x7f000001 is read as the number of 127.0.0.1"]),
+        (tf_config({"worker": ["010.0.0.1:1"]}), "sync", ["010.0.0.1 is read as the number of 8.0.0.1"]),
+        (tf_config({"worker": ["224.0.0.1:1"]}), "sync", ["224.0.0.1 is an address of many hosts (multicast)"]),
+        (tf_config({"worker": ["[ff02::1]:1"]}), "sync", ["[ff02::1] is an address of many hosts"]),
+        (tf_config({"worker": ["255.255.255.255:1"]}), "sync", ["is an address of many hosts"]),
+        (tf_config({"worker": ["[::]:1"]}), "sync", ["[::] stands for no host and for all of them"]),
+        (tf_config({"worker": ["localhost:1", "127.0.0.1:1"]}), "sync", ["same address as worker 0 (localhost:1)"]),
+        (tf_config({"worker": ["[::1]:1", "127.0.0.2:1"]}), "sync", ["same address as worker 0 ([::1]:1)"]),
+        (tf_config({"worker": ["10.0.0.1:1", "[::ffff:a00:1]:01"]}), "sync", ["same address as worker 0"]),
+        (tf_config({"worker": ["[fd00::1]:1", "[FD00:0::1]:1"]}), "sync", ["same address as worker 0"]),
+        (tf_config({"worker": ["Host.:1", "host:1"]}), "sync", ["same address as worker 0 (Host.:1)"]),
         (tf_config({"worker": []}), "sync", ["job worker: is missing"]),
         (tf_config({"chief": ["a:1", "b:1"], "worker": ["c:1"]}), "sync", ["job chief: has 2 tasks"]),
         (tf_config(SYNC), "async", ["job chief: is missing", "job ps: is missing"]),
@@ -101,22 +114,23 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_host_lists_say_the_same_as_tf_config() -> None:
     lists = ClusterConfig(kind="hosts", **ASYNC)  # type: ignore[arg-type]
     config = RunConfig(cluster=lists, task=TaskConfig(type="ps", index=0))
-    assert cluster.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
+    assert spec.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
 
 
 def test_host_lists_need_a_task() -> None:
     config = RunConfig(mode="sync", cluster=ClusterConfig(kind="hosts", worker=["a:1"]))
     with pytest.raises(ClusterError, match=r"task\.type and task\.index"):
-        cluster.from_config(config, None)
+        spec.from_config(config, None)
 
 
 def test_a_local_cluster_has_an_address_for_everyone() -> None:
-    made = cluster.local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
+    made = spec.local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
     assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert len({made.address(task) for task in made.tasks}) == 6
-    assert set(cluster.local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
+    assert {made.address(task).partition(":")[0] for task in made.tasks} == {"127.0.0.1"}, "no name to look up"
+    assert set(spec.local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
 
 
 def test_a_local_cluster_has_an_end() -> None:
     with pytest.raises(ClusterError, match="use several hosts"):
-        cluster.local("sync", ClusterConfig(num_workers=100), list(range(64)))
+        spec.local("sync", ClusterConfig(num_workers=100), list(range(64)))

@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import cli, compose, config
-from tf2dist.checks import check
-from tf2dist.config import RunConfig
+from tf2dist import cli
+from tf2dist.config import schema
+from tf2dist.config.checks import check
+from tf2dist.config.load import load
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
 
 
 def test_defaults() -> None:
-    made = compose.load([], None)
+    made = load([], None)
     assert (made.mode, made.cluster.kind, made.cluster.num_workers, made.data.name) == ("async", "local", 3, "mnist")
     assert made.train.batch_size_per_worker == 100
 
@@ -34,38 +36,64 @@ def test_of_an_option_given_twice_the_last_counts(capsys: pytest.CaptureFixture[
 
 
 def test_tf_config_chooses_the_cluster() -> None:
-    assert compose.load([], TF_CONFIG).cluster.kind == "tf_config"
+    assert load([], TF_CONFIG).cluster.kind == "tf_config"
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_local_clusters(number: int) -> None:
-    assert compose.load([f"cluster=local{number}"], None).cluster.num_workers == number
+    assert load([f"cluster=local{number}"], None).cluster.num_workers == number
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
 def test_optimizers(name: str) -> None:
-    assert compose.load([f"optimizer={name}", "optimizer.learning_rate=0.5"], None).optimizer["learning_rate"] == 0.5
+    assert load([f"optimizer={name}", "optimizer.learning_rate=0.5"], None).optimizer["learning_rate"] == 0.5
 
 
 def test_experiments() -> None:
-    book = compose.load(["experiment=book_sync"], None)
+    book = load(["experiment=book_sync"], None)
     assert (book.mode, book.model["name"], book.train.steps) == ("sync", "softmax", 27500)
 
 
 def test_no_experiment() -> None:
-    assert compose.load(["experiment=null"], None) == compose.load([], None)
+    assert load(["experiment=null"], None) == load([], None)
 
 
 def test_yaml_and_back() -> None:
-    made = compose.load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
-    assert config.from_yaml(made.to_yaml()) == made
+    made = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
+    assert schema.from_yaml(made.to_yaml()) == made
 
 
 def test_names_from_plugins_pass(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
-    made = compose.load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
+    made = load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
     assert made.model == {"name": "mine", "width": 3}
+
+
+def test_a_plugin_has_options_of_any_kind(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("")
+    given = ["model=mine", "+model.act=gelu", "+model.acts=[relu,gelu]", "+model.wide=true", "+optimizer.kind=lion"]
+    made = load([f"plugins=[{plugin}]", *given, "data=mine", "+data.size=3", "+data.kind=[a,b]"], None)
+    assert made.model == {"name": "mine", "act": "gelu", "acts": ["relu", "gelu"], "wide": True}
+    assert made.optimizer["kind"] == "lion"
+    assert made.data.arguments == {"size": 3, "kind": ["a", "b"]}
+    assert made.as_tree()["data"]["size"] == 3
+    assert schema.from_yaml(made.to_yaml()) == made
+
+
+def test_a_plugin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my own.py").write_text("")
+    for text in ("[~/my own.py]", "['~/my own.py']"):
+        assert load([f"plugins={text}"], None).plugins == [str(tmp_path / "my own.py")]
+
+
+def test_a_whole_number_is_a_rate() -> None:
+    """Keras takes no whole number for a rate."""
+    made = load(["optimizer.learning_rate=1", "optimizer.clipnorm=2", "model=cnn", "model.dropout=0"], None)
+    numbers = [made.optimizer["learning_rate"], made.optimizer["clipnorm"], made.model["dropout"]]
+    assert list(map(repr, numbers)) == ["1.0", "2.0", "0.0"]
 
 
 BAD = [
@@ -87,7 +115,27 @@ BAD = [
     (["+model.width=1"], "model.width: is no option of model=dnn; it has hidden_units"),
     (["model.hidden_units=300,50"], "has a comma; write a list in brackets, model.hidden_units=[300,50]"),
     (["task=worker"], "task (worker): holds two options; give task.type and task.index"),
-    (["plugins=[~/mine.py]"], "stands in quotes"),
+    (["plugins=[~/mine.py]"], "plugins (~/mine.py): there is no such Python file"),
+    (["plugins=[tests/conftest.py]", "data=mine", "data.size=3"], "write +data.size if a plugin of yours has it"),
+    (["plugins=[tests/conftest.py]", "data=mine", "data.num_validaton=3"], "did you mean data.num_validation?"),
+    (["+data.size=3"], "data.size: is no option of data=mnist; it has dir, offline, num_validation, "),
+    (["optimizer.learning_rate=fast", "plugins=[tests/conftest.py]"], "must be a number, true or false, or null"),
+    (
+        ["+model.x={a: 1}", "model=x", "plugins=[tests/conftest.py]"],
+        "must be a number, a word, true, false, null, or a",
+    ),
+    (["mode=sync", "cluster.num_ps=3"], "cluster.num_ps (3): is for mode=async; leave it out"),
+    (["cluster.all_reduce=tensorflow"], "cluster.all_reduce (tensorflow): is for mode=sync; leave it out"),
+    (
+        ["optimizer.learning_rate=choice(0.1,0.2)"],
+        "learning_rate (choice(0.1,0.2)): is a function, and a run takes one",
+    ),
+    (["seed=glob(*)"], "seed (glob(*)): is a function, and a run takes one value; give the value itself"),
+    (["seed=1,2"], "seed (1,2): has a comma, and a run takes one value; give one, and a number with a point"),
+    (["optimizer.learning_rate=0,1"], "give one, and a number with a point"),
+    (["optimizer=sgd,adam"], "a run takes one of them, so give one"),
+    (["optimizer=choice(sgd,adam)"], "is a function, and a run takes one value"),
+    (["model.hidden_units=shuffle([300,50])"], "is a function"),
     (["train.steps=abc"], "train.steps (abc): must be a whole number"),
     (["train.steps=1.5"], "train.steps (1.5): must be a whole number"),
     (["train.epochs=many"], "train.epochs (many): must be a number"),
@@ -140,7 +188,7 @@ BAD = [
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(bad[0]) for bad in BAD])
 def test_every_mistake_has_a_line(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load(overrides, None)
+        load(overrides, None)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
 
@@ -151,16 +199,17 @@ def test_all_broken_rules_are_told_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_a_local_cluster_inside_another_cluster_is_refused() -> None:
-    with pytest.raises(ConfigError, match="TF_CONFIG is set"):
-        compose.load(["cluster=local3"], TF_CONFIG)
+@pytest.mark.parametrize("options", [["cluster=local3"], ["cluster=hosts", "task.type=worker", "task.index=0"]])
+def test_a_cluster_inside_another_cluster_is_refused(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"TF_CONFIG is set.*; leave out cluster=\.\.\., or unset TF_CONFIG to "):
+        load(options, TF_CONFIG)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=40))
 def test_any_override_is_either_taken_or_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
-        compose.load([text], None)
+        load([text], None)
 
 
 def test_the_parent_never_imports_tensorflow() -> None:

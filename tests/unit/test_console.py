@@ -1,21 +1,41 @@
 """What the user sees."""
 
+import contextlib
+import faulthandler
 import io
 import os
 import pty
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from tf2dist import console
-from tf2dist.console import Console
+from tf2dist import cli
+from tf2dist.errors import FailureRecord, TaskFailure
+from tf2dist.launch import console
+from tf2dist.launch.console import Console
+from tf2dist.launch.unblocked import Unblocked
 
 EVENT = {"step": 1200, "target_step": 2750, "loss": 0.31213, "accuracy": 0.9}
+
+
+def all_of(descriptor: int) -> str:
+    """What was written to the other end, which is closed."""
+    output = b""
+    with os.fdopen(descriptor, "rb", buffering=0) as file, contextlib.suppress(OSError):  # a terminal's end is an error
+        while part := file.read(1 << 16):
+            output += part
+    return output.decode()
 
 
 def test_progress_line() -> None:
     assert console.progress_line(1200, 2750, 0.31213, 1520) == "step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left"
     assert console.progress_line(1, 10, 2.5, float("nan")) == "step 1/10  loss 2.5000"
+
+
+@pytest.mark.parametrize(("rate", "text"), [(1520.4, "1,520"), (12.34, "12"), (7.31, "7.3"), (0.0421, "0.042")])
+def test_a_slow_rate_is_not_none(rate: float, text: str) -> None:
+    assert f"  {text} steps/s  " in console.progress_line(1, 10, 2.5, rate)
 
 
 def test_plain_output_is_lines_without_control_characters() -> None:
@@ -42,14 +62,19 @@ def test_the_rate_is_that_of_this_life(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 1,501/2,750  loss 0.3121  100 steps/s  0:12 left" in stream.getvalue()
 
 
-def test_a_narrow_terminal_gets_a_live_line() -> None:
+def test_a_narrow_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     master, slave = pty.openpty()
-    os.set_blocking(master, False)
     with os.fdopen(slave, "w") as stream, Console(stream) as live:
         live.progress(EVENT)
+        live.note("going on")
         live.warn("[look] out")
-    output = os.read(master, 1 << 16).decode()
-    os.close(master)
+    output = all_of(master)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", output)]
+    (shown, *_) = [line for line in lines if "step 1,200" in line]
+    assert len(shown.rstrip()) <= 40
+    assert re.search("[━╸╺]{8} step 1,200/2,750", shown), "the bar stays, and one line is enough"
+    assert "going on" in lines
     assert "\x1b[" in output
     assert "[look] out" in output
 
@@ -71,16 +96,75 @@ def test_result_lines() -> None:
     text = console.result_lines(summary, "outputs/x")
     assert "3 workers and 1 ps, 2,760 steps at 512/s" in text
     assert "test accuracy 0.9775, loss 0.0700 over 10,000 examples" in text
+    small = {"cluster": {"worker": 1, "ps": 0}, "global_step": 1, "steps_per_sec": 0.25, "examples_per_sec": 2.5}
+    assert "mnist: 1 worker, 1 step at 0.25/s (2.5 examples/s)" in console.result_lines(summary | small, "x")
 
 
 def test_a_full_disk_behind_it_is_no_reason_to_stop() -> None:
-    stream = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
-    with Console(stream) as plain:
+    with open("/dev/full", "w", encoding="utf-8") as stream, Console(stream) as plain:
         plain.status("starting")
         plain.warn("look out")
         plain.progress(EVENT)
         plain._plain_at -= console.PLAIN_EVERY_SECS
         plain.progress(EVENT)
         plain.note("still here")
-    with pytest.raises(OSError, match="No space left"):
-        stream.close()
+
+
+SEQUENCE = "a\x1b[2J\x9b1m\rb\x00\u202ec\udcff"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_a_terminal_would_obey_is_spelled_out(is_terminal: bool) -> None:
+    master, slave = pty.openpty() if is_terminal else os.pipe()
+    with os.fdopen(slave, "w") as stream, Console(stream) as shown:
+        for say in (shown.status, shown.note, shown.warn):
+            say(f"{SEQUENCE}\nnext")
+        shown.progress(EVENT)
+    output = all_of(master)
+    assert r"a\x1b[2J\x9b1m\rb\x00\u202ec\udcff" in output
+    assert not [part for part in ("\x1b[2J", "\x9b", "\x00", "\u202e") if part in output]
+
+
+def test_nor_does_a_terminal_obey_an_error_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [FailureRecord(task, 0.0, 1, f"{task}: {SEQUENCE}", SEQUENCE) for task in ("worker-0", "worker-1")]
+
+    def fail(*_: object) -> None:
+        raise TaskFailure(failures)
+
+    monkeypatch.setattr(cli, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 1
+    output = capsys.readouterr().err
+    assert output.count("b\\x00\\u202ec") == 3
+    assert "".join(output.split("\n")).isprintable()
+
+
+def test_a_reader_that_stalls_and_comes_back() -> None:
+    """Nobody waits for it; what fits is kept for later, whole."""
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as stream, Console(stream) as plain:
+        for number in range(100_000):  # more than the pipe and the memory for it
+            plain.status(f"line {number}")
+        read = os.read(ours, 1 << 20)
+        plain.status("and more")
+    with os.fdopen(ours) as rest:
+        lines = (read.decode() + rest.read()).splitlines()
+    assert lines[:2] == ["line 0", "line 1"]
+    assert lines[9_000] == "line 9000", "what the pipe holds, and as much that was kept"
+
+
+def test_a_terminal_that_stalls_keeps_nobody() -> None:
+    """One that says that it is ready takes less than it is given, and an ordinary write waits for the rest."""
+    master, slave = pty.openpty()
+    faulthandler.dump_traceback_later(30, exit=True)  # nothing else ends a write that waits
+    try:
+        with os.fdopen(slave, "w") as stream:
+            terminal = Unblocked(stream)
+            for _ in range(100):
+                terminal.write("x" * 777 + "\n")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(master)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,9 +14,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import ports_of_tasks
-from tf2dist import addresses, doctor, findings, netns, peers, sources
-from tf2dist.config import DataConfig
-from tf2dist.findings import Finding
+from tests.tfds import NAMES, write_mnist
+from tf2dist import doctor, linux
+from tf2dist.cluster import addresses, reachability
+from tf2dist.config.schema import DataConfig
+from tf2dist.data import location
+from tf2dist.launch import machine
+from tf2dist.launch.machine import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +28,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without TensorFlow, in an empty directory that stays empty."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr(findings, "gpus", lambda: iter(()))
+    monkeypatch.setattr(machine, "gpus", lambda: iter(()))
     yield
     assert list((tmp_path / "empty").iterdir()) == []
 
@@ -46,7 +51,10 @@ def test_a_healthy_local_cluster() -> None:
     assert not only(lines, "fail")
     for words in ("ok    configuration: mode=sync", "ok    versions: tensorflow", "ok    data: digits", "memory: "):
         assert any(words in line for line in lines), words
-    assert any("isolation: " in line for line in lines)
+    can = subprocess.run(
+        [sys.executable, "-c", "from tf2dist import linux; raise SystemExit(not linux.enter_private_network())"]
+    )
+    assert only(lines, f"{'warn' if can.returncode else 'ok  '}  isolation: ")
 
 
 def test_all_mistakes_of_a_configuration_are_told() -> None:
@@ -74,7 +82,7 @@ def test_the_cluster_is_looked_at_even_if_the_options_are_wrong() -> None:
 
 
 def test_peers_that_answer_that_do_not_yet_and_that_never_will() -> None:
-    mine, quiet = netns.unused_ports(2)
+    mine, quiet = linux.unused_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"localhost:{server.getsockname()[1]}"
         workers = (f"localhost:{mine}", there, f"localhost:{quiet}", "no-such-host.invalid:1")
@@ -88,8 +96,8 @@ def test_peers_that_answer_that_do_not_yet_and_that_never_will() -> None:
 
 @pytest.mark.parametrize("why", ["No route to host", "Network is unreachable"])
 def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "problem", lambda address: why)
-    mine, other = netns.unused_ports(2)
+    monkeypatch.setattr(reachability, "problem", lambda address: why)
+    mine, other = linux.unused_ports(2)
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
     assert "mend the route" in only(lines, "fail  peers: worker-1")[0]
 
@@ -97,8 +105,8 @@ def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.Monke
 def test_a_peer_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gate:
         monkeypatch.setattr(doctor, "PEERS_TIMEOUT_SECS", 0.1)
-        monkeypatch.setattr(peers, "problem", lambda address: str(gate.accept()))
-        mine, other = netns.unused_ports(2)
+        monkeypatch.setattr(reachability, "problem", lambda address: str(gate.accept()))
+        mine, other = linux.unused_ports(2)
         lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
         socket.create_connection(gate.getsockname()).close()  # lets the thread go
     assert "no answer in" in only(lines, "warn  peers: worker-1")[0]
@@ -122,7 +130,7 @@ def test_a_taken_port_names_its_holder() -> None:
 
 
 def test_a_port_for_outgoing_connections_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = netns.unused_ports(1)
+    (port,) = linux.unused_ports(1)
     monkeypatch.setattr(addresses, "ephemeral_ports", lambda: range(port, port + 10))
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{port}"))
     assert "choose a lower one" in only(lines, f"warn  ports: port {port} of worker-0")[0]
@@ -136,43 +144,45 @@ def test_a_public_address_is_a_failure_and_a_private_one_is_told() -> None:
 
 @pytest.mark.parametrize(("offline", "level"), [("fallback", "warn"), ("fail", "fail")])
 def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MNIST_HOST", "no-such-host.invalid")
+    monkeypatch.setattr(location, "MNIST_HOST", "no-such-host.invalid")
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+    (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
     assert (finding.level, finding.topic) == (level, "data")
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
-    for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001"):
-        (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+    for name in ("dataset_info.json", *NAMES):
+        (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
         assert (
             str(finding).split() == f"{level} data: MNIST in {tmp_path} is not whole; remove {tmp_path}/mnist".split()
         )
         (folder / name).touch()
-    assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
+    shutil.rmtree(tmp_path / "mnist")
+    write_mnist(tmp_path, [b"example"])
+    assert [finding.level for finding in machine.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
 
 
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    levels = [next(findings.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
+    levels = [next(machine.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
     assert levels == ["ok", "fail", "fail", "fail"]
 
 
 def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"tensorflow": "2.20.0", "keras": "3.15.1", "numpy": "2.0.0"}
     monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
-    wrong = [finding for finding in findings.versions() if finding.level == "fail"]
+    wrong = [finding for finding in machine.versions() if finding.level == "fail"]
     assert [finding.text.partition(" is")[0] for finding in wrong] == ["tensorflow 2.20.0"]
     assert "install tensorflow" in wrong[0].fix
 
 
 def test_too_many_tasks_for_the_machine() -> None:
-    levels = {finding.topic: finding.level for finding in findings.processors(10**6, 10**6)}
+    levels = {finding.topic: finding.level for finding in machine.processors(10**6, 10**6)}
     assert levels == {"cores": "warn", "memory": "warn"}
 
 
 def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "versions", lambda: iter([1 // 0]))
+    monkeypatch.setattr(machine, "versions", lambda: iter([1 // 0]))
     assert only(examined("data=digits"), "warn  doctor: could not look: ZeroDivisionError")
 
 

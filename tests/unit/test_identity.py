@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tf2dist import control_port, identity, job_token
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.cluster import listening
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.control import identity, port, token
+from tf2dist.control.identity import differences, explain, identity_of
 from tf2dist.errors import ClusterError, ConfigError
-from tf2dist.identity import differences, explain, identity_of
 
 CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})
 TRAIN = "mnist-train.tfrecord-00000-of-00001"
@@ -90,26 +91,26 @@ def test_what_is_shown_has_an_end() -> None:
 
 
 def test_control_ports() -> None:
-    assert control_port.control_address("host:2222") == ("host", 3222)
-    assert control_port.control_address("[::1]:65000") == ("::1", 64000)
-    assert control_port.control_address("host:5", 10) == ("host", 15)
-    control_port.check_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
+    assert port.control_address("host:2222") == ("host", 3222)
+    assert port.control_address("[::1]:65000") == ("::1", 64000)
+    assert port.control_address("host:5", 10) == ("host", 15)
+    port.check_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
     with pytest.raises(ClusterError, match=r"worker 0 \(a:2222\): its control port 3222 is the port of worker-1"):
-        control_port.check_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
+        port.check_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
     with pytest.raises(ClusterError, match="is the control port of worker-0"):
-        control_port.check_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
+        port.check_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
 
 
 def test_a_name_of_this_host_that_means_loopback_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = control_port.resolve("127.0.0.1", 0)
-    monkeypatch.setattr(control_port, "resolve", lambda host, port: [found])
+    (found,) = listening.resolve("127.0.0.1", 0)
+    monkeypatch.setattr(listening, "resolve", lambda host, port: [found])
     for name, expected in (("some-host", "0.0.0.0"), ("localhost", "127.0.0.1")):
-        with control_port.listen(Cluster("sync", {"worker": (f"{name}:20001",)}), Task("worker", 0), 1000) as listener:
+        with port.listen(Cluster("sync", {"worker": (f"{name}:20001",)}), Task("worker", 0), 1000) as listener:
             assert listener.getsockname()[0] == expected
 
 
 def test_a_proxied_address_listens_everywhere() -> None:
-    with control_port.listen(Cluster("sync", {"worker": ("10.255.255.1:20001",)}), Task("worker", 0), 1000) as listener:
+    with port.listen(Cluster("sync", {"worker": ("10.255.255.1:20001",)}), Task("worker", 0), 1000) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
@@ -118,7 +119,7 @@ SECRET = "0123456789abcdef"
 
 def key(environ: dict[str, str], cluster: Cluster = CLUSTER) -> tuple[bytes, list[str]]:
     told: list[str] = []
-    return job_token.job_key(environ, cluster, told.append), told
+    return token.job_key(environ, cluster, told.append), told
 
 
 def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
@@ -131,9 +132,38 @@ def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
     assert made != key({"TF2DIST_TOKEN": SECRET + "x"})[0]
 
 
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [(0o600, ""), (0o440, ""), (0o640, ""), (0o660, ""), (0o604, "mode 0604"), (0o602, "mode 0602"), (0o444, "others")],
+)
+def test_whose_token_file_it_may_be(tmp_path: Path, mode: int, words: str) -> None:
+    """A mounted Secret belongs to root and the pod's group and is read by the group."""
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(mode)
+    if not words:
+        assert key({"TF2DIST_TOKEN_FILE": str(file)}) == key({"TF2DIST_TOKEN": SECRET})
+        return
+    with pytest.raises(ClusterError, match=words):
+        key({"TF2DIST_TOKEN_FILE": str(file)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_token_file_of_somebody_else(tmp_path: Path) -> None:
+    """Root, as which this runs, can open whatever it is; of the group it may be somebody else's."""
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(0o440)
+    os.chown(file, 12345, os.getegid())
+    assert key({"TF2DIST_TOKEN_FILE": str(file)}) == key({"TF2DIST_TOKEN": SECRET})
+    os.chown(file, 12345, 12345)
+    with pytest.raises(ClusterError, match="belongs to another user and group"):
+        key({"TF2DIST_TOKEN_FILE": str(file)})
+
+
 def test_without_a_token_one_line_unless_all_is_on_this_machine() -> None:
     made, told = key({})
-    assert made == job_token.NO_TOKEN_KEY
+    assert made == token.NO_TOKEN_KEY
     assert len(told) == 1
     assert "no job token" in told[0]
     local = Cluster("sync", {"worker": ("localhost:1", "127.0.0.1:2", "[::1]:3")})
@@ -147,7 +177,7 @@ def test_bad_tokens(tmp_path: Path) -> None:
         file.chmod(0o644 if file is open_to_all else 0o600)
     os.mkfifo(pipe, 0o600)
     cases = {
-        str(open_to_all): "chmod 600",
+        str(open_to_all): r"others can read or write it \(mode 0644\); chmod o= ",
         str(short): "has 5 characters, the token must have at least 16",
         str(binary): "is not text",
         str(pipe): "is not a regular file",

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tf2dist.inbox import sever
+from tf2dist.process.inbox import sever
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"], ids=["ipv4", "ipv4 by ipv6"])

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tf2dist import pulse
-from tf2dist.ends import rank
 from tf2dist.errors import FailureRecord
-from tf2dist.policy import RestartPolicy, Verdict, Vitals
+from tf2dist.launch.failures import rank
+from tf2dist.launch.restarts import RestartPolicy, Verdict, Vitals
+from tf2dist.process import heartbeat
 
 LOST = 138
 
@@ -175,10 +175,10 @@ def test_a_launcher_that_was_stopped_has_seen_nothing() -> None:
 
 def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(pulse, "_send", told.append)
-    monkeypatch.setattr(pulse, "_deadline", time.monotonic())
-    monkeypatch.setattr(pulse, "_watchdog_secs", 10.0)
-    with contextlib.suppress(KeyError), pulse.mute(30.0):
-        assert pulse._deadline > time.monotonic() + 35.0, "it need not make progress either"
+    monkeypatch.setattr(heartbeat, "_send", told.append)
+    monkeypatch.setattr(heartbeat, "_deadline", time.monotonic())
+    monkeypatch.setattr(heartbeat, "_watchdog_secs", 10.0)
+    with contextlib.suppress(KeyError), heartbeat.mute(30.0):
+        assert heartbeat._deadline > time.monotonic() + 35.0, "it need not make progress either"
         raise KeyError
     assert told == [{"event": "mute", "silent_secs": 30.0}, {"event": "mute", "silent_secs": 0.0}]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.test_saving import assert_same, fail, snapshot
+from tf2dist.checkpoint.saver import Saver
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.errors import TrainingError
-from tf2dist.saver import Saver
-from tf2dist.saving import Checkpoints
-from tf2dist.snapshot import Snapshot
-from tf2dist.supervisor import check_saved
+from tf2dist.launch.supervisor import check_saved
 
 
 class Disk(Checkpoints):
@@ -19,10 +19,10 @@ class Disk(Checkpoints):
 
     full = True
 
-    def save(self, snapshot: Snapshot) -> Path:
+    def _write(self, path: Path, snapshot: Snapshot) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return super().save(snapshot)
+        super()._write(path, snapshot)
 
 
 def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
@@ -66,6 +66,53 @@ def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
     assert_same(disk.newest(fail), snapshot(9))
     saver.insist(9, lambda: pytest.fail("it is saved"))
     check_saved({"global_step": 9, "saved_step": saver.saved_step})
+
+
+class SmallDisk(Checkpoints):
+    """A disk with room for so many checkpoints."""
+
+    room = 3
+
+    def _write(self, path: Path, snapshot: Snapshot) -> None:
+        if len(self.paths()) >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super()._write(path, snapshot)
+
+
+def steps_on(disk: Checkpoints) -> list[int]:
+    return [int(path.name[-3:]) for path in disk.paths()]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_older_ones_make_room_for_the_last(tmp_path: Path, stopping: bool) -> None:
+    sent: list[dict[str, Any]] = []
+    disk = SmallDisk(tmp_path, keep=5)
+    saver = Saver(disk, None, sent.append, {})
+    for step in (1, 2, 3, 4):
+        saver.save(lambda: snapshot(step))  # noqa: B023
+    assert steps_on(disk) == [1, 2, 3], "on the way nothing makes room"
+    sent.clear()
+    if stopping:
+        saver.save(lambda: snapshot(4), stopping=True)
+    else:
+        saver.insist(4, lambda: snapshot(4))
+    assert steps_on(disk) == [2, 3, 4]
+    text = "step-0000000001 was removed: the disk is full, and step 4 needs its room"
+    assert sent == [{"event": "warning", "text": text}, {"event": "saved", "step": 4, "stopping": stopping}]
+    assert_same(disk.newest(fail), snapshot(4))
+
+
+def test_the_newest_whole_one_makes_room_for_nothing(tmp_path: Path) -> None:
+    """What has been committed may be all that there is, if the disk does not take the next one even so."""
+    disk = SmallDisk(tmp_path, keep=5)
+    for step in (1, 2, 3):
+        disk.save(snapshot(step))
+    (disk.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
+    disk = SmallDisk(tmp_path, keep=5)
+    disk.room = 0
+    with pytest.raises(OSError, match="No space left"):
+        disk.save(snapshot(4), lambda text: None)
+    assert steps_on(disk) == [2]
 
 
 def test_never_by_time(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.unit.play import TASKS, Play, complain, ended, follow, start_with_complaint
-from tf2dist import stop, watch
-from tf2dist.config import RunConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Interrupted, TaskFailure
+from tf2dist.launch import monitor, shutdown
 
 BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
 
@@ -17,10 +17,10 @@ BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
 @pytest.mark.parametrize(
     ("script", "patience", "told"),
     [
-        ([], stop.START_SECS, ""),
+        ([], shutdown.START_SECS, ""),
         ([(102.0, BEGUN)], RunConfig().grace_secs, "; nothing was saved"),
-        ([(102.0, BEGUN), (103.0, ended(TASKS[1], -9))], stop.START_SECS, ""),  # all begin again
-        ([(105.0, BEGUN)], stop.START_SECS, "; nothing was saved"),
+        ([(102.0, BEGUN), (103.0, ended(TASKS[1], -9))], shutdown.START_SECS, ""),  # all begin again
+        ([(105.0, BEGUN)], shutdown.START_SECS, "; nothing was saved"),
     ],
     ids=["before", "after", "again", "meanwhile"],
 )
@@ -35,7 +35,7 @@ def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
     watched = follow(play, monkeypatch, RunConfig(mode="sync"))
     with pytest.raises(Interrupted, match=f"^stopped by SIGTERM{told}$"):
         watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
-    assert play.now - 104.5 == pytest.approx(patience, abs=2 * watch.POLL_SECS)
+    assert play.now - 104.5 == pytest.approx(patience, abs=2 * monitor.POLL_SECS)
 
 
 @pytest.mark.parametrize("saved_at", [103.0, 105.5])  # the leader may have heard of the stop from another host's task

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.unit.play import COMPLAINT, TASKS, Play, complain, ended, follow, start_with_complaint
-from tf2dist import ends
-from tf2dist.config import RunConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
+from tf2dist.launch import deaths
 
 
 def run(play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:
@@ -47,16 +47,60 @@ def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path, mon
 
 
 class Elsewhere:
-    """A meeting that hears of the end of the leader on another host."""
+    """A meeting that hears of tasks on other hosts."""
 
-    def __init__(self, play: Play, ended_at: float) -> None:
-        self._play, self._ended_at = play, ended_at
+    def __init__(self, play: Play, script: list[tuple[float, dict[str, Any]]]) -> None:
+        self._play, self._script = play, script
 
     def events(self) -> list[dict[str, Any]]:
-        if self._play.now < self._ended_at:
-            return []
-        self._ended_at = float("inf")
-        return [{"event": "ended", "task": "chief-0", "code": 0, "message": ""}]
+        due = [event for at, event in self._script if at <= self._play.now]
+        self._script = [(at, event) for at, event in self._script if at > self._play.now]
+        return due
+
+
+PS_LOST: dict[str, Any] = {"event": "lost", "task": "ps-0", "why": "the connection was closed"}
+WORKER_ENDED: dict[str, Any] = {
+    "event": "ended",
+    "task": "worker-1",
+    "code": 138,
+    "message": "ps-0: is gone (the connection was closed)",
+}
+
+
+@pytest.mark.parametrize("order", [(103.0, 103.0), (103.0, 104.0), (104.0, 103.0)])
+def test_a_worker_that_ends_since_a_ps_is_gone_is_not_the_one_that_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], order: tuple[float, float]
+) -> None:
+    """Whichever of the two ends is heard of first."""
+    play = Play(tmp_path, [])
+    script = list(zip(order, (PS_LOST, WORKER_ENDED), strict=True))
+    watched = follow(play, monkeypatch, RunConfig(mode="async"), Elsewhere(play, script))
+    with pytest.raises(TaskFailure, match=r"^ps-0: is gone \(the connection was closed\)") as caught:
+        watched.run(["worker-0"], "chief-0", play.start)
+    assert caught.value.exit_code == 138
+    assert "the others go on" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "task", "told"),
+    [
+        ("async", "worker-0", "starting it again"),
+        ("async", "ps-0", "starting all tasks again"),
+        ("async", "chief-0", "starting all tasks again"),
+        ("sync", "worker-1", "starting all tasks again"),
+    ],
+)
+def test_a_task_that_ends_too_early_with_code_0_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, task: str, told: str
+) -> None:
+    tasks = TASKS if mode == "sync" else ["chief-0", "ps-0", "worker-0"]
+    end = ended(task, 0) | {"early": True}
+    result = {"event": "result", "task": tasks[0], "summary": {"done": True}}
+    script = [(103.0, end), (110.0, result), *((111.0, ended(name, 0)) for name in tasks)]
+    watched = follow(play := Play(tmp_path, script), monkeypatch, RunConfig(mode=mode))
+    assert watched.run(tasks, tasks[0], lambda name, _: play.tasks.update({name: 1}))["restarts"] == 1
+    said = f"tf2dist: warning: {task} ended with exit code 0 before the end of the run; {told}\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(("ended_at", "fails"), [(102.0, False), (105.0, False), (1000.0, True)])
@@ -65,7 +109,9 @@ def test_a_task_that_finds_nobody_since_the_run_is_done_has_not_failed(
 ) -> None:
     complain(tmp_path, "worker-0")
     play = Play(tmp_path, [(104.0, ended("worker-0", 138))])
-    watched = follow(play, monkeypatch, RunConfig(mode="async"), Elsewhere(play, ended_at))
+    leader_is_done = {"event": "ended", "task": "chief-0", "code": 0, "message": ""}
+    meeting = Elsewhere(play, [(ended_at, leader_is_done)])
+    watched = follow(play, monkeypatch, RunConfig(mode="async"), meeting)
     start = partial(start_with_complaint, play, "worker-0")
     with pytest.raises(TaskFailure, match="worker-0") if fails else contextlib.nullcontext():
         assert watched.run(["worker-0"], "chief-0", start) == {}
@@ -120,7 +166,7 @@ def test_who_waits_for_a_silent_task_is_not_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asleep: bool, runs: bool
 ) -> None:
     """Also if the launcher was stopped when the task fell silent, and hears of the other one first."""
-    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})], silent="worker-1", runs=runs)
+    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0", "secs": 10})], silent="worker-1", runs=runs)
     monkeypatch.setattr(play, "events", lambda secs: _sleep_once(play, secs) if asleep else Play.events(play, secs))
     told = run(play, monkeypatch, capsys)
     assert told == "tf2dist: warning: worker-1 showed no sign of life for 6 s; starting all tasks again\n"
@@ -132,10 +178,49 @@ def _sleep_once(play: Play, timeout_secs: float) -> Iterator[dict[str, Any]]:
     yield from Play.events(play, timeout_secs)
 
 
+def stalled(task: str, where: str = "", is_users: bool = False) -> dict[str, Any]:
+    return {"event": "stalled", "task": task, "secs": 605, "where": where, "is_users": is_users}
+
+
+def test_who_stands_in_the_users_code_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the one that waits for it complains first."""
+    waits = stalled("worker-0", "SyncLoop.train (tf2dist/training/synchronous/loop.py:9)")
+    play = Play(tmp_path, [(105.0, waits), (107.0, stalled("worker-1", "load (mine.py:3)", is_users=True))])
+    watched = follow(play, monkeypatch, RunConfig(mode="sync", watchdog_secs=10.0))
+    with pytest.raises(TaskFailure) as caught:
+        watched.run(TASKS, TASKS[0], play.start)
+    assert caught.value.exit_code == 1
+    said = "worker-1: made no progress for 605 s in load (mine.py:3), see the stacks in its log"
+    assert str(caught.value) == said
+
+
+def test_it_is_told_where_tasks_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a line for all that stand there, without those that may wait for them."""
+
+    def standing(task: str, is_users: bool) -> dict[str, Any]:
+        where = "load (mine.py:3)" if is_users else "join (tf2dist/strategy.py:8)"
+        return {"event": "standing", "task": task, "secs": 30, "where": where, "is_users": is_users}
+
+    script = [
+        (103.0, standing("worker-0", False)),
+        (103.3, standing("worker-1", True)),
+        (106.0, standing("worker-0", True)),
+    ]
+    script += [
+        (106.5, standing("worker-1", True)),
+        (110.0, {"event": "result", "task": TASKS[0], "summary": {"done": 1}}),
+    ]
+    script += [(111.0, ended(task, 0)) for task in TASKS]
+    told = run(Play(tmp_path, script), monkeypatch, capsys)
+    assert told == "worker-1: in load (mine.py:3) for 30 s\nworker-0, worker-1: in load (mine.py:3) for 30 s\n"
+
+
 def test_who_makes_no_progress_alone_is_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0"})])
+    play = Play(tmp_path, [(105.0, {"event": "stalled", "task": "worker-0", "secs": 10})])
     told = run(play, monkeypatch, capsys)
     assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in told
 
@@ -176,7 +261,7 @@ def test_only_a_task_that_runs_is_waited_for_to_write_its_stacks(
 def test_a_task_that_stalls_and_ends_at_once_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = [(115.0, {"event": "stalled", "task": "worker-0"}), (115.0, ended("worker-0", 138))]
+    script = [(115.0, {"event": "stalled", "task": "worker-0", "secs": 10}), (115.0, ended("worker-0", 138))]
     play = Play(tmp_path, script)
     monkeypatch.setattr(play, "start", partial(start_with_complaint, play, "worker-0"))
     told = run(play, monkeypatch, capsys)
@@ -216,7 +301,7 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_named(
 ) -> None:
     events = tmp_path / "vmstat"
     events.write_text("pgfault 0\noom_kill 1\n")
-    monkeypatch.setattr(ends, "_oom_counts", lambda: [tmp_path / "none", events])
+    monkeypatch.setattr(deaths, "_oom_counts", lambda: [tmp_path / "none", events])
     play = Play(tmp_path, [(104.0, ended("worker-1", -9))])
     monkeypatch.setattr(play, "events", lambda secs: _run_out_of_memory(play, secs, events))
     with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL: out of memory"):

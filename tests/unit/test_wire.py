@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist import wire
-from tf2dist.wire import Channel, WireError
+from tf2dist.control import channel
+from tf2dist.control.channel import Channel, WireError
 
 KEY = b"k" * 32
 MESSAGE = {"type": "beat", "text": "grüße", "list": [1, 2.5, None]}
 
 
-def pass_on(source: Channel, target: Channel) -> list[wire.Message]:
+def pass_on(source: Channel, target: Channel) -> list[channel.Message]:
     data = bytes(source.unsent)
     source.unsent.clear()
     return target.receive(data)
@@ -54,10 +54,10 @@ def test_another_key() -> None:
 
 def test_a_stranger_hears_a_nonce_and_nothing_else() -> None:
     accepting = Channel(KEY, dials=False)
-    assert len(accepting.unsent) == wire.NONCE_BYTES
+    assert len(accepting.unsent) == channel.NONCE_BYTES
     accepting.unsent.clear()
     with pytest.raises(WireError):
-        accepting.receive(wire.new_nonce() + bytes(32))
+        accepting.receive(channel.Nonces().new() + bytes(32))
     assert not accepting.unsent
     assert not accepting.open
     with pytest.raises(WireError, match="before the other side has proved itself"):
@@ -67,7 +67,7 @@ def test_a_stranger_hears_a_nonce_and_nothing_else() -> None:
 def test_an_accepting_side_that_does_not_know_the_key() -> None:
     dialing = Channel(KEY, dials=True)
     with pytest.raises(WireError, match="token differs"):
-        dialing.receive(wire.new_nonce() + bytes(32))
+        dialing.receive(channel.Nonces().new() + bytes(32))
 
 
 def test_another_program() -> None:
@@ -81,13 +81,26 @@ def test_a_proof_is_not_good_for_the_other_side() -> None:
     nonce = bytes(accepting.unsent)
     dialing.receive(nonce)
     with pytest.raises(WireError):  # as if the dialing side had accepted
-        dialing.receive(bytes(dialing.unsent)[wire.NONCE_BYTES :])
+        dialing.receive(bytes(dialing.unsent)[channel.NONCE_BYTES :])
     other = Channel(KEY, dials=False)
     with pytest.raises(WireError):  # the proof of one connection in another
         other.receive(bytes(dialing.unsent))
     mirror = Channel(KEY, dials=False)
     with pytest.raises(WireError):  # our own nonce, sent back
         mirror.receive(bytes(mirror.unsent) + bytes(32))
+
+
+def test_a_call_that_comes_back_proves_nothing() -> None:
+    """Both ends of it know the key; without a proof whoever passes it on has nothing to pass on."""
+    nonces = channel.Nonces()
+    accepting, dialing = Channel(KEY, dials=False, nonces=nonces), Channel(KEY, dials=True, nonces=nonces)
+    with pytest.raises(WireError, match="passed back to us"):
+        pass_on(accepting, dialing)
+    assert not dialing.unsent
+    assert not dialing.proved
+    other = Channel(KEY, dials=True)
+    pass_on(Channel(KEY, dials=False, nonces=nonces), other)
+    assert other.proved, "to others the nonce is as good as any"
 
 
 def test_a_message_is_good_once_in_its_own_direction_and_order() -> None:
@@ -117,7 +130,7 @@ def test_every_changed_byte_is_seen(place: int, change: int) -> None:
     data = bytearray(dialing.unsent)
     data[place % len(data)] ^= change
     try:
-        received = accepting.receive(bytes(data) + bytes(wire.MAX_MESSAGE_BYTES))
+        received = accepting.receive(bytes(data) + bytes(channel.MAX_MESSAGE_BYTES))
     except WireError:
         return
     assert not received
@@ -138,10 +151,10 @@ def test_garbage_is_an_error_or_nothing(pieces: list[bytes], dials: bool, proved
 def test_limits() -> None:
     dialing, accepting = pair()
     with pytest.raises(WireError, match="at most 65536"):
-        dialing.send({"type": "x", "text": "y" * wire.MAX_MESSAGE_BYTES})
+        dialing.send({"type": "x", "text": "y" * channel.MAX_MESSAGE_BYTES})
     with pytest.raises(WireError, match="announces 65537 bytes"):
-        accepting.receive(wire.LENGTH.pack(wire.MAX_MESSAGE_BYTES + 1))
-    while len(dialing.unsent) <= wire.MAX_UNSENT_BYTES:
+        accepting.receive(channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1))
+    while len(dialing.unsent) <= channel.MAX_UNSENT_BYTES:
         dialing.send({"type": "x", "text": "y" * 60_000})
     with pytest.raises(WireError, match="reads nothing"):
         dialing.send({"type": "x"})
@@ -150,4 +163,4 @@ def test_limits() -> None:
 @pytest.mark.parametrize("text", [b"[" * 60_000, b"{}", b"[]", b'{"type": 1}', b"\xff", b"1" * 6000, b""])
 def test_bad_json(text: bytes) -> None:
     with pytest.raises(WireError):
-        wire._parsed(text)
+        channel._parsed(text)

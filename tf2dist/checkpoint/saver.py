@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tf2dist.forkserver import Send
-from tf2dist.saving import Checkpoints
-from tf2dist.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.messages import Send
 
 RETRY_SECS = 30.0  # after an attempt to save that failed
 
@@ -27,10 +27,14 @@ class NoSaver:
         return False
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        """Saves what `take` gives, as far as the disk allows; `stopping`: since the run was asked to stop."""
+        """Saves what `take` gives, as far as the disk allows.
+
+        Args:
+            stopping: since the run was asked to stop: on a full disk older ones make room for it.
+        """
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
-        """Tries once more if `step` could not be saved."""
+        """Tries once more if `step` could not be saved: on a full disk older ones make room for it."""
 
 
 class Saver(NoSaver):
@@ -57,19 +61,25 @@ class Saver(NoSaver):
         return self._clock() >= self._due_at
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
+        self._save(take, stopping, self._warn if stopping else None)
+
+    def _save(self, take: Callable[[], Snapshot], stopping: bool, tell_room: Tell | None) -> None:
         snapshot = take()
         snapshot = replace(snapshot, facts=snapshot.facts | self._facts)
         self._due_at = self._clock() + self._every_secs
         try:
-            self._checkpoints.save(snapshot)
+            self._checkpoints.save(snapshot, tell_room)
         except OSError as error:  # a full disk: what was saved before stays, and may have company later
             self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
-            text = f"step {snapshot.step} could not be saved ({error.strerror or error}); what was saved before stays"
-            self._send({"event": "warning", "text": text})
+            reason = error.strerror or error
+            self._warn(f"step {snapshot.step} could not be saved ({reason}); what was saved before stays")
         else:
             self.saved_step = snapshot.step
             self._send({"event": "saved", "step": snapshot.step, "stopping": stopping})
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
         if self.saved_step != step:
-            self.save(take)
+            self._save(take, stopping=False, tell_room=self._warn)
+
+    def _warn(self, text: str) -> None:
+        self._send({"event": "warning", "text": text})

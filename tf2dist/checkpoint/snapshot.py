@@ -8,17 +8,26 @@ number of workers and ps.
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tf2dist.checkpoint.archive import Described, check_members, check_size, read_array
+from tf2dist.checkpoint.facts import check_facts, is_whole
+from tf2dist.errors import first_line
+from tf2dist.files import open_to_read
+
 FORMAT = 2
+MAX_MANIFEST_BYTES = 1 << 24  # a hundred thousand arrays
 UNSEALED = 1  # the format before, without a hash of the manifest
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 
@@ -73,17 +82,22 @@ def write(folder: Path, snapshot: Snapshot) -> None:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
+    with open_to_read(folder / ARRAYS) as written:
+        size, sha256 = os.fstat(written.fileno()).st_size, _sha256(written)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": snapshot.step,
         **snapshot.facts,
         "arrays": {n: {"shape": list(a.shape), "dtype": str(a.dtype)} for n, a in snapshot.arrays.items()},
-        "files": {ARRAYS: {"bytes": (folder / ARRAYS).stat().st_size, "sha256": _sha256(folder / ARRAYS)}},
+        "files": {ARRAYS: {"bytes": size, "sha256": sha256}},
     }
-    with open(folder / MANIFEST, "x", encoding="utf-8") as text:
-        json.dump(manifest | {"sha256": _seal(manifest)}, text, indent=1)
-        text.flush()
-        os.fsync(text.fileno())
+    text = json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise OSError(errno.EFBIG, f"{MANIFEST} would have more than {MAX_MANIFEST_BYTES} bytes")
+    with open(folder / MANIFEST, "x", encoding="utf-8") as sealed:
+        sealed.write(text)
+        sealed.flush()
+        os.fsync(sealed.fileno())
     flush(folder)
 
 
@@ -97,9 +111,8 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(file: io.BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _seal(manifest: dict[str, Any]) -> str:
@@ -113,7 +126,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it is not there, or not one.
     """
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    with open_to_read(path / MANIFEST) as file:
+        text = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
+    manifest = json.loads(text.decode())
     if not isinstance(manifest, dict) or manifest.get("format") not in (UNSEALED, FORMAT):
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
     seal = manifest.pop("sha256", None)
@@ -122,28 +139,73 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Checks everything but that the arrays can be loaded.
+def _described(manifest: dict[str, Any]) -> tuple[dict[str, Described], int, str]:
+    """Takes out of a manifest what it says of the arrays, and the size and the hash of their file.
 
-    Returns:
-        The step and the facts, and the names of the arrays.
+    Raises:
+        ValueError: it does not say what a run needs.
+    """
+    try:
+        files, arrays = manifest.pop("files"), manifest.pop("arrays")
+        size, sha256 = files[ARRAYS]["bytes"], files[ARRAYS]["sha256"]
+        described = {name: Described.of(array["shape"], array["dtype"]) for name, array in arrays.items()}
+        if not is_whole(manifest["step"]):
+            raise KeyError("step")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} does not say what it must ({error})") from None
+    try:
+        check_facts(manifest)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} {error}") from None
+    return described, size, sha256
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Described], zipfile.ZipFile]]:
+    """Checks everything of one checkpoint but the bytes of the arrays, and holds it open.
+
+    Yields:
+        The step and the facts, what the arrays are, and the file with them.
+    """
+    manifest = _read_manifest(path)
+    described, size, sha256 = _described(manifest)
+    if path.name != folder_name(manifest["step"]):
+        raise ValueError(f"{MANIFEST} is of {folder_name(manifest['step'])}")
+    with open_to_read(path / ARRAYS) as file:
+        if (found := os.fstat(file.fileno()).st_size) != size:
+            raise ValueError(f"{ARRAYS} has {found} bytes instead of {size}")
+        check_size(size, described)
+        if _sha256(file) != sha256:
+            raise ValueError(f"{ARRAYS} has been changed: its hash is not the manifest's")
+        file.seek(0)
+        with zipfile.ZipFile(file) as archive:
+            check_members(archive, described)
+            yield manifest, described, archive
+
+
+@contextlib.contextmanager
+def _damage() -> Iterator[None]:
+    """Makes one kind of error of all that readers of files say of bytes that they do not expect.
+
+    A hash tells of accidents alone: whoever changes an array can change the hash as well. zipfile, json
+    and numpy then raise errors of a dozen kinds, RecursionError among them.
+    """
+    try:
+        yield
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {first_line(str(error))}") from error
+
+
+def verify(path: Path) -> None:
+    """Checks everything but the bytes of the arrays, which a hash stands for.
 
     Raises:
         OSError, ValueError: what is wrong with it.
     """
-    manifest = _read_manifest(path)
-    try:
-        files, names = manifest.pop("files"), set(manifest.pop("arrays"))
-        name, size, sha256 = folder_name(manifest["step"]), files[ARRAYS]["bytes"], files[ARRAYS]["sha256"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{MANIFEST} does not say what it must ({error})") from None
-    if path.name != name:
-        raise ValueError(f"{MANIFEST} is of {name}")
-    if (found := (path / ARRAYS).stat().st_size) != size:
-        raise ValueError(f"{ARRAYS} has {found} bytes instead of {size}")
-    if _sha256(path / ARRAYS) != sha256:
-        raise ValueError(f"{ARRAYS} has been changed: its hash is not the manifest's")
-    return manifest, names
+    with _damage(), _opened(path):
+        pass
 
 
 def read(path: Path) -> Snapshot:
@@ -152,8 +214,6 @@ def read(path: Path) -> Snapshot:
     Raises:
         OSError, ValueError: what is wrong with it.
     """
-    facts, names = verify(path)
-    with np.load(path / ARRAYS, allow_pickle=False) as arrays:
-        if set(arrays) != names:
-            raise ValueError(f"{ARRAYS} does not hold the arrays of {MANIFEST}")
-        return Snapshot(facts.pop("step"), dict(arrays), facts)
+    with _damage(), _opened(path) as (facts, described, archive):
+        arrays = {name: read_array(archive, name) for name in described}
+        return Snapshot(facts.pop("step"), arrays, facts)

@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.config import RunConfig
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.config.schema import KerasConfig, RunConfig
+from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.pipeline import Sharding
-from tf2dist.snapshot import Snapshot
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
 MAX_NAMES = 6  # of variables in a message
@@ -100,8 +100,27 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def check_same(named: Named, snapshot: Snapshot, data: str) -> None:
-    """Refuses the checkpoint of another model, optimizer or data set.
+def check_keras(snapshot: Snapshot, settings: KerasConfig, option: str) -> None:
+    """Refuses a checkpoint made under other settings of Keras, which make another model of equal weights.
+
+    Args:
+        option: that has named the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: naming the first setting that differs.
+    """
+    before = snapshot.facts.get("keras")  # older ones have none
+    for name, now in asdict(settings).items():
+        then = before.get(name) if isinstance(before, dict) else None
+        if None not in (then, now) and then != now:
+            raise CheckpointError(
+                f"{option}: was trained with keras.{name}={then}, and it is {now} now; give keras.{name}={then}, or "
+                "name another directory"
+            )
+
+
+def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfig) -> None:
+    """Refuses the checkpoint of another model, optimizer or data set, or of other settings of Keras.
 
     Raises:
         CheckpointError: saying what is missing, extra or of another shape.
@@ -110,6 +129,7 @@ def check_same(named: Named, snapshot: Snapshot, data: str) -> None:
     trained_on = snapshot.facts.get("data", data)
     if trained_on != data:
         raise CheckpointError(f"run_dir: was trained on {trained_on}, and data is {data} now; {way_out}")
+    check_keras(snapshot, settings, "run_dir")
     found = {name: array.shape for name, array in snapshot.arrays.items()}
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
     for group in ("model/", "optimizer/"):
@@ -156,13 +176,41 @@ def begin(named: Named, start: Snapshot | None, config: RunConfig) -> str:
     if start is None:
         return ""
     if start.is_resumed:
-        check_same(named, start, config.data.name)
+        check_same(named, start, config.data.name, config.keras)
         assign(named, {name: start.arrays[name] for name in named})
         return f"going on at step {start.step}"
     arrays = chosen(named, start, config.init_layers)
     assign(named, arrays)
     layers = dict.fromkeys(name.removeprefix("model/").rpartition("/")[0] for name in arrays)
     return f"weights of {', '.join(layers)} from {config.init_from}"
+
+
+def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
+    """Counts every update that the optimizer is given; `iterations` leaves out those that it only accumulates."""
+    return next(variable for variable in optimizer.variables if variable.name == COUNTERS[0])
+
+
+def finalizes(optimizer: keras.Optimizer) -> bool:
+    """Whether the optimizer has the last word on the weights."""
+    usual = keras.optimizers.Optimizer.finalize_variable_values
+    return bool(optimizer.use_ema) or type(optimizer).finalize_variable_values is not usual
+
+
+def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Variable]]]) -> dict[str, np.ndarray]:
+    """Gives the model the weights that are evaluated, as `Model.fit` does at its end: moving averages, with `use_ema`.
+
+    Args:
+        optimizers: each with the variables that it trains.
+
+    Returns:
+        The arrays that a run goes on from, where they are not what the model holds now.
+    """
+    if not any(finalizes(optimizer) for optimizer, _ in optimizers):
+        return {}
+    trained = values({name: variables for name, variables in named.items() if name.startswith("model/")})
+    for optimizer, variables in optimizers:
+        optimizer.finalize_variable_values(variables)
+    return trained
 
 
 def input_facts(sharding: Sharding, positions: list[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import socket
 import struct
 from pathlib import Path
 
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 
 SIOCGIFADDR = 0x8915

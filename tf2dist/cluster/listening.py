@@ -1,59 +1,28 @@
-"""The port on which a task's launching process talks with the others, beside the port of TensorFlow."""
+"""Listening sockets at a task's own address, and what its name means on this host."""
 
 import errno
 import ipaddress
 import socket
 
-from tf2dist.addresses import split
-from tf2dist.cluster import Cluster, Task
-from tf2dist.errors import ClusterError
+from tf2dist.cluster.addresses import split
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import ClusterError, TaskLostError
 
-SHIFT = 1000
-MAX_SHIFT = 32_767  # so that one of the two directions always leads to a port
 BACKLOG = 64
-
-
-def control_address(address: str, shift: int = SHIFT) -> tuple[str, int]:
-    """Host and control port of the task whose TensorFlow port is at "host:port"."""
-    host, port = split(address)
-    return host, port + shift if port + shift <= 65535 else port - shift
-
-
-def check_ports(cluster: Cluster, shift: int) -> None:
-    """Raises ClusterError where a control port is another task's port, or its control port."""
-    taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
-    for task in cluster.tasks:
-        host, port = control_address(cluster.address(task), shift)
-        if (host, port) in taken:
-            raise ClusterError(
-                f"{task.job} {task.index} ({cluster.address(task)}): its control port {port} is {taken[host, port]}; "
-                f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
-            )
-        taken[host, port] = f"the control port of {task}"
-
-
-def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
-    """Listens at the task's own address alone; where it is not this host's, behind a proxy, at all of them.
-
-    Raises:
-        ClusterError: the port is taken, or the name unknown.
-    """
-    host, port = control_address(cluster.address(task), shift)
-    name = f"{task.job} {task.index} ({cluster.address(task)})"
-    return _listen(name, [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))])
 
 
 def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
     """Listens at some free port of the task's own address.
 
     Raises:
-        ClusterError: the address is not this host's, or the name unknown.
+        ClusterError: the address is not this host's.
+        TaskLostError: the name is unknown.
     """
     name = f"{task.job} {task.index} ({cluster.address(task)})"
-    return _listen(name, _own_addresses(name, split(cluster.address(task))[0], 0))
+    return listen_at(name, own_addresses(name, split(cluster.address(task))[0], 0))
 
 
-def _listen(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.socket:
+def listen_at(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.socket:
     """At the first of some families and addresses that this host has."""
     for family, address in candidates:
         try:
@@ -79,11 +48,11 @@ def _listen(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.
     raise ClusterError(f"{name}: this host has no address to listen at")
 
 
-def _own_addresses(name: str, host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
+def own_addresses(name: str, host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
     try:
         found = resolve(host, port)
     except socket.gaierror:
-        raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
+        raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     literal = host == "localhost" or _is_address(host)
     # Some systems give a host's own name a loopback address, which the others would never reach.
     return [

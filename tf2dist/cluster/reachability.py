@@ -1,18 +1,95 @@
 """Addresses on the network: is mine mine, are the others there; with a deadline and a name for who is missing."""
 
+import contextlib
 import errno
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from tf2dist import pulse
-from tf2dist.addresses import port_holder, split
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster.addresses import Ip, port_holder, resolve, split
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError, TaskLostError
 
 PROBE_SECS = 2.0
 TELL_EVERY_SECS = 5.0
+FIRST_TOLD_SECS = 1.0
+LOOK_UP_EVERY_SECS = 0.25
+ALIAS_SECS = 2.0
+MAX_LOOKED_UP = 64  # names of other tasks, each by a thread of its own
+
+
+def wait_for_own_name(
+    cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], tell: Callable[[str], None]
+) -> None:
+    """Waits until this host knows the name in the task's address: a new pod's may be known later than the pod runs.
+
+    Args:
+        check: called several times a second; what it raises ends the waiting.
+
+    Raises:
+        TaskLostError: it is not known within `timeout_secs`.
+    """
+    address = cluster.address(task)
+    host, _ = split(address)
+    start = time.monotonic()
+    told = start - TELL_EVERY_SECS + FIRST_TOLD_SECS
+    while not _look_up_aside(host, start + timeout_secs, check):
+        now = time.monotonic()
+        if now - start >= timeout_secs:
+            raise TaskLostError(
+                f"{task.job} {task.index} ({address}): after {now - start:.0f} s this host still does not know the "
+                f"name {host}; correct it, use an address, or see startup_timeout_secs"
+            )
+        if now - told > TELL_EVERY_SECS:
+            told = now
+            tell(f"waiting for the own name {host} to be known on this host, {now - start:.0f} s")
+        time.sleep(LOOK_UP_EVERY_SECS)
+
+
+def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> list[Ip]:
+    """What a name means, none if it is not known by the deadline: a name server may take longer to say nothing."""
+    found: queue.SimpleQueue[list[Ip]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: found.put(resolve(host)), daemon=True).start()
+    while True:
+        check()
+        with contextlib.suppress(queue.Empty):
+            return found.get(timeout=LOOK_UP_EVERY_SECS)
+        if time.monotonic() >= deadline:
+            return []
+
+
+def check_no_alias(cluster: Cluster, task: Task) -> None:
+    """Looks whether another task's name means this task's address and port; names that are not known yet pass.
+
+    Raises:
+        ClusterError: two tasks of the list are one.
+    """
+    _, port = split(cluster.address(task))
+    same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
+    if not same_port:
+        return
+    with_names = [task, *same_port[:MAX_LOOKED_UP]]
+    means: dict[Task, list[Ip]] = {}
+
+    def look_up(one: Task) -> None:
+        means[one] = resolve(split(cluster.address(one))[0])
+
+    threads = [threading.Thread(target=look_up, args=(one,), daemon=True) for one in with_names]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + ALIAS_SECS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    mine = set(means.get(task, []))
+    for other in same_port:
+        if shared := sorted(map(str, mine & set(means.get(other, [])))):
+            raise ClusterError(
+                f"{other.job} {other.index} ({cluster.address(other)}): is {shared[0]}, the same address as {task.job} "
+                f"{task.index} ({cluster.address(task)}); every task needs its own"
+            )
 
 
 def check_own_address(cluster: Cluster, task: Task) -> None:
@@ -20,6 +97,7 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
 
     Raises:
         ClusterError: the task's address is not this host's, or its port is taken.
+        TaskLostError: its name is not known (any more).
     """
     address = cluster.address(task)
     host, port = split(address)
@@ -27,7 +105,7 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
-        raise ClusterError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
+        raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *(_bind_error(i[0], i[4]) for i in infos)):
         by = f" by {holder}" if (holder := port_holder(port)) else ""
         raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
@@ -64,8 +142,18 @@ def problem(address: str) -> str:
     return ""
 
 
-def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tell: Callable[[str], None]) -> None:
+def wait_for_peers(
+    cluster: Cluster,
+    tasks: list[Task],
+    timeout_secs: float,
+    tell: Callable[[str], None],
+    on_look: Callable[[], None] = lambda: None,
+) -> None:
     """Waits until every task listens at its address.
+
+    Args:
+        tell: takes a line for the user every few seconds.
+        on_look: called after every look, about ten times a second.
 
     Raises:
         TaskLostError: naming all who did not within `timeout_secs`, and why.
@@ -84,7 +172,7 @@ def wait_for_peers(cluster: Cluster, tasks: list[Task], timeout_secs: float, tel
         if time.monotonic() - told > TELL_EVERY_SECS:
             told = time.monotonic()
             tell(f"waiting for {names}, {waited:.0f} s")
-        pulse.beat(pulse.START_SECS)
+        on_look()
         time.sleep(0.05)
 
 

@@ -3,14 +3,16 @@
 import ipaddress
 import json
 import re
+import socket
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tf2dist.config import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
 
 JOBS = {"async": ("chief", "ps", "worker", "evaluator"), "sync": ("chief", "worker", "evaluator")}
+BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -89,7 +91,7 @@ def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
             "a local cluster is for fewer, use several hosts"
         )
     free = iter(ports)
-    return Cluster(mode, {job: tuple(f"localhost:{next(free)}" for _ in range(n)) for job, n in sorted(counts.items())})
+    return Cluster(mode, {job: tuple(f"127.0.0.1:{next(free)}" for _ in range(n)) for job, n in sorted(counts.items())})
 
 
 def from_config(config: RunConfig, tf_config: str | None) -> tuple[Cluster, Task]:
@@ -190,23 +192,61 @@ def _address_problems(jobs: dict[str, Any]) -> list[str]:
             match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,9})", str(address))
             if not match or not _is_host(match[1]):
                 problems.append(f"{name}: must be host:port, such as host1:2222")
+            elif why := _why_not_one_host(match[1]):
+                problems.append(f"{name}: must be host:port, and {match[1]} {why}")
             elif not 1 <= int(match[2]) <= 65535:
                 problems.append(f"{name}: the port must be from 1 to 65535")
             else:
-                same = f"{match[1].lower()}:{int(match[2])}"
+                same = canonical(str(address))
                 if same in seen:
                     problems.append(f"{name}: the same address as {seen[same]}; every task needs its own")
-                seen.setdefault(same, f"{job} {index}")
+                seen.setdefault(same, f"{job} {index} ({address})")
     return problems
 
 
 def _is_host(host: str) -> bool:
-    """Whether a text can be the name or address of one host; 0.0.0.0 stands for none and for all."""
+    """Whether a text has the form of a name or of an address."""
     try:
-        return not ipaddress.ip_address(host.strip("[]")).is_unspecified
+        return bool(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         labels = host.removesuffix(".").split(".")
         return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
+
+
+def _why_not_one_host(host: str) -> str:
+    """Why a name or an address does not stand for one host, with the way out; "" if it does."""
+    ip = _ip(host)
+    if ip is None:
+        try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are no names: the system reads them as numbers
+            read = socket.inet_ntoa(socket.inet_aton(host))
+        except OSError:
+            return ""
+        return f"is read as the number of {read}; give the address in full, or a name"
+    if ip.is_unspecified:
+        return "stands for no host and for all of them; give the address by which the others reach it"
+    if ip.is_multicast or ip == BROADCAST:
+        return "is an address of many hosts (multicast); give the task's own"
+    return ""
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text is, an IPv4 address written as IPv6 as what it is; None for a name."""
+    try:
+        ip = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def canonical(address: str) -> str:
+    """One text for all ways to write one "host:port"; nothing is looked up.
+
+    TensorFlow's servers listen on all interfaces, so all loopback addresses of a port are one.
+    """
+    host, _, port = address.rpartition(":")
+    ip = _ip(host)
+    name = str(ip) if ip else host.lower().removesuffix(".")
+    return f"{'localhost' if ip and ip.is_loopback else name}:{int(port)}"
 
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:

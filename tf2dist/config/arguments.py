@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from tf2dist.rules import Rule
+from tf2dist.config.choices import keys
+from tf2dist.config.rules import Rule
 
 SCHEDULES = ("constant", "cosine")
 MAX_UNITS = 1_000_000
@@ -15,13 +16,14 @@ NOT_NEGATIVE = ("weight_decay", "initial_accumulator_value")
 
 
 def rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
-    """Arguments are finite numbers, switches, or lists of numbers; those of this project's own have a range too.
+    """Arguments are finite numbers, switches, or lists of numbers; those of a plugin may be words, too.
 
     Args:
-        group: model or optimizer.
-        builtin: whether no plugin can have given the names another meaning.
+        group: model, optimizer or data.
+        builtin: whether no plugin can have given the names another meaning; if so they have a range, too.
     """
     found: list[Rule] = []
+    own = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
     for key, value in arguments.items():
         name = f"{group}.{key}"
         if key == "name":
@@ -32,13 +34,31 @@ def rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
             if known and value != "constant":
                 rate, must = arguments.get("learning_rate"), f"must be a number for optimizer.schedule={value}"
                 found.append(("optimizer.learning_rate", rate, _is_number(rate), must))
-        elif not all(item is None or _is_finite(item) for item in (value if isinstance(value, list) else [value])):
+        elif not _is_plain(value, words=not builtin and key not in own):
             endless, its = isinstance(value, float), _range(key, value)[1] if builtin else ""
-            must = "must be a finite number" if endless else its or "must be a number, true or false, or null"
-            found.append((name, value, False, must))
+            what = (
+                "a number, true or false, or null" if key in own else "a number, a word, true, false, null, or a list"
+            )
+            found.append((name, value, False, "must be a finite number" if endless else its or f"must be {what}"))
         elif builtin:
             found.append((name, value, *_range(key, value)))
     return found
+
+
+def with_floats(group: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same, with 1.0 for 1 where a number need not be whole: Keras takes no whole number for a rate."""
+    fractional = {*FRACTIONS, *POSITIVE, *POSITIVE_OR_NULL, *NOT_NEGATIVE} & {*keys(group, arguments["name"])}
+    if group == "optimizer":
+        fractional.add("learning_rate")  # of a plugin's, too
+    return {
+        key: float(value) if key in fractional and type(value) is int else value for key, value in arguments.items()
+    }
+
+
+def _is_plain(value: Any, words: bool) -> bool:
+    """Whether a value is a number, a switch or nothing, or a word where these may be; or a list of such."""
+    items = value if isinstance(value, list) else [value]
+    return all(item is None or _is_finite(item) or (words and isinstance(item, str)) for item in items)
 
 
 def _is_finite(value: Any) -> bool:

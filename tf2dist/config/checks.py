@@ -1,15 +1,15 @@
 """The rules of a configuration that a type cannot express."""
 
-from tf2dist import arguments, paths
-from tf2dist.config import ClusterConfig, RunConfig
-from tf2dist.control_port import MAX_SHIFT
+from tf2dist.config import arguments, keras_settings, paths
+from tf2dist.config.rules import Rule, at_least_one, is_pattern, positive_secs
+from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.rules import Rule, at_least_one, is_pattern, positive_secs
 
 MODES = ("async", "sync")
 CLUSTER_KINDS = ("local", "hosts", "tf_config")
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 MAX_EPOCHS = 10**6
+MAX_SHIFT = 32_767  # half of all ports: from each of them one of the two directions leads to another
 
 
 def check(config: RunConfig) -> None:
@@ -24,6 +24,7 @@ def check(config: RunConfig) -> None:
         *_cluster(config),
         *_hosts(config),
         *_data_and_devices(config),
+        *keras_settings.rules(config.keras),
         ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
         positive_secs("startup_timeout_secs", config.startup_timeout_secs),
         positive_secs("watchdog_secs", config.watchdog_secs),
@@ -32,6 +33,7 @@ def check(config: RunConfig) -> None:
         *_checkpoints(config),
         *arguments.rules("model", config.model, builtin=not config.plugins),
         *arguments.rules("optimizer", config.optimizer, builtin=not config.plugins),
+        *arguments.rules("data", {"name": config.data.name, **config.data.arguments}, builtin=not config.plugins),
         *paths.rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
     ]
     broken = [" ".join(f"{name} ({value}): {rule}".split()) for name, value, holds, rule in rules if not holds]
@@ -63,10 +65,17 @@ def _cluster(config: RunConfig) -> list[Rule]:
         ("cluster.kind", kind, kind in CLUSTER_KINDS, f"must be one of {', '.join(CLUSTER_KINDS)}"),
         at_least_one("cluster.num_workers", cluster.num_workers),
         ("cluster.num_ps", num_ps, num_ps >= 0, "must be at least 0"),
+        ("cluster.num_ps", num_ps, config.mode != "sync" or num_ps <= 1, "is for mode=async; leave it out"),
         *_local(config),
         ("cluster.num_ps", num_ps, config.mode == "sync" or num_ps != 0, needs_ps),
         ("cluster.control_port_shift", shift, 1 <= shift <= MAX_SHIFT, f"must be from 1 to {MAX_SHIFT}"),
         ("cluster.all_reduce", all_reduce, all_reduce in ("auto", "tensorflow"), "must be auto or tensorflow"),
+        (
+            "cluster.all_reduce",
+            all_reduce,
+            config.mode != "async" or all_reduce == "auto",
+            "is for mode=sync; leave it out",
+        ),
     ]
 
 

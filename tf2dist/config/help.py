@@ -4,7 +4,7 @@ import re
 import textwrap
 from importlib import resources
 
-from tf2dist.compose import CONF_MODULE, options
+from tf2dist.config.choices import CONF_MODULE, HIDDEN, options
 
 HEAD = """\
 Train a Keras 3 model on many workers.
@@ -20,7 +20,7 @@ TAIL = """
   --cfg        the configuration that the other arguments make, and nothing else
   --version    the version
 
-python -m tf2dist.doctor, with the same arguments, starts nothing and says what would stand in the way.
+python -m tf2dist.doctor, with the same arguments, starts no training and says what would stand in the way.
 """
 GROUPS_WITH_OPTIONS = {
     "cluster": "local",
@@ -34,8 +34,7 @@ LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")
 
 def help_text(line_chars: int) -> str:
     """The whole text, in lines of at most so many characters where they can be broken."""
-    hidden = ("plugin", "default")
-    choices = {group: [name for name in names if name not in hidden] for group, names in sorted(options().items())}
+    choices = {group: [name for name in names if name not in HIDDEN] for group, names in sorted(options().items())}
     lines = [f"  {group:10} {', '.join(names)}\n" for group, names in choices.items() if names]
     described = [*_described("config.yaml", "")]
     for group, file in GROUPS_WITH_OPTIONS.items():

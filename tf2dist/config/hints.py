@@ -1,12 +1,7 @@
 """What a user may have meant by an option that there is not."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+from collections.abc import Mapping
 
 
 def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) -> str:

@@ -1,7 +1,7 @@
 """The command line and ``conf/``, composed by Hydra into one checked `RunConfig`."""
 
+import os
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,20 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.checks import check
-from tf2dist.config import RunConfig, one_line, to_typed
-from tf2dist.errors import ConfigError
-from tf2dist.hints import for_unknown, nearest
+from tf2dist.config import arguments, keras_settings
+from tf2dist.config.checks import check
+from tf2dist.config.choices import CONF_MODULE, HIDDEN, PLUGIN_GROUPS, keys, of_choices, options
+from tf2dist.config.hints import for_unknown
+from tf2dist.config.schema import RunConfig, one_line, to_typed
+from tf2dist.errors import ConfigError, nearest
 
-CONF_MODULE = "tf2dist.conf"
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
-PLUGIN_GROUPS = ("model", "data", "optimizer")
 MAX_OVERRIDE_CHARS = 4096
+MAX_DIGITS = 308  # of a number that a float can hold
+CALL = re.compile(r"\w+\s*\(.*\)\s*")
 FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
-# What Hydra and its parser raise; a number of 5,000 digits and 500 brackets are among the last two.
-UNREADABLE = (HydraException, OmegaConfBaseException, ValueError, RecursionError)
+# What Hydra and its parser raise; a name of 4,000 letters, a number of 5,000 digits and 500 brackets are among it.
+UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
 
 
 def load(overrides: list[str], tf_config: str | None) -> RunConfig:
@@ -36,6 +38,10 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     Raises:
         ConfigError: with one line that says what is wrong and what would be right.
     """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
     if tf_config and not any(override.startswith("cluster=") for override in overrides):
         overrides = [*overrides, "cluster=tf_config"]
     for override in overrides:
@@ -44,13 +50,17 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     check_literal(OmegaConf.to_container(composed, resolve=False))
     config = to_typed(composed)
     _check_names(config, overrides)
-    if tf_config and config.cluster.kind == "local":
+    if tf_config and config.cluster.kind != "tf_config":
+        instead = "use the lists given here" if config.cluster.kind == "hosts" else "train on this machine alone"
         raise ConfigError(
-            "cluster (local): the environment variable TF_CONFIG is set, so this process is one task of another "
-            "cluster; leave out cluster=..., or unset TF_CONFIG to train on this machine alone"
+            f"cluster ({config.cluster.kind}): the environment variable TF_CONFIG is set, so this process is one task "
+            f"of another cluster; leave out cluster=..., or unset TF_CONFIG to {instead}"
         )
     check(config)
-    config.plugins = [str(Path(path).resolve()) for path in config.plugins]
+    config.plugins = [str(Path(path).expanduser().resolve()) for path in config.plugins]
+    config.optimizer = arguments.with_floats("optimizer", config.optimizer)
+    config.model = arguments.with_floats("model", config.model)
+    config.keras = keras_settings.resolve(config.keras)
     return config
 
 
@@ -69,13 +79,16 @@ def _check_form(override: str) -> None:
         raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
     if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
         raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
+    value = override.partition("=")[2]
+    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, at random maybe
+        raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself")
 
 
 def check_literal(node: Any, name: str = "") -> None:
     """Values are taken as they are written: nothing looks into the environment or into other options.
 
     Raises:
-        ConfigError: a value with ``${...}``, or one that is missing.
+        ConfigError: a value with ``${...}``, one that is missing, or a number that no float can hold.
     """
     if isinstance(node, dict):
         for key, value in node.items():
@@ -87,6 +100,8 @@ def check_literal(node: Any, name: str = "") -> None:
         raise ConfigError(f"{name} ({node}): nothing is filled in for ${{...}}; give the value itself")
     elif node == "???":
         raise ConfigError(f"{name} (???): is missing; give a value")
+    elif isinstance(node, int) and abs(node) >= 10**MAX_DIGITS:
+        raise ConfigError(f"{name} ({node}): must be a number of at most {MAX_DIGITS} digits; give fewer")
 
 
 def _check_names(config: RunConfig, overrides: list[str]) -> None:
@@ -97,29 +112,20 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in options()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
-    # A model of ours takes what its file names; an optimizer takes all that Keras's does.
-    known = [] if config.plugins else _file("model", config.model["name"])
-    if unknown := [key for key in config.model if known and key not in known]:
-        its = ", ".join(key for key in known if key != "name") or "none"
-        given = {each.partition("=")[0].lstrip("+") for each in overrides}
-        experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]
-        whose = f"; {experiment[0]} gives it" if experiment and f"model.{unknown[0]}" not in given else ""
-        raise ConfigError(f"model.{unknown[0]}: is no option of model={config.model['name']}; it has {its}{whose}")
+    # A model or data of ours takes what its file names; an optimizer takes all that Keras's does.
+    for group, arguments_given in (("model", config.model), ("data", config.data.arguments)):
+        known = {"name", *keys(group, chosen[group])}
+        if not config.plugins and (unknown := [key for key in arguments_given if key not in known]):
+            _refuse_unknown(group, str(chosen[group]), unknown[0], overrides)
 
 
-def _file(group: str, name: str) -> list[str]:
-    """The keys of one configuration file."""
-    return list(OmegaConf.create(resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text()))
-
-
-def options() -> dict[str, list[str]]:
-    """The names that may follow ``group=`` on the command line, by group."""
-    groups = [entry for entry in resources.files(CONF_MODULE).iterdir() if entry.is_dir()]
-    return {
-        group.name: sorted(Path(file.name).stem for file in group.iterdir() if file.name.endswith(".yaml"))
-        for group in groups
-        if group.name != "__pycache__"
-    }
+def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> None:
+    """Raises ConfigError: a choice of ours has no such option; an experiment may have given it."""
+    its = ", ".join(keys(group, name)) or "none"
+    given = {each.partition("=")[0].lstrip("+") for each in overrides}
+    experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]
+    whose = f"; {experiment[0]} gives it" if experiment and f"{group}.{key}" not in given else ""
+    raise ConfigError(f"{group}.{key}: is no option of {group}={name}; it has {its}{whose}")
 
 
 def _compose(overrides: list[str]) -> Any:
@@ -140,6 +146,8 @@ def _hydra(overrides: list[str]) -> Any:
 def _checked_choice(override: str, overrides: list[str]) -> list[str]:
     """One override as Hydra is to get it: paths quoted, ``group=name`` checked, a plugin's name as its group's file."""
     key, separator, value = override.partition("=")
+    if key == "plugins":
+        return [f"{key}={_quoted_list(value)}"]
     if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
         quoted = value.replace("\\", "\\\\").replace("'", "\\'")
         return [f"{key}='{quoted}'"]  # to Hydra's grammar brackets and spaces mean something
@@ -150,12 +158,23 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
         raise ConfigError(f"task ({value}): holds two options; give task.type and task.index, see --help")
     if not separator or names is None or value in names:
         return [override]
+    public = [name for name in names if name not in HIDDEN]
+    if public and "," in value:
+        raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}; a run takes one of them, so give one")
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}=plugin", f"{key}.name={value}"]
-    public = [name for name in names if name not in ("plugin", "default")]
     if not public:
         raise ConfigError(f"{key} ({value}): holds several options; give them one by one, see --help")
     raise ConfigError(f"{key} ({value}): must be one of {', '.join(public)}{nearest(value, public)}")
+
+
+def _quoted_list(value: str) -> str:
+    """The paths in brackets as Hydra is to get them: quoted, unless somebody has done that already."""
+    inside = value[1:-1].strip() if value[:1] + value[-1:] == "[]" else ""
+    if not inside or any(sign in inside for sign in "'\"\\[]{}"):
+        return value
+    paths = [path.strip() for path in inside.split(",")]
+    return "[" + ",".join(path if path in ("", "null") else f"'{path}'" for path in paths) + "]"
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
@@ -166,33 +185,26 @@ def _explain(error: Exception, overrides: list[str]) -> str:
             parsed.append(OverridesParser.create().parse_override(text))
         except UNREADABLE:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
-    groups = {group: names for group, names in options().items() if set(names) - {"plugin", "default"}}
+    groups = {group: names for group, names in options().items() if set(names) - set(HIDDEN)}
     try:
-        known = [*groups, *_leaves(_hydra([text for text in overrides if text.partition("=")[0] in options()]))]
+        chosen = _hydra([text for text in overrides if text.partition("=")[0] in options()])
     except UNREADABLE:
         return one_line(error)
+    known = [*groups, *_leaves(chosen)]
     its = {*options(), *(f"{group}.name" for group in PLUGIN_GROUPS)}
     for override in parsed:
         key = override.key_or_group
         if override.is_sweep_override():
             value = str(override.input_line).partition("=")[2]
+            if key in known and not OmegaConf.is_list(OmegaConf.select(chosen, key)):
+                return f"{key} ({value}): has a comma, and a run takes one value; give one, and a number with a point"
             return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
         if key not in known and key not in its and not override.is_add() and not override.is_force_add():
-            if f"{key.partition('.')[0]}=plugin" in overrides and not key.startswith("data."):
+            meant = for_unknown(key, known, of_choices())
+            if f"{key.partition('.')[0]}=plugin" in overrides and not (key.startswith("data.") and "mean" in meant):
                 return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
-            return f"{key}: there is no such option{for_unknown(key, known, _of_choices())}"
+            return f"{key}: there is no such option{meant}"
     return one_line(error)
-
-
-def _of_choices() -> dict[str, list[str]]:
-    """The options that come with a choice, and the choices: "model.dropout" with "model=cnn"."""
-    found: dict[str, list[str]] = {}
-    for group in PLUGIN_GROUPS:
-        for name in options()[group]:
-            for key in _file(group, name):
-                if name != "plugin" and key != "name":
-                    found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
-    return found
 
 
 def _leaves(cfg: Any, prefix: str = "") -> list[str]:

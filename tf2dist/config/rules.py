@@ -27,6 +27,6 @@ def positive_secs(name: str, value: float | None) -> Rule:
 def is_pattern(text: str | None) -> bool:
     try:
         re.compile(text or "")
-    except re.error:
+    except (re.error, OverflowError, RecursionError):  # a{99999999999} and 3,000 brackets are the last two
         return False
     return True

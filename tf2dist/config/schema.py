@@ -14,6 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.errors import ConfigError
 
+CONTROL_PORT_SHIFT = 1000  # from a task's port to that of its launching process
+
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
@@ -26,7 +28,7 @@ class ClusterConfig:
     evaluator: list[str] = field(default_factory=list)
     check_address: bool = True
     allow_public: bool = False
-    control_port_shift: int = 1000
+    control_port_shift: int = CONTROL_PORT_SHIFT
     all_reduce: str = "auto"
 
 
@@ -43,6 +45,7 @@ class DataConfig:
     offline: str = "fallback"
     num_validation: int = 0
     download_timeout_secs: float = 300.0
+    arguments: dict[str, Any] = field(default_factory=dict)  # what a plugin's data takes beside these
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +73,20 @@ class DevicesConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class KerasConfig:
+    """See `keras_settings`; None until it is resolved."""
+
+    floatx: str | None = None
+    image_data_format: str | None = None
+    epsilon: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Everything a run is made of. `model` and `optimizer` hold a name and its own arguments."""
+    """Everything a run is made of. `model` and `optimizer` hold a name and its own arguments.
+
+    In a file, as on the command line, the arguments of the data stand among its options.
+    """
 
     mode: str = "async"
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -82,6 +97,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
+    keras: KerasConfig = field(default_factory=KerasConfig)
     plugins: list[str] = field(default_factory=list)
     run_dir: str | None = None
     init_from: str | None = None
@@ -98,8 +114,14 @@ class RunConfig:
         """How long a task or a host may show no sign of life: it must be found before those that wait give up."""
         return 0.6 * self.watchdog_secs
 
+    def as_tree(self) -> dict[str, Any]:
+        """All options as the user gives them."""
+        tree = asdict(self)
+        tree["data"] |= tree["data"].pop("arguments")
+        return tree
+
     def to_yaml(self) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
+        return OmegaConf.to_yaml(OmegaConf.create(self.as_tree()))
 
 
 def from_yaml(text: str) -> RunConfig:
@@ -118,11 +140,24 @@ def to_typed(cfg: Any) -> RunConfig:
     """Raises ConfigError: a value is not of its option's type."""
     try:
         _check_truths(cfg, RunConfig)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), _with_arguments(cfg)))
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _with_arguments(cfg: Any) -> Any:
+    """The same, with the arguments of the data apart from the options that all data has."""
+    if not OmegaConf.is_dict(cfg) or not OmegaConf.is_dict(cfg.get("data")):
+        return cfg
+    own = {option.name for option in fields(DataConfig)} - {"arguments"}
+    tree = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(tree, dict)
+    given = tree["data"]
+    tree["data"] = {key: value for key, value in given.items() if key in own}
+    tree["data"]["arguments"] = {key: value for key, value in given.items() if key not in own}
+    return OmegaConf.create(tree)
 
 
 KINDS = {

@@ -10,7 +10,9 @@
 Every mac is HMAC-SHA256 over its label, both nonces and, for a message, its number and text: nothing
 said in another connection, in the other direction, or before can be said again. What is sent can be
 read by whoever listens on the way; it cannot be changed. Before the dialing side has proved itself it
-sees a nonce and nothing else. There is no input or output here, so that every byte can be tested.
+sees a nonce and nothing else. Whoever hears a nonce of its own process is connected with itself, by way of
+somebody who passes on what others say, and says nothing more. There is no input or output here, so that
+every byte can be tested.
 """
 
 import hashlib
@@ -22,6 +24,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
+SEED_BYTES = 16
 RANDOM_BYTES = 32
 MARK_BYTES = 8
 NONCE_BYTES = RANDOM_BYTES + MARK_BYTES
@@ -36,10 +39,25 @@ class WireError(Exception):
     """What has come is not what a member of the job sends."""
 
 
-def new_nonce() -> bytes:
-    """Random bytes with a checksum behind them, which tells them from what another program says first."""
-    random = os.urandom(RANDOM_BYTES)
-    return random + _mark(random)
+class Nonces:
+    """Makes the nonces of one process, and knows which are its own, however long ago it has made them.
+
+    A nonce is 16 random bytes, what a secret of the process makes of them, which looks random to all
+    others, and a checksum, which tells it from what another program says first.
+    """
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(RANDOM_BYTES)
+
+    def new(self) -> bytes:
+        seed = os.urandom(SEED_BYTES)
+        return (random := seed + self._sign(seed)) + _mark(random)
+
+    def made(self, nonce: bytes) -> bool:
+        return hmac.compare_digest(nonce[SEED_BYTES:RANDOM_BYTES], self._sign(nonce[:SEED_BYTES]))
+
+    def _sign(self, seed: bytes) -> bytes:
+        return hmac.digest(self._secret, seed, "sha256")[: RANDOM_BYTES - SEED_BYTES]
 
 
 def _mark(random: bytes) -> bytes:
@@ -57,14 +75,16 @@ class Channel:
     Args:
         key: the secret of the job.
         dials: whether this is the side that has opened the connection.
+        nonces: those of the process; where two ends in one process are meant to talk, each has its own.
     """
 
-    def __init__(self, key: bytes, dials: bool) -> None:
+    def __init__(self, key: bytes, dials: bool, nonces: Nonces | None = None) -> None:
         self.unsent = bytearray()
         self.open = False
         self.proved = False
         self._key, self._dials = key, dials
-        self._mine, self._theirs = new_nonce(), b""
+        self._nonces = nonces or Nonces()
+        self._mine, self._theirs = self._nonces.new(), b""
         self._received = bytearray()
         self._num_sent = self._num_received = 0
         if not dials:
@@ -108,6 +128,8 @@ class Channel:
             self._theirs = self._take(NONCE_BYTES)
             if not hmac.compare_digest(self._theirs[RANDOM_BYTES:], _mark(self._theirs[:RANDOM_BYTES])):
                 raise WireError("another program answers there")
+            if self._nonces.made(self._theirs):
+                raise WireError("our own call is passed back to us there")
             if self._dials:
                 self.unsent += self._mine + self._mac(b"dial")
                 self.proved = True

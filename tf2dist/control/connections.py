@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any, Protocol
 
-from tf2dist.wire import Channel, Message, WireError
+from tf2dist.control.channel import Channel, Message, Nonces, WireError
 
 HANDSHAKE_SECS = 5.0
 FAREWELL_SECS = 1.0
@@ -70,6 +70,7 @@ class Links:
     def __init__(self, listener: socket.socket, key: bytes, handler: Handler) -> None:
         self.all: list[Link] = []
         self._listener, self._key, self._handler = listener, key, handler
+        self._nonces = Nonces()
         self._selector = selectors.DefaultSelector()
         self._awake, self._waker = socket.socketpair()
         for sock in (self._awake, self._waker):
@@ -93,7 +94,7 @@ class Links:
     def _add(self, sock: socket.socket, dialed: bool) -> Link:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(sock, Channel(self._key, dialed), dialed)
+        link = Link(sock, Channel(self._key, dialed, self._nonces), dialed)
         self.all.append(link)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         return link

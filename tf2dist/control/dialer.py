@@ -5,8 +5,8 @@ import threading
 import time
 from typing import Any
 
-from tf2dist.control_port import resolve
-from tf2dist.link import Link, Links, reason
+from tf2dist.cluster.listening import resolve
+from tf2dist.control.connections import Link, Links, reason
 
 
 class Dialer:

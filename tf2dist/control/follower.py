@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from tf2dist.control_port import control_address
-from tf2dist.dialer import Dialer
+from tf2dist.control.channel import Message
+from tf2dist.control.connections import Link, Links
+from tf2dist.control.dialer import Dialer
+from tf2dist.control.identity import explain
+from tf2dist.control.member import BEAT_EVERY_SECS, Seat, plain
+from tf2dist.control.port import control_address
+from tf2dist.control.token import VARIABLE
 from tf2dist.errors import ClusterError, TaskLostError, TfDistError
-from tf2dist.identity import explain
-from tf2dist.job_token import VARIABLE
-from tf2dist.link import Link, Links
-from tf2dist.seat import BEAT_EVERY_SECS, Seat, plain
-from tf2dist.wire import Message
 
 CALL_EVERY_SECS = 0.25
 MAX_DENIALS = 3  # a leader that ends in the middle of a handshake looks the same
 
 
 class Following:
-    """See `control.Role`."""
+    """See `meeting.Role`."""
 
     def __init__(self, seat: Seat, links: Links) -> None:
         self._seat, self._links = seat, links
@@ -49,7 +49,7 @@ class Following:
             self._link.send(message)
 
     def on_open(self, link: Link) -> None:
-        link.send(self._seat.hello("join"))
+        link.send(self._seat.hello("join", self._leader))
 
     def on_join(self, link: Link, hello: Message) -> None:
         """Somebody takes us for the leader, so the lists differ."""
@@ -66,10 +66,13 @@ class Following:
             case "accepted":
                 self._link, self.held = link, dict(message["held"])
                 self._num_denials = 0
+                self._seat.lists_differ = False
                 self.waiting_for = f"{self._seat.at(self._leader)} (to say go)"
                 link.keep()
             case "wait":
                 self._dialer.why = plain(message["text"])
+                # Those of another job perhaps, whose leader has taken the address: it may leave again.
+                self._seat.lists_differ = bool(message.get("lists_differ"))
                 link.finish()
             case "refused":
                 link.finish()

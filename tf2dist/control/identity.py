@@ -4,13 +4,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tf2dist import __version__, sources
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
+from tf2dist import __version__
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.data import location
 from tf2dist.errors import ConfigError
 
 Identity = dict[str, Any]
@@ -48,7 +48,7 @@ def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -
     return {
         "cluster": {job: list(cluster.jobs[job]) for job in sorted(cluster.jobs)},
         "versions": versions(),
-        "config": _shared(asdict(config)),
+        "config": _shared(config.as_tree()),
         "plugins": [_sha256(path) for path in config.plugins],
         "data": None if task and task.job == "ps" else _data(config),
     }
@@ -87,8 +87,8 @@ def _sha256(path: str) -> str:
 def _data(config: RunConfig) -> dict[str, int]:
     """Sizes of the files in bytes by name: cheap, and another version or half a copy differs in them."""
     if config.data.name == "mnist":
-        folder = sources.mnist_dir(config.data)
-        return {str(file.relative_to(folder)): file.stat().st_size for file in sources.mnist_files(folder) or ()}
+        folder = location.mnist_dir(config.data)
+        return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
     if config.data.name == "digits":
         package = importlib.util.find_spec("sklearn")
         found = [

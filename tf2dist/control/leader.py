@@ -4,14 +4,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tf2dist.cluster import Task
-from tf2dist.control_port import control_address
-from tf2dist.dialer import Dialer
+from tf2dist.cluster.spec import Task
+from tf2dist.control.channel import Message
+from tf2dist.control.connections import Link, Links
+from tf2dist.control.dialer import Dialer
+from tf2dist.control.identity import differences, explain
+from tf2dist.control.member import BEAT_EVERY_SECS, PROTOCOL, Seat, plain
+from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError
-from tf2dist.identity import differences, explain
-from tf2dist.link import Link, Links
-from tf2dist.seat import BEAT_EVERY_SECS, PROTOCOL, Seat, plain
-from tf2dist.wire import Message
 
 PROBE_EVERY_SECS = 1.0
 LATE_SECS = 3.5  # a holder that has been silent for so long may be gone: ask again later
@@ -37,7 +37,7 @@ class Probe:
 
 
 class Leading:
-    """See `control.Role`."""
+    """See `meeting.Role`."""
 
     def __init__(self, seat: Seat, links: Links) -> None:
         self._seat, self._links = seat, links
@@ -90,7 +90,7 @@ class Leading:
                 member.link.send(message)
 
     def on_open(self, link: Link) -> None:
-        link.send(self._seat.hello("probe"))
+        link.send(self._seat.hello("probe", link.owner.task))
 
     def on_join(self, link: Link, hello: Message) -> None:
         answer = self._answer(hello)
@@ -142,7 +142,10 @@ class Leading:
     def on_message(self, link: Link, message: Message) -> None:
         if isinstance(link.owner, Probe):
             link.finish()
-            self._on_state(link.owner.task, message)
+            if message["type"] == "wait":  # somebody else is there, and may leave
+                self._dialers[link.owner.task].why = plain(message["text"])
+            else:
+                self._on_state(link.owner.task, message)
             return
         member: Member = link.owner
         match message["type"]:

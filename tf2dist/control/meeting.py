@@ -4,7 +4,7 @@ Each process listens at its task's control port. All but the leader call the lea
 what they are (`identity`), lets one process hold each task, and says go when all are there. The leader
 calls who is missing, to say why, and to find out whether it is held by another job. From then on both
 ends of each connection speak once a second; the leader passes on who was lost, who has ended, and
-that somebody was told to stop. See `leading` and `following` for the two sides.
+that somebody was told to stop. See `leader` and `follower` for the two sides.
 """
 
 import queue
@@ -14,22 +14,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tf2dist import control_port
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import CONTROL_PORT_SHIFT
+from tf2dist.control import port
+from tf2dist.control.channel import MAX_MESSAGE_BYTES, Message
+from tf2dist.control.connections import Link, Links
+from tf2dist.control.follower import Following
+from tf2dist.control.identity import Identity
+from tf2dist.control.leader import Leading
+from tf2dist.control.member import Seat
+from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
-from tf2dist.following import Following
-from tf2dist.identity import Identity
-from tf2dist.job_token import NO_TOKEN_KEY
-from tf2dist.leading import Leading
-from tf2dist.link import Link, Links
-from tf2dist.seat import Seat
-from tf2dist.wire import MAX_MESSAGE_BYTES, Message
 
 Event = dict[str, Any]
 
 TELL_EVERY_SECS = 5.0
 TURN_SECS = 0.1
 CLOSE_SECS = 10.0
+MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4  # as the text of Python; in JSON it may be longer
 
 
 class Role(Protocol):
@@ -62,7 +64,7 @@ class Meeting:
 
     Args:
         identity: see `identity.identity_of`.
-        key: see `job_token.job_key`.
+        key: see `token.job_key`.
         tell: called with lines for people, always in the thread of `join` and `events`.
         lost_after_secs: a member that says nothing for so long is lost.
         port_shift: from a task's port to its control port.
@@ -80,20 +82,20 @@ class Meeting:
         tell: Callable[[str], None],
         *,
         lost_after_secs: float,
-        port_shift: int = control_port.SHIFT,
+        port_shift: int = CONTROL_PORT_SHIFT,
     ) -> None:
-        control_port.check_ports(cluster, port_shift)
+        port.check_ports(cluster, port_shift)
         self._seat = Seat(cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift)
         self._key, self._tell = key, tell
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended = False
-        if len(repr(self._seat.hello("join"))) > MAX_MESSAGE_BYTES * 3 // 4:
+        if len(repr(self._seat.hello("join", cluster.leader))) > MAX_COMPARED_BYTES:
             raise ClusterError("cluster: the host list and the configuration are too long to be compared")
 
     def __enter__(self) -> Self:
         """Raises ClusterError if the control port cannot be had."""
         seat = self._seat
-        self._links = Links(control_port.listen(seat.cluster, seat.task, seat.port_shift), self._key, self)
+        self._links = Links(port.listen(seat.cluster, seat.task, seat.port_shift), self._key, self)
         self._role: Role = (Leading if seat.leads else Following)(seat, self._links)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -119,8 +121,9 @@ class Meeting:
             now = time.monotonic()
             names = self._role.waiting_for
             if now - start > timeout_secs:
-                text = f"after {now - start:.0f} s still waiting for {names}{self._seat.conflict}"
-                raise (ClusterError if self._seat.conflict else TaskLostError)(f"{text}; see startup_timeout_secs")
+                conflict = self._seat.conflict or ("; the cluster lists differ" if self._seat.lists_differ else "")
+                text = f"after {now - start:.0f} s still waiting for {names}{conflict}"
+                raise (ClusterError if conflict else TaskLostError)(f"{text}; see startup_timeout_secs")
             if now - told > TELL_EVERY_SECS:
                 told = now
                 self._tell(f"waiting for {names}, {now - start:.0f} s")
@@ -189,12 +192,15 @@ class Meeting:
     def on_message(self, link: Link, message: Message) -> None:
         if link.owner is not None:
             self._role.on_message(link, message)
+        elif message["type"] not in ("join", "probe"):
+            raise ValueError(message["type"])
+        elif answer := self._seat.misdirected(message):
+            link.send(answer)
+            link.finish()
         elif message["type"] == "join":
             self._role.on_join(link, message)
-        elif message["type"] == "probe":
-            self._on_probe(link, message)
         else:
-            raise ValueError(message["type"])
+            self._on_probe(link, message)
 
     def _on_probe(self, link: Link, probe: Message) -> None:
         """A leader asks who is here. If it is not ours, and of our own list, one of the two lists is wrong."""

@@ -8,13 +8,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from tf2dist.cluster import Cluster, Task
-from tf2dist.control_port import control_address
+from tf2dist.cluster.spec import Cluster, Task, canonical
+from tf2dist.control.channel import Message
+from tf2dist.control.identity import Identity, differences, explain
+from tf2dist.control.port import control_address
 from tf2dist.errors import Interrupted, TfDistError
-from tf2dist.identity import Identity, differences, explain
-from tf2dist.wire import Message
 
-PROTOCOL = 1
+PROTOCOL = 2  # 2: a call says whom it is meant for
 BEAT_EVERY_SECS = 1.0
 MAX_LINES = 100
 MAX_CHARACTERS = 2000
@@ -28,6 +28,7 @@ class Seat:
         agreed: set when the leader has said go.
         failure: why this process cannot take part.
         conflict: that a process with another cluster list claims to lead; told after who is missing.
+        lists_differ: whether the process that last answered for the leader has another cluster list.
     """
 
     cluster: Cluster
@@ -43,6 +44,7 @@ class Seat:
     agreed: threading.Event = field(default_factory=threading.Event)
     failure: TfDistError | None = None
     conflict: str = ""
+    lists_differ: bool = False
     lines: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
     events: "queue.SimpleQueue[dict[str, Any]]" = field(default_factory=queue.SimpleQueue)
     told: set[str] = field(default_factory=set)
@@ -77,17 +79,35 @@ class Seat:
         """Ends `Meeting.join` with the error, if that still waits."""
         self.failure = self.failure or error
 
-    def hello(self, kind: str) -> Message:
-        """Who we are: to "join", or only to "probe" who is there."""
+    def hello(self, kind: str, to: Task) -> Message:
+        """Who we are: to "join", or only to "probe" who is there; and whom this is meant for."""
         return {
             "type": kind,
             "protocol": PROTOCOL,
+            "to": [str(to), self.cluster.address(to)],
             "job": self.task.job,
             "index": self.task.index,
             "address": self.cluster.address(self.task),
             **self.me,
             **({"identity": self.identity} if kind == "join" else {"cluster": self.identity["cluster"]}),
         }
+
+    def misdirected(self, hello: Message) -> Message | None:
+        """The answer to a call that has been led here and was meant for another address; it ends nobody.
+
+        A call to our address under the name of another task is none: then the two lists differ.
+        """
+        if hello["protocol"] != PROTOCOL:  # which is refused for that
+            return None
+        name, address = hello["to"]
+        if canonical(address) == canonical(self.cluster.address(self.task)):
+            return None
+        theirs = hello["identity"]["cluster"] if hello["type"] == "join" else hello["cluster"]
+        found = differences(self.identity["cluster"], theirs, "cluster")
+        text = f"{self.at(self.task)} answers there, and the call was meant for {name} at {address}"
+        if found:
+            text = f"{text}; {explain(found, 'there', 'here')}"
+        return {"type": "wait", "text": plain(text), "lists_differ": bool(found)}
 
     def at(self, task: Task) -> str:
         return f"{task} at {self.cluster.address(task)}"

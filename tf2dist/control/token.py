@@ -5,10 +5,11 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 
-from tf2dist.cluster import Cluster
+from tf2dist.cluster.spec import Cluster
 from tf2dist.errors import ClusterError
+from tf2dist.interpreter import SECRETS
 
-VARIABLE, FILE_VARIABLE = "TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE"
+VARIABLE, FILE_VARIABLE = SECRETS
 MIN_CHARACTERS = 16
 MAX_BYTES = 4096
 LOOPBACK = ("localhost:", "127.", "[::1]:")
@@ -20,7 +21,8 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], 
     """The key of the job's control connections; without a token one that protects against accidents alone.
 
     Raises:
-        ClusterError: the token is too short, or its file is missing or can be read by others.
+        ClusterError: the token is too short, or its file is missing, foreign, or open to others. A group may read
+            it: so Kubernetes mounts a Secret, of root and the pod's group, with mode 0440.
     """
     token = _token(environ)
     if token is not None:
@@ -59,8 +61,12 @@ def _read(path: str) -> str:
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode):
             raise ClusterError(f"{name}: is not a regular file")
-        if info.st_mode & 0o077 or info.st_uid not in (0, os.geteuid()):
-            raise ClusterError(f"{name}: others can read it or own it; chmod 600 {path}")
+        if info.st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            raise ClusterError(
+                f"{name}: others can read or write it (mode {info.st_mode & 0o777:04o}); chmod o= {path}"
+            )
+        if info.st_uid not in (0, os.geteuid()) and info.st_gid not in (os.getegid(), *os.getgroups()):
+            raise ClusterError(f"{name}: belongs to another user and group; make one of your own, of mode 0600")
         data = os.read(file, MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ClusterError(f"{name}: is longer than {MAX_BYTES} bytes")

@@ -1,9 +1,10 @@
 """The data as arrays in memory, by name."""
 
 import contextlib
+import functools
 import gzip
-import hashlib
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from importlib import resources
@@ -12,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.config import DataConfig
-from tf2dist.errors import DataError
-from tf2dist.registry import DATA, look_up, register_data
-from tf2dist.sources import mnist_dir, mnist_files
+from tf2dist.config.schema import DataConfig
+from tf2dist.data import cache, location
+from tf2dist.data.location import mnist_dir, mnist_files
+from tf2dist.errors import DataError, first_line, kind_of
+from tf2dist.registry import DATA, call, look_up, register_data
 
 # Rewriting functions takes longer than tracing them, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
@@ -52,11 +54,18 @@ def load(config: DataConfig) -> Splits:
     """Reads the data that `config.name` names.
 
     Raises:
-        ConfigError: nothing is registered under that name.
+        ConfigError: nothing is registered under that name, or it takes no such arguments.
         DataError: it is not where it should be, or not what `Splits` promises.
     """
-    splits: Splits = look_up(DATA, "data", config.name)(config)
-    name, num_classes = f"data ({config.name})", splits.num_classes
+    function, name = look_up(DATA, "data", config.name), f"data ({config.name})"
+    splits: Splits = call("data", config.name, functools.partial(function, config), config.arguments, {})
+    if not isinstance(splits, Splits):
+        raise DataError(
+            f"{name}: its function gives {kind_of(splits)}, and must give tf2dist.data.Splits of three Arrays"
+        )
+    num_classes = splits.num_classes
+    if isinstance(splits.test, Arrays) and not len(splits.test):
+        raise DataError(f"{name}: test has no examples, and the result is that of a test; give it some")
     return Splits(
         train=_checked(f"{name}: train", splits.train, num_classes),
         validation=_checked(f"{name}: validation", splits.validation, num_classes),
@@ -66,6 +75,8 @@ def load(config: DataConfig) -> Splits:
 
 
 def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
+    if not isinstance(arrays, Arrays):
+        raise DataError(f"{name} is {kind_of(arrays)}, and must be tf2dist.data.Arrays of images and labels")
     images, labels = np.ascontiguousarray(arrays.images), np.asanyarray(arrays.labels)
     if images.dtype != np.uint8 or images.ndim < 2:
         raise DataError(f"{name} images ({images.dtype} {images.shape}): must be uint8 [n, ...]")
@@ -112,21 +123,27 @@ def _cached(path: Path) -> Arrays:
     """The decoded images and labels of a TFRecord file, decoded once for each user and mapped from then on.
 
     Decoding 60,000 PNG images takes a second in every worker; where the cache cannot be written, it is done again.
+
+    Raises:
+        DataError: the file is damaged.
     """
-    status = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tf2dist"
-    folder = root / f"{path.name.split('.')[0]}-{key}"
+    try:
+        folder = cache.folder_of(path)
+    except OSError as error:
+        raise location.damaged(path, f"cannot be read: {error.strerror}") from None
+    if folder is None:
+        return _decode(path)
     with contextlib.suppress(OSError, ValueError, EOFError):  # not there, or not whole
         return _mapped(folder)
-    is_broken, arrays = folder.exists(), _decode(path)
+    is_broken, arrays = os.path.exists(folder), _decode(path)
     with contextlib.suppress(OSError, ValueError, EOFError):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as temporary:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            for name, array in (("images", arrays.images), ("labels", arrays.labels)):
-                np.save(made / f"{name}.npy", array)
+            for name, array in zip(cache.ARRAYS, (arrays.images, arrays.labels), strict=True):
+                np.save(made / name, array)
+            cache.seal(made)
             if is_broken:
                 folder.rename(Path(temporary, "broken"))
             with contextlib.suppress(OSError):  # another task was faster, and what it has made may be mapped already
@@ -136,11 +153,35 @@ def _cached(path: Path) -> Arrays:
 
 
 def _mapped(folder: Path) -> Arrays:
-    return Arrays(np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy", mmap_mode="r"))
+    """The arrays in a folder of the cache, whose bytes the launching process has compared with their hashes.
+
+    Raises:
+        OSError, ValueError, EOFError: they are not there, or not whole.
+    """
+    if not cache.is_sealed(folder):
+        raise ValueError(f"{folder} has no hashes")
+    return Arrays(*(np.load(folder / name, mmap_mode="r") for name in cache.ARRAYS))
 
 
 def _decode(path: Path) -> Arrays:
-    """Decodes a TFRecord file of tensorflow-datasets; 4 times as fast as `tfds.load`, which imports more too."""
+    """The images and labels of a TFRecord file of tensorflow-datasets.
+
+    Raises:
+        DataError: it is damaged, or holds another number of examples than it should.
+    """
+    expected = location.num_examples(path)
+    try:
+        arrays = _decode_records(path)
+    except tf.errors.OpError as error:
+        reason = re.sub(r"\{\{.*?\}\}\s*", "", first_line(str(error)))  # without the names of nodes
+        raise location.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
+    if len(arrays) != expected:
+        raise location.damaged(path, f"has {len(arrays):,} of {expected:,} examples")
+    return arrays
+
+
+def _decode_records(path: Path) -> Arrays:
+    """4 times as fast as `tfds.load`, which imports more too."""
     features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
     @NO_AUTOGRAPH
@@ -152,5 +193,6 @@ def _decode(path: Path) -> Arrays:
 
     with tf.device("CPU:0"):
         records = tf.data.TFRecordDataset(str(path), buffer_size=1 << 20).batch(2000)
-        blocks = list(records.map(decode, num_parallel_calls=2).as_numpy_iterator())
+        none = np.empty([0, 28, 28, 1], np.uint8), np.empty([0], np.uint8)
+        blocks = [none, *records.map(decode, num_parallel_calls=2).as_numpy_iterator()]
     return Arrays(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))

@@ -1,4 +1,4 @@
-"""``python -m tf2dist.download DIR PARENT``: has tensorflow-datasets prepare MNIST; a process of its own.
+"""Has tensorflow-datasets prepare MNIST, in a process of its own with the arguments DIR PARENT.
 
 If it fails, the last line on stdout is the reason.
 """
@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 
 from tf2dist.errors import first_line
-from tf2dist.forkserver import die_with_parent
+from tf2dist.linux import die_with_parent
 
 
 def main() -> None:
@@ -35,7 +35,3 @@ def main() -> None:
     except Exception as error:
         print(f"{type(error).__name__}: {first_line(str(error))}")
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

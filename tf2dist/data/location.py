@@ -1,5 +1,6 @@
 """Where the data is, decided once and before any task starts. Never imports TensorFlow."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,21 +8,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tf2dist.config import DataConfig, RunConfig
+from tf2dist.config import paths
+from tf2dist.config.schema import DataConfig, RunConfig
+from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError
+from tf2dist.interpreter import child_environment, module_command
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
+DIGITS = DataConfig(name="digits", offline="fail", num_validation=180)  # if there is nothing else
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 
 def mnist_dir(config: DataConfig) -> Path:
-    """The folder in which tensorflow-datasets keeps its data sets."""
-    return Path(config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    """The folder in which tensorflow-datasets keeps its data sets.
+
+    Raises:
+        DataError: it is below the home directory of a user who has none.
+    """
+    asked = config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    if folder := paths.expand(asked):
+        return folder
+    raise DataError(f"data (mnist): this user has no home directory for {asked}; set TFDS_DATA_DIR or data.dir")
 
 
 def mnist_files(folder: Path) -> tuple[Path, Path] | None:
     """The newest whole MNIST below `folder`: the TFRecord files of its training and its test set."""
+    if not os.path.isdir(folder):  # also for a folder that this user may not enter, where a look would fail
+        return None
     for info in sorted(folder.glob("mnist/3.*/dataset_info.json"), reverse=True):
         files = [next(info.parent.glob(f"mnist-{split}.tfrecord*"), None) for split in ("train", "test")]
         if files[0] and files[1]:
@@ -29,9 +43,52 @@ def mnist_files(folder: Path) -> tuple[Path, Path] | None:
     return None
 
 
+def num_examples(file: Path) -> int:
+    """How many examples a TFRecord file of MNIST holds, as tensorflow-datasets has written down beside it.
+
+    Raises:
+        DataError: that cannot be read.
+    """
+    return _split_info(file)[0]
+
+
+def check_mnist(file: Path) -> None:
+    """What can be seen of a TFRecord file without reading all of it.
+
+    Raises:
+        DataError: it cannot be read, or is shorter than its examples.
+    """
+    _, num_bytes = _split_info(file)
+    try:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise damaged(file, f"cannot be read: {error.strerror}") from None
+    if size < num_bytes:
+        raise damaged(file, f"has {size:,} bytes of at least {num_bytes:,}")
+
+
+def damaged(file: Path, why: str) -> DataError:
+    return DataError(
+        f"data (mnist): {file} {why}; put a whole one there, or remove {file.parents[1]} to have it downloaded again"
+    )
+
+
+def _split_info(file: Path) -> tuple[int, int]:
+    """The examples of the split that a file holds, and their bytes without the marks between them, 0 if not known."""
+    about, name = file.parent / "dataset_info.json", file.name.split(".")[0].partition("-")[2]
+    try:
+        (split,) = (each for each in json.loads(about.read_bytes())["splits"] if each["name"] == name)
+        return sum(map(int, split["shardLengths"])), int(split.get("numBytes", 0))
+    except OSError as error:
+        raise damaged(about, f"cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise damaged(about, f"does not say how many examples the split {name} has") from None
+
+
 def check_dir(config: DataConfig) -> None:
     """Raises ConfigError if `data.dir` is given and does not exist."""
-    if config.dir is not None and not Path(config.dir).expanduser().is_dir():
+    if config.dir is not None and not paths.is_folder(config.dir):
         raise ConfigError(
             f"data.dir ({config.dir}): there is no such directory; create it, or leave the option out to use "
             "TFDS_DATA_DIR or ~/tensorflow_datasets"
@@ -45,19 +102,29 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
 
     Raises:
         ConfigError: `data.dir` is given and does not exist.
-        DataError: the data cannot be had and `data.offline` is fail.
+        DataError: the data cannot be had and `data.offline` is fail, or it is damaged.
     """
     check_dir(config)
     if config.name != "mnist":
         return config
-    folder = mnist_dir(config).resolve()
+    try:
+        folder = mnist_dir(config).resolve()
+    except DataError as error:
+        if config.offline == "fail":
+            raise
+        warn(f"{error}; training on data=digits instead")
+        return replace(DIGITS)
     if not mnist_files(folder):
         reason = _download(folder, config.download_timeout_secs)
         if reason and config.offline == "fail":
             raise DataError(f"data (mnist): not in {folder}, and the download failed: {reason}; or use data=digits")
         if reason:
             warn(f"MNIST is not in {folder} and could not be downloaded ({reason}); training on data=digits instead")
-            return DataConfig(name="digits", offline="fail", num_validation=180)
+            return replace(DIGITS)
+    for file in mnist_files(folder) or ():
+        check_mnist(file)
+        if cache.discard_damaged(file):
+            warn(f"what was kept of {file.name} when it was decoded is damaged; it is decoded again")
     return replace(config, dir=str(folder))
 
 
@@ -89,9 +156,9 @@ def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
 def _download(folder: Path, timeout_secs: float) -> str:
     """Downloads MNIST with a progress bar. Returns the reason if that failed."""
     print(f"Downloading MNIST to {folder} (at most {timeout_secs:g} s) ...", file=sys.stderr, flush=True)
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
-        [sys.executable, "-m", "tf2dist.download", str(folder), str(os.getpid())],
+        module_command("tf2dist.data.download", str(folder), str(os.getpid())),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -8,12 +8,14 @@ updates came too late for a boundary, and were refused.)
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data import NO_AUTOGRAPH, Arrays
+from tf2dist.data.arrays import NO_AUTOGRAPH, Arrays
 
+ALIGNMENT = 64  # of a tensor's memory, bytes
 Take = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]  # images and labels of some examples, by their indices
 
 
@@ -80,10 +82,43 @@ class Sharding:
         return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
 
 
-def of_tensors(examples: Arrays) -> Take:
-    """Takes them without Python, which in mode sync would wait for the Python of the steps."""
-    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
-    return lambda index: (tf.gather(images, index), tf.gather(labels, index))
+def of_arrays(examples: Arrays) -> Take:
+    """Takes them without Python, which in mode sync would wait for the Python of the steps; what is mapped stays so."""
+    images, labels = _same_memory(examples.images), tf.constant(examples.labels)
+    if images is not None:
+        return lambda index: (tf.gather(images, index), tf.gather(labels, index))
+    if _is_mapped(examples.images):  # at a place that TensorFlow would copy from
+
+        def take(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            taken = tf.numpy_function(lambda i: examples.images.take(i, axis=0), [index], tf.uint8)
+            shape = index.shape.concatenate(examples.images.shape[1:])
+            return tf.ensure_shape(taken, shape), tf.gather(labels, index)
+
+        return take
+    copied = tf.constant(examples.images)
+    return lambda index: (tf.gather(copied, index), tf.gather(labels, index))
+
+
+class _Writable:
+    """Passes an array that cannot be written on to DLPack, which has no word for that; TensorFlow only reads it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array  # as long as this is there, its memory is
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def _same_memory(array: np.ndarray) -> tf.Tensor | None:
+    """A tensor that lies where the array lies, which TensorFlow allows at multiples of 64 bytes; None elsewhere."""
+    if array.ctypes.data % ALIGNMENT or not array.flags.c_contiguous or not array.size:
+        return None
+    return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
+
+
+def _is_mapped(array: np.ndarray) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    return isinstance(base, np.memmap)
 
 
 def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0) -> tf.data.Dataset:

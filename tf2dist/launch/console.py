@@ -4,16 +4,21 @@ import contextlib
 import math
 import sys
 import time
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
+
+from tf2dist.errors import printable
+from tf2dist.launch.unblocked import Unblocked
 
 PLAIN_EVERY_SECS = 5.0
+LAST_WORDS_SECS = 1.0  # for a reader that is slow
+WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
 
 
 class Console:
     """Progress and warnings go to stderr, the result alone to stdout."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = Unblocked(stream or sys.stderr)
         self._live: Any = None
         self._task: Any = None
         self._first: tuple[float, int] | None = None  # time and step from which the rate is counted
@@ -25,9 +30,16 @@ class Console:
         if self._stream.isatty():
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+            from rich.table import Column
 
-            columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
-            self._live = Progress(*columns, console=RichConsole(file=self._stream), transient=True)
+            terminal = RichConsole(file=cast(TextIO, self._stream))
+            bar = WIDE_BAR if terminal.width >= WIDE_TERMINAL else NARROW_BAR
+            columns = (
+                SpinnerColumn("dots" if "utf" in terminal.encoding else "line"),
+                BarColumn(bar_width=bar, table_column=Column(min_width=bar)),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            )
+            self._live = Progress(*columns, console=terminal, transient=True)
             self._task = self._live.add_task("", total=None)
             self._live.start()
         return self
@@ -39,11 +51,13 @@ class Console:
             self._live = None
         elif self._last_line:
             self._print(self._last_line)
+        with contextlib.suppress(OSError):
+            self._stream.drain(LAST_WORDS_SECS)
 
     def status(self, text: str) -> None:
         """What is going on before there is progress to show."""
         if self._live:
-            self._live.update(self._task, description=text)
+            self._live.update(self._task, description=printable(text))
         else:
             self._print(text)
 
@@ -71,6 +85,7 @@ class Console:
             self._last_line = line
 
     def _print(self, text: str) -> None:
+        text = printable(text)
         with contextlib.suppress(OSError):  # the reader has left, or the disk is full: the training goes on
             if self._live:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -83,8 +98,18 @@ def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float
     line = f"step {step:,}/{target_step:,}  loss {loss:.4f}"
     if steps_per_sec > 0:
         minutes, seconds = divmod(round((target_step - step) / steps_per_sec), 60)
-        line += f"  {steps_per_sec:,.0f} steps/s  {minutes}:{seconds:02} left"
+        line += f"  {rate_text(steps_per_sec)} steps/s  {minutes}:{seconds:02} left"
     return line
+
+
+def rate_text(per_sec: float) -> str:
+    """A rate with two digits at least: 1,520, 7.3 or 0.042."""
+    return f"{per_sec:,.0f}" if per_sec >= 9.95 else f"{per_sec:.2g}"
+
+
+def number_of(count: int, what: str) -> str:
+    """For example ``1 worker`` or ``3 workers``."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def result_lines(summary: dict[str, Any], run_dir: str) -> str:
@@ -95,10 +120,10 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
     rate = ""
     if summary["steps_per_sec"]:
-        rate = f" at {summary['steps_per_sec']:,.0f}/s ({summary['examples_per_sec']:,.0f} examples/s)"
+        rate = f" at {rate_text(summary['steps_per_sec'])}/s ({rate_text(summary['examples_per_sec'])} examples/s)"
     return (
-        f"{summary['mode']} {summary['model']} on {data}: {cluster['worker']} workers{servers}, "
-        f"{summary['global_step']:,} steps{rate}{stale}\n"
+        f"{summary['mode']} {summary['model']} on {data}: {number_of(cluster['worker'], 'worker')}{servers}, "
+        f"{number_of(summary['global_step'], 'step')}{rate}{stale}\n"
         f"test accuracy {summary['test_accuracy']:.4f}, loss {summary['test_loss']:.4f} "
         f"over {summary['test_examples']:,} examples\n"
         f"{run_dir}"

@@ -1,16 +1,14 @@
 """The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
 
-Runs as ``python -m tf2dist.forkserver FD ISOLATE PRELOAD PARENT`` below a `launcher.Launcher`. It may
-import TensorFlow but must run no op and start no thread before it forks. Launcher and server
-exchange one JSON object a packet over the Unix socket FD; the tasks inherit the socket and send
-their own packets (progress, results) the same way, and read on their standard input, a JSON object a
-line, what the launcher tells them. Whoever holds the other end may die in any
-way: the end of the socket makes the server kill every task and leave, and the death of the
-server kills the tasks.
+Runs with the arguments FD ISOLATE PRELOAD PARENT below a `launcher.Launcher`. It may import TensorFlow
+but must run no op and start no thread before it forks. Launcher and server exchange one JSON object
+a packet over the Unix socket FD; the tasks inherit the socket and send their own packets (progress,
+results) the same way, and read on their standard input, a JSON object a line, what the launcher
+tells them. Whoever holds the other end may die in any way: the end of the socket makes the server
+kill every task and leave, and the death of the server kills the tasks.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -20,16 +18,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
-from tf2dist import netns
+from tf2dist import linux
+from tf2dist.files import open_log
+from tf2dist.messages import Send
 
-PR_SET_PDEATHSIG = 1
 MAX_PACKET_BYTES = 1 << 17
 MAX_PORTS = 64
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Send = Callable[[dict[str, Any]], None]
 
 
 def sender(sock: socket.socket, name: str) -> Send:
@@ -47,21 +44,14 @@ def sender(sock: socket.socket, name: str) -> Send:
     return send
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when `parent_pid` ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() not in (parent_pid, 0):  # it ended before the call; 0: it is in another process namespace
-        os._exit(1)
-
-
 def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int, inbox: int) -> int:
     """The forked child: log file, environment, then ``target(payload, send) -> exit code``."""
     os.setpgid(0, 0)
-    die_with_parent(parent_pid)
+    linux.die_with_parent(parent_pid)
     for number in (signal.SIGCHLD, *LAUNCHERS_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_log(request["log"])
     os.dup2(inbox, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -124,8 +114,8 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def serve(sock: socket.socket, wakeup: int) -> None:
-    """Forks tasks until the launcher's end of the socket closes, then kills what still runs."""
+def serve(sock: socket.socket, wakeup: int) -> int:
+    """Forks tasks until the launcher's end of the socket closes, then kills what still runs; returns the exit code."""
     send = sender(sock, "forkserver")
     tasks: dict[int, str] = {}
     inboxes: dict[str, int] = {}
@@ -138,7 +128,7 @@ def serve(sock: socket.socket, wakeup: int) -> None:
             if sock.fileno() in ready:
                 packet = sock.recv(MAX_PACKET_BYTES)
                 if not packet:
-                    return
+                    return 0
                 request = json.loads(packet)
                 if "tell" in request:
                     tell(inboxes.get(request["task"]), request["tell"])
@@ -147,11 +137,11 @@ def serve(sock: socket.socket, wakeup: int) -> None:
                     pid, inboxes[request["task"]] = fork_task(request, sock)
                 except OSError as error:  # no more processes or memory
                     print(f"cannot start {request['task']}: {error}", file=sys.stderr, flush=True)
-                    return
+                    return 1
                 tasks[pid] = request["task"]
                 send({"event": "started", "task": request["task"], "pid": pid})
     except OSError:  # the launcher is gone
-        return
+        return 0
     finally:
         for pid in tasks:
             kill_group(pid)
@@ -159,24 +149,20 @@ def serve(sock: socket.socket, wakeup: int) -> None:
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
-    isolated = sys.argv[2] == "1" and netns.enter_private_network()
-    die_with_parent(int(sys.argv[4]))  # an import takes seconds, and nobody looks at the socket meanwhile
+    isolated = sys.argv[2] == "1" and linux.enter_private_network()
+    linux.die_with_parent(int(sys.argv[4]))  # an import takes seconds, and nobody looks at the socket meanwhile
     for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
         signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):
         importlib.import_module(module)
     # From now on the socket's end tells of the launcher's, and there are tasks to end; but it wakes no frozen process.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    ports = list(range(2222, 2222 + MAX_PORTS)) if isolated else netns.unused_ports(MAX_PORTS)
+    linux.set_death_signal(signal.SIGCONT)
+    ports = list(range(2222, 2222 + MAX_PORTS)) if isolated else linux.unused_ports(MAX_PORTS)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     ready = {"event": "ready", "pid": os.getpid(), "isolated": isolated, "ports": ports}
     sender(sock, "forkserver")(ready)
-    serve(sock, read_end)
-    os._exit(0)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody
-
-
-if __name__ == "__main__":
-    main()
+    code = serve(sock, read_end)
+    os._exit(code)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody

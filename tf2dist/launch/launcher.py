@@ -9,20 +9,24 @@ Leaving the block stops everything: TERM to all, one deadline for all, KILL to t
 """
 
 import contextlib
+import errno
 import json
 import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from tf2dist.errors import TaskLostError
-from tf2dist.forkserver import MAX_PACKET_BYTES
+from tf2dist.errors import TaskLostError, TfDistError, TrainingError
+from tf2dist.interpreter import child_environment, module_command
+from tf2dist.launch import deaths
+from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT
+from tf2dist.launch.forkserver import MAX_PACKET_BYTES
+from tf2dist.launch.run_dir import open_log
 
 Event = dict[str, Any]
 
@@ -43,7 +47,7 @@ class Launcher:
 
     Args:
         log_dir: an existing folder; task `worker-0` logs to ``worker-0.log`` there.
-        isolate: whether to put the tasks into a private loopback network (see `netns`).
+        isolate: whether to put the tasks into a private loopback network (see `linux`).
         preload: modules that the fork server imports once for all tasks.
         env: environment variables set before anything is imported.
         grace_secs: how long a task may take to end after SIGTERM.
@@ -66,21 +70,29 @@ class Launcher:
         self.ready = self.isolated = False
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
+        self._oom_kills = deaths.OomKills()
+        self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tf2dist.forkserver", str(theirs.fileno())]
-        with theirs, open(self.log_dir / "forkserver.log", "ab") as log:
+        arguments = [str(theirs.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
+        with theirs, os.fdopen(open_log(self.log_dir, "forkserver"), "ab") as log:
             self._log_start = log.tell()  # what stands before it is of an earlier run
-            self._server = subprocess.Popen(
-                [*command, str(int(self.isolate)), ",".join(self.preload), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.env},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
-            )
+            try:
+                self._server = subprocess.Popen(
+                    module_command("tf2dist.launch.forkserver", *arguments),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**child_environment(), **self.env},
+                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
+                )
+            except OSError as error:
+                self._sock.close()
+                limits = {errno.EAGAIN: f": {THREAD_LIMIT}", errno.ENOMEM: f": {MEMORY_LIMIT}"}
+                reason = f"{error.strerror}{limits.get(error.errno or 0, '')}"
+                raise TrainingError(f"the fork server could not be started: {reason}") from None
         return self
 
     def wait_ready(self, check: Callable[[], None]) -> None:
@@ -94,8 +106,12 @@ class Launcher:
         """
         deadline = time.monotonic() + START_TIMEOUT_SECS
         while not self.ready:
-            for _ in self.events(READY_POLL_SECS):
-                pass
+            try:
+                for _ in self.events(READY_POLL_SECS):
+                    pass
+            except TfDistError:
+                check()  # a signal to the whole service may have ended the server too
+                raise
             check()
             if time.monotonic() > deadline:
                 raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
@@ -109,7 +125,13 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         sys_path: list[str] | None = None,
     ) -> None:
-        """Forks a task that calls ``target`` ("module:function") with ``(payload, send)``."""
+        """Forks a task that calls ``target`` ("module:function") with ``(payload, send)``.
+
+        Raises:
+            ConfigError: it can have no log.
+        """
+        with os.fdopen(open_log(self.log_dir, name), "ab") as log:  # the task itself could tell nobody that it cannot
+            self._log_starts[name] = log.tell()  # what stands before it is of an earlier start
         (self.log_dir / f"{name}.error.json").unlink(missing_ok=True)  # of an earlier run
         request = {
             "task": name,
@@ -129,7 +151,8 @@ class Launcher:
         """Yields what tasks and server report, each a dict with "event" and "task", for `timeout_secs`.
 
         Raises:
-            TaskLostError: the fork server is gone, and the tasks with it.
+            TaskLostError: the fork server was killed, and the tasks with it.
+            TrainingError: it failed by itself, as it would do again.
         """
         deadline = time.monotonic() + timeout_secs
         while True:
@@ -153,6 +176,7 @@ class Launcher:
                     self.tasks[event["task"]] = event["pid"]
                 case "exited":
                     self.tasks.pop(event["task"], None)
+                    event["log_start"] = self._log_starts.get(event["task"], 0)
             yield event
 
     def runs(self, name: str) -> bool:
@@ -179,9 +203,19 @@ class Launcher:
         self._server.kill()
 
     def _give_up(self) -> NoReturn:
+        """Ends all, since the fork server has ended.
+
+        Raises:
+            TaskLostError: it was killed.
+            TrainingError: it failed by itself, as it would do again.
+        """
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket may be at its end before it is
+            code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
-        log = (self.log_dir / "forkserver.log").read_bytes()[self._log_start :].decode(errors="replace").strip()
-        raise TaskLostError(f"the fork server ended unexpectedly: {log[-2000:] or 'it left no word'}")
+        path = self.log_dir / "forkserver.log"
+        log = path.read_bytes()[self._log_start :].decode(errors="replace")
+        raise deaths.of_fork_server(code, log, path, self._oom_kills)
 
     def tell(self, name: str, packet: dict[str, Any]) -> None:
         """Writes one JSON object to the task's standard input, if it still runs."""
@@ -230,7 +264,7 @@ class Launcher:
                 self._server.kill()  # it is importing and would not listen
             elif self._server.poll() is None:
                 self.stop()
-        except (TaskLostError, OSError):
+        except (TfDistError, OSError):
             pass  # the server died: the kernel has killed its tasks
         finally:
             self._sock.close()  # tells the server to kill what is left and to leave

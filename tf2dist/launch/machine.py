@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tf2dist import sources
-from tf2dist.addresses import resolve
-from tf2dist.config import DataConfig
+from tf2dist.cluster.addresses import resolve
+from tf2dist.config.schema import DataConfig
+from tf2dist.data import location
+from tf2dist.errors import DataError
+from tf2dist.interpreter import code_command
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
@@ -31,12 +32,12 @@ ISOLATION_TIMEOUT_SECS = 20.0
 # Ends with the doctor however that ends, and says in one line what TensorFlow sees.
 LIST_GPUS = """
 import json, os
-from tf2dist.forkserver import die_with_parent
+from tf2dist.linux import die_with_parent
 die_with_parent(os.getppid())
 import tensorflow as tf
 print(json.dumps([gpu.name for gpu in tf.config.list_physical_devices("GPU")]))
 """
-TRY_ISOLATION = "import sys; from tf2dist import netns; sys.exit(0 if netns.enter_private_network() else 3)"
+TRY_ISOLATION = "import sys; from tf2dist import linux; sys.exit(0 if linux.enter_private_network() else 3)"
 
 
 @dataclass(frozen=True)
@@ -124,25 +125,40 @@ def run_folder(run_dir: str | None) -> Iterator[Finding]:
 
 def training_data(config: DataConfig) -> Iterator[Finding]:
     """Whether the data is there or could be downloaded, without downloading it."""
-    folder, level = sources.mnist_dir(config), "fail" if config.offline == "fail" else "warn"
+    level = "fail" if config.offline == "fail" else "warn"
     if config.name == "digits":
         yield Finding("ok", "data", "digits comes with scikit-learn")
     elif config.name != "mnist":
-        yield Finding("ok", "data", f"{config.name} comes from a plugin, which is not run here")
-    elif sources.mnist_files(folder):
-        yield Finding("ok", "data", f"MNIST is in {folder}")
+        yield Finding("ok", "data", f"{config.name} comes from a plugin; its function is not called here")
+    else:
+        yield from _mnist(config, level)
+
+
+def _mnist(config: DataConfig, level: str) -> Iterator[Finding]:
+    try:
+        folder = location.mnist_dir(config)
+    except DataError as error:
+        yield Finding(level, "data", *str(error).rsplit("; ", 1))
+        return
+    if files := location.mnist_files(folder):
+        try:
+            for file in files:
+                location.check_mnist(file)
+            yield Finding("ok", "data", f"MNIST is in {folder}")
+        except DataError as error:
+            yield Finding("fail", "data", *str(error).rsplit("; ", 1))
     elif any(folder.glob("mnist/3.*")):
         yield Finding(level, "data", f"MNIST in {folder} is not whole", f"remove {folder / 'mnist'}")
-    elif set(urllib.request.getproxies()) - {"no"} or resolve(sources.MNIST_HOST):
-        yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {sources.MNIST_HOST}")
+    elif set(urllib.request.getproxies()) - {"no"} or resolve(location.MNIST_HOST):
+        yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {location.MNIST_HOST}")
     else:
-        text = f"MNIST is not in {folder}, and the name {sources.MNIST_HOST} is unknown here"
+        text = f"MNIST is not in {folder}, and the name {location.MNIST_HOST} is unknown here"
         yield Finding(level, "data", text, "set TFDS_DATA_DIR to where it is, or give data=digits")
 
 
 def isolation() -> Iterator[Finding]:
     """Whether a local cluster gets a network of its own."""
-    command = [sys.executable, "-c", TRY_ISOLATION]
+    command = code_command(TRY_ISOLATION)
     try:
         done = subprocess.run(command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS)
         private = done.returncode == 0
@@ -160,7 +176,7 @@ def gpus() -> Iterator[Finding]:
     seen = _driver_gpus()
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
-        command = [sys.executable, "-c", LIST_GPUS]
+        command = code_command(LIST_GPUS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_SECS, env=environment)
         names = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:

@@ -5,15 +5,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tf2dist.config import RunConfig
-from tf2dist.console import Console
-from tf2dist.control import Meeting
-from tf2dist.ends import Ends, complains, rank
-from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.launcher import KILL_TIMEOUT_SECS, Event, Launcher
-from tf2dist.policy import RestartPolicy, Verdict, Vitals
-from tf2dist.pulse import STACKS_SIGNAL
-from tf2dist.stop import Stop
+from tf2dist.config.schema import RunConfig
+from tf2dist.control.meeting import Meeting
+from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError, TrainingError
+from tf2dist.launch.console import Console
+from tf2dist.launch.failures import Ends, blames_another, complains, rank
+from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Event, Launcher
+from tf2dist.launch.restarts import RestartPolicy, Verdict, Vitals
+from tf2dist.launch.shutdown import Stop
+from tf2dist.launch.stalls import Stalls
+from tf2dist.process.heartbeat import STACKS_SIGNAL
+from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
 STACKS_SECS = 0.5  # for a task to write them
@@ -48,9 +50,10 @@ class Watch:
         self._stop = Stop(launcher, meeting, received, config.grace_secs, console.status)
         self._vitals = Vitals(launcher.runs, config.silence_secs)
         self._failures: list[FailureRecord] = []
-        self._killed: dict[str, str] = {}  # by us, and why
+        self._killed: dict[str, tuple[str, int]] = {}  # by us: why, and the exit code that this is worth
         self._killed_at: dict[str, float] = {}
-        self._stalled: list[str] = []  # those that said so since the last look
+        self._stalls = Stalls(console.status)
+        self._done: set[str] = set()  # those that have done all that they had to do
         self._gone: dict[str, str] = {}  # on other hosts, and why
         self._restarted_at, self._generation = -float("inf"), 0
         self._summary: dict[str, Any] = {}
@@ -113,14 +116,18 @@ class Watch:
                 self._on_begun()
             case "message":
                 self._console.status(event["text"])
+            case "note":
+                self._console.note(event["text"])
             case "warning":
                 self._console.warn(event["text"])
             case "saved":
                 self._saved_step, self._stop.has_saved = event["step"], event["stopping"]
-            case "stalled":
-                self._stalled.append(task)
+            case "standing" | "stalled" if task in self._launcher.tasks:
+                self._stalls.heard(event, time.monotonic())
             case "result":
                 self._summary = {**event["summary"], "restarts": self._policy.restarts}
+            case "done":
+                self._done.add(task)
             case "exited":
                 self._on_exit(event)
 
@@ -137,29 +144,40 @@ class Watch:
             self._is_over, self._leave_by = True, time.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._summary:
             pass
-        elif task.startswith("evaluator-") or (code == lost and self._mode == "async" and task.startswith("worker-")):
-            self._gone[task] = why
-            self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
-            for own in self._launcher.tasks:  # the call of one may wait for another's
-                self._launcher.tell(own, {"event": "gone", "task": task})
-        else:
+        elif self._may_be_missed(task, code) and not blames_another(task, why):
+            self._go_on_without(task, why)
+        elif not (self._failures and blames_another(task, why)):  # an echo of what is known
             what = f"is gone ({why})" if was_lost else why
             self._failures.append(FailureRecord(task, time.time(), code, what, by_signal=was_lost))
+
+    def _go_on_without(self, task: str, why: str) -> None:
+        self._gone[task] = why
+        if not self._failures:
+            self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
+        for own in self._launcher.tasks:  # the call of one may wait for another's
+            self._launcher.tell(own, {"event": "gone", "task": task})
+
+    def _may_be_missed(self, task: str, code: int) -> bool:
+        """Whether the others can go on without a task of another host."""
+        is_worker = self._mode == "async" and task.startswith("worker-")
+        return task.startswith("evaluator-") or (is_worker and code == TaskLostError.exit_code)
 
     def _on_exit(self, event: Event) -> None:
         task, code = event["task"], event["code"]
         self._vitals.forget(task)
+        self._stalls.forget(task)
         self._killed_at.pop(task, None)
         if self._summary and code != 0:
             self._console.warn(f"{task} ended with code {code} after the result was known")
-        elif code != 0 or (task == self._leader and not self._summary):
-            self._failures.append(self._ends.failure(event, self._killed.pop(task, "")))
+        elif code != 0 or (not self._summary and (task == self._leader or task not in self._done)):
+            self._failures.append(self._ends.failure(event, *self._killed.pop(task, ("", TaskLostError.exit_code))))
 
-    def _why_stalled(self) -> str:
+    def _why_stalled(self, event: Event) -> str:
         """What is said of a task that makes no progress; without its workers a coordinator can make none."""
         gone = ", ".join(f"{task} is gone ({why})" for task, why in self._gone.items())
         while_gone = f" while {gone}" if gone else ""
-        return f"made no progress for {self._watchdog_secs:.0f} s{while_gone}, see the stacks in its log"
+        where = f" in {event['where']}" if event.get("where") else ""
+        return f"made no progress for {event['secs']} s{where}{while_gone}, see the stacks in its log"
 
     def _kill_frozen(self) -> None:
         for task in self._vitals.lost(time.monotonic()):
@@ -173,15 +191,17 @@ class Watch:
 
     def _kill_stalled(self) -> None:
         """Kills who made no progress by its own fault; it says so again as long as it makes none."""
-        excused = time.monotonic() - max(self._restarted_at, self._vitals.awake_since) < self._watchdog_secs
-        for task in self._stalled:
+        now = time.monotonic()
+        excused = now - max(self._restarted_at, self._vitals.awake_since) < self._watchdog_secs
+        for event in self._stalls.look(now):
             if not (excused or (self._killed_at and not self._summary) or self._vitals.any_silent):
-                self._kill(task, self._why_stalled())
-        self._stalled.clear()
+                # The user's own code would stand there again.
+                code = (TrainingError if event.get("is_users") else TaskLostError).exit_code
+                self._kill(event["task"], self._why_stalled(event), code)
 
-    def _kill(self, task: str, why: str) -> None:
+    def _kill(self, task: str, why: str, code: int = TaskLostError.exit_code) -> None:
         if task in self._launcher.tasks:  # it may have ended since then
-            self._killed[task], self._killed_at[task] = why, time.monotonic()
+            self._killed[task], self._killed_at[task] = (why, code), time.monotonic()
             self._vitals.forget(task)
             self._launcher.signal(task, signal.SIGKILL)
 
@@ -204,7 +224,7 @@ class Watch:
                 return
             verdict = self._policy.judge(self._failures[0])
         if verdict is Verdict.FAIL:
-            if any(failure.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT) for failure in self._failures):
+            if any(failure.exit_code - 128 in NAMES for failure in self._failures):
                 raise self._stop.interrupted(signal.SIGTERM, self._saved_step)  # another host was told to stop
             used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
             raise TaskFailure(self._failures, used_up)
@@ -218,7 +238,7 @@ class Watch:
     def _restart_all(self, lost: FailureRecord) -> None:
         saved = [event["step"] for event in self._launcher.kill_all() if event["event"] == "saved"]
         self._saved_step = max(saved, default=self._saved_step)
-        for known in (self._vitals, self._failures, self._killed):
+        for known in (self._vitals, self._failures, self._killed, self._stalls):
             known.clear()
         self._summary, self._leave_by, self._stop.has_begun = {}, float("inf"), False
         where = "" if self._saved_step is None else f" from the checkpoint at step {self._saved_step}"
@@ -229,6 +249,7 @@ class Watch:
 
     def _start_task(self, task: str) -> None:
         self._start(task, self._generation)
+        self._done.discard(task)
         self._killed_at.pop(task, None)
         self._vitals.saw(task, time.monotonic())  # not yet, but soon
 

@@ -4,10 +4,10 @@ import signal
 import time
 from collections.abc import Callable
 
-from tf2dist.control import Meeting
-from tf2dist.ends import rank
+from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, Interrupted, NotFiniteError, RequestError, TaskFailure, TfDistError
-from tf2dist.launcher import Launcher
+from tf2dist.launch.failures import rank
+from tf2dist.launch.launcher import Launcher
 
 OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
 FOLLOW_SECS = 5.0  # for a stop that another host's task leads

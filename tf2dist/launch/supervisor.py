@@ -4,53 +4,32 @@ import contextlib
 import functools
 import json
 import os
-import signal
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
-from tf2dist import cluster as clusters
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.console import Console
-from tf2dist.control import Meeting
+from tf2dist.cluster import spec as clusters
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.control.identity import identity_of
+from tf2dist.control.meeting import Meeting
+from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
-from tf2dist.identity import identity_of
-from tf2dist.job_token import job_key
-from tf2dist.launcher import Launcher
-from tf2dist.watch import Watch
+from tf2dist.files import write_whole
+from tf2dist.launch.console import Console
+from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.monitor import Watch
+from tf2dist.signals import Signals
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
     "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
     "KERAS_BACKEND": "tensorflow",
+    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it, which is for JAX and needs a package of its own
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # that of nvidia-smi
-    "http_proxy": "",  # gRPC would ask a proxy for the way to the next process
+    "grpc_proxy": "",  # gRPC would ask a proxy for the way to the next process
+    "http_proxy": "",
     "https_proxy": "",
 }
-
-
-class Signals:
-    """Collects SIGTERM and Ctrl-C for a loop that looks at them."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-    def check(self) -> None:
-        """Raises `Interrupted` if a signal has come."""
-        if self.received:
-            raise Interrupted(self.received[0])
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
@@ -65,7 +44,12 @@ def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Clust
 
 
 def supervise(
-    config: RunConfig, run_dir: Path, this: tuple[Cluster, Task] | None, console: Console, started_at: float
+    config: RunConfig,
+    run_dir: Path,
+    this: tuple[Cluster, Task] | None,
+    console: Console,
+    started_at: float,
+    signals: Signals,
 ) -> dict[str, Any]:
     """Runs a whole local cluster, or this host's one task, to its end.
 
@@ -84,17 +68,18 @@ def supervise(
     # What is left when the watch ends has nothing to save.
     launcher = Launcher(run_dir / "logs", isolate=this is None, env=ENVIRONMENT, grace_secs=0.0)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
+        received = stack.enter_context(signals.held())
         stack.enter_context(launcher)
         stack.enter_context(console)
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(config, *this, console)) if this else None
         begun = functools.partial(note_begin, config, run_dir, console)
-        watch = Watch(launcher, console, config, meeting, signals.received, begun)
+        check = functools.partial(check_signals, received)
+        watch = Watch(launcher, console, config, meeting, received, begun)
         if meeting:
-            meeting.join(config.startup_timeout_secs, signals.check)
-        launcher.wait_ready(signals.check)
+            meeting.join(config.startup_timeout_secs, check)
+        launcher.wait_ready(check)
         cluster = this[0] if this else local_cluster(config, launcher, 0)
         if not this and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
@@ -111,6 +96,12 @@ def supervise(
             write_summary(run_dir, summary)
             check_saved(summary)
         return summary
+
+
+def check_signals(received: list[int]) -> None:
+    """Raises Interrupted if a signal has come."""
+    if received:
+        raise Interrupted(received[0])
 
 
 def payload_of(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float) -> dict[str, Any]:
@@ -144,7 +135,7 @@ def note_begin(config: RunConfig, run_dir: Path, console: Console) -> None:
     """What the run directory holds from now on is of this run."""
     try:
         (run_dir / "summary.json").unlink(missing_ok=True)
-        (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        write_whole(run_dir / "config.yaml", config.to_yaml())
     except OSError as error:
         console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
 
@@ -164,12 +155,9 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     Raises:
         TrainingError: it cannot be written.
     """
-    part = run_dir / "summary.json.part"
     text = json.dumps(summary, indent=2, allow_nan=False)
     try:
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, run_dir / "summary.json")
+        write_whole(run_dir / "summary.json", text + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         what = f"{run_dir / 'summary.json'}: could not be written ({error.strerror}); it would have said"
         raise TrainingError(f"{what}\n{json.dumps(summary)}") from None

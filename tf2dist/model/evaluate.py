@@ -7,7 +7,8 @@ import numpy as np
 
 from tf2dist.errors import NotFiniteError, TrainingError
 
-CHUNK = 1000  # examples for each forward pass
+MAX_CHUNK = 1000  # examples for each forward pass
+MAX_CHUNK_BYTES = 4 << 20  # of their images as float32; a model needs some ten times as much
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,13 @@ class Evaluation:
         return cls(correct / counted, loss / counted, num_examples)
 
 
-def chunks(num_examples: int, shard: int = 0, num_shards: int = 1) -> list[tuple[int, int]]:
+def chunk_size(batch_size: int, image_shape: tuple[int, ...]) -> int:
+    """Examples for each forward pass: as many as a training step takes for certain, more if they are small."""
+    small = MAX_CHUNK_BYTES // (4 * math.prod(image_shape))
+    return min(MAX_CHUNK, max(batch_size, small))
+
+
+def chunks(num_examples: int, size: int, shard: int = 0, num_shards: int = 1) -> list[tuple[int, int]]:
     """The ranges (first, last) that one of `num_shards` workers evaluates; together they cover all."""
-    ranges = [(first, min(first + CHUNK, num_examples)) for first in range(0, num_examples, CHUNK)]
+    ranges = [(first, min(first + size, num_examples)) for first in range(0, num_examples, size)]
     return ranges[shard::num_shards]

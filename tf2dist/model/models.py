@@ -1,13 +1,16 @@
 """The models and optimizers by name. A model takes images in [0, 1] and gives logits."""
 
 import inspect
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
+from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, first_line
-from tf2dist.registry import MODELS, OPTIMIZERS, look_up, register_model
+from tf2dist.model import checks
+from tf2dist.model.step import ModelStep
+from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
 
 OPTIMIZERS.update(
     sgd=keras.optimizers.SGD,
@@ -60,23 +63,44 @@ def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_cla
         ConfigError: unknown name or argument.
     """
     keras.utils.set_random_seed(seed)
-    function = look_up(MODELS, "model", arguments["name"])
-    model: keras.Model = _call("model", function, arguments, input_shape=input_shape, num_classes=num_classes)
+    name, function = arguments["name"], look_up(MODELS, "model", arguments["name"])
+    given = {key: value for key, value in arguments.items() if key != "name"}
+    fixed = {"input_shape": input_shape, "num_classes": num_classes}
+    checks.check_builder("model", name, function, fixed)
+    model: keras.Model = call("model", name, function, given, fixed)
+    checks.check_model(name, model)
+    checks.check_inputs(name, model, input_shape)
     if not model.built:
         model(keras.Input(input_shape))  # a symbolic call makes the variables of a subclass and its layers
-    if not model.trainable_variables:
-        raise ConfigError(f"model ({arguments['name']}): has no trainable variables")
+    checks.check_trainable(name, model)
     return model
+
+
+def build_step(arguments: dict[str, Any], splits: Splits, seed: int, scope: AbstractContextManager[Any]) -> ModelStep:
+    """Builds the model within `scope`, where its variables are to be, and looks at what a call of it shows.
+
+    Raises:
+        ConfigError: as `build_model`, or the model does not fit the data.
+    """
+    name = arguments["name"]
+    with scope:
+        model = build_model(arguments, splits.image_shape, splits.num_classes, seed)
+    step = ModelStep(model, splits.image_shape)
+    checks.check_outputs(name, step.trial, splits.num_classes)
+    return step
 
 
 def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimizer:
     """Builds the optimizer that `arguments` names, for a run of `total_steps` updates.
+
+    A plugin's function that has a parameter `total_steps` gets them, unless the user gives another number.
 
     Raises:
         ConfigError: unknown name or argument, or a value that Keras refuses.
     """
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
     arguments = dict(arguments)
+    name = arguments.pop("name")
     if arguments.pop("schedule", "constant") == "cosine":
         # From nothing to the full rate first: stale first steps of Adam, each as large as the rate, add up.
         warmup = int(WARMUP * total_steps)
@@ -85,20 +109,13 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
         arguments["learning_rate"] = keras.optimizers.schedules.CosineDecay(
             begin, total_steps - warmup, warmup_target=peak, warmup_steps=warmup
         )
-    optimizer: keras.Optimizer = _call("optimizer", function, arguments)
-    return optimizer
-
-
-def _call(option: str, function: Callable[..., Any], arguments: dict[str, Any], **fixed: Any) -> Any:
-    given = {key: value for key, value in arguments.items() if key != "name"}
+    wants_steps = "total_steps" in inspect.signature(function).parameters and "total_steps" not in arguments
+    fixed = {"total_steps": total_steps} if wants_steps else {}
     try:
-        inspect.signature(function).bind(**fixed, **given)
-    except TypeError as error:
-        way_out = "leave it out" if "unexpected" in str(error) else f"give it with {option}.ARGUMENT=VALUE"
-        raise ConfigError(f"{option} ({arguments['name']}): {error}; {way_out}") from None
-    try:
-        return function(**fixed, **given)
+        optimizer: keras.Optimizer = call("optimizer", name, function, arguments, fixed)
     except ValueError as error:
         if function.__module__.startswith("keras."):
-            raise ConfigError(f"{option} ({arguments['name']}): {first_line(str(error))}") from None
+            raise ConfigError(f"optimizer ({name}): {first_line(str(error))}") from None
         raise  # in the user's code
+    checks.check_optimizer(name, optimizer)
+    return optimizer

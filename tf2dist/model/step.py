@@ -1,6 +1,7 @@
 """The training step of both modes: forward, loss and gradients as a pure function of its inputs."""
 
-from typing import NamedTuple
+import inspect
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -22,7 +23,7 @@ class StepOutput(NamedTuple):
 
     Attributes:
         gradients: of the weighted loss, one for each trainable variable.
-        state: the new values of the non-trainable variables, such as moving averages.
+        state: the new values of `ModelStep.state`, such as moving averages.
         sums: float32 [3], the weighted loss, the correct examples and the examples.
     """
 
@@ -31,19 +32,47 @@ class StepOutput(NamedTuple):
     sums: tf.Tensor
 
 
+class Trial(NamedTuple):
+    """What one call of the model in training shows, traced and not run.
+
+    Attributes:
+        outputs: symbolic tensors, in whatever structure the model gives them.
+        assigned: the trainable variables that the call assigns.
+    """
+
+    outputs: Any
+    assigned: list[keras.Variable]
+
+
 class ModelStep:
     """Calls a built Keras model without side effects, so that its variables may live anywhere.
 
     Attributes:
+        model: the model.
+        trial: what a call of it shows.
         trainable: the variables that receive gradients.
-        state: the other variables, without the seeds of random layers: those are derived from
-            (seed, worker, step), so dropout needs no shared state and a resumed run repeats it.
+        state: the variables that a call gives new values: those that are not trainable, and of the trainable
+            ones those that the call assigns, as spectral normalization does. The seeds of random layers are not
+            among them: those are derived from (seed, worker, step), so dropout needs no shared state and a
+            resumed run repeats it.
+        loss_scale: what the optimizer wants the loss multiplied by, against underflow; the gradients are divided
+            by it again.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
+    def __init__(self, model: keras.Model, image_shape: tuple[int, ...]) -> None:
+        self.model = model
         self.trainable = list(model.trainable_variables)
-        self.state = [v for v in model.non_trainable_variables if not _is_seed(v)]
+        self.loss_scale: float | None = None
+        self._others = list(model.non_trainable_variables)
+        self._takes_training = "training" in inspect.signature(model.call).parameters
+        self.state = [v for v in self._others if not _is_seed(v)]
+        self.trial = self._try(image_shape)
+        self.state += self.trial.assigned
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Every variable once."""
+        return [*self.trainable, *self.state[: len(self.state) - len(self.trial.assigned)]]
 
     def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What the trainable variables and the state hold now."""
@@ -56,12 +85,17 @@ class ModelStep:
         """One forward and backward pass at the given values of the variables; `seed`: int64 [2]."""
         with tf.GradientTape() as tape:
             tape.watch(trainable)
-            logits, new_state, penalties = self._forward(trainable, state, batch.images, seed, training=True)
+            outputs, scope, penalties = self._forward(trainable, state, batch.images, seed, tape)
+            logits = tf.cast(outputs, tf.float32)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
             loss = tf.reduce_sum(batch.weights * losses)
             if penalties:  # of the whole step; each worker adds its share
-                loss += tf.add_n([tf.cast(p, tf.float32) for p in penalties]) * tf.reduce_sum(batch.weights)
-        gradients = tape.gradient(loss, trainable, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                loss += tf.add_n([tf.reduce_sum(tf.cast(p, tf.float32)) for p in penalties]) * tf.reduce_sum(
+                    batch.weights
+                )
+            scaled = loss * self.loss_scale if self.loss_scale else loss
+        gradients = self._gradients(tape, scaled, trainable, scope)
+        new_state = [scope.get_current_value(variable) for variable in self.state]
         real = tf.cast(batch.weights > 0, tf.float32)
         sums = tf.stack([loss, tf.reduce_sum(real * _is_correct(logits, batch.labels)), tf.reduce_sum(real)])
         return StepOutput(gradients, new_state, sums)
@@ -70,25 +104,108 @@ class ModelStep:
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor, labels: tf.Tensor
     ) -> tf.Tensor:
         """The sums over some examples, float64 [3]: loss, correct, examples."""
-        logits, _, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), training=False)
+        outputs, _, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), None)
+        logits = tf.cast(outputs, tf.float32)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         sums = [tf.reduce_sum(losses), tf.reduce_sum(_is_correct(logits, labels)), tf.cast(tf.size(labels), tf.float32)]
         return tf.cast(tf.stack(sums), tf.float64)
 
     def _forward(
-        self, trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor, seed: tf.Tensor, training: bool
-    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
-        values = iter(state)
-        variables = self._model.non_trainable_variables
-        inputs = [
-            _derived_seed(seed, number) if _is_seed(variable) else next(values)
-            for number, variable in enumerate(variables)
-        ]
-        logits, outputs, penalties = self._model.stateless_call(
-            trainable, inputs, tf.cast(images, tf.float32) / 255.0, training=training, return_losses=True
-        )
-        new_state = [value for variable, value in zip(variables, outputs, strict=True) if not _is_seed(variable)]
-        return tf.cast(logits, tf.float32), new_state, penalties
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        images: tf.Tensor,
+        seed: tf.Tensor,
+        tape: tf.GradientTape | None,
+    ) -> tuple[Any, "_CallScope", list[tf.Tensor]]:
+        """Calls the model as Keras' own training does, with the values of its variables; without a tape to evaluate.
+
+        Returns:
+            The outputs, the scope that knows what was assigned, and the losses that the layers have added.
+        """
+        values = dict(zip(map(id, self.state), state, strict=True))
+        seeds = {id(v): _derived_seed(seed, number) for number, v in enumerate(self._others) if _is_seed(v)}
+        others = [(variable, (values | seeds)[id(variable)]) for variable in self._others]
+        mapping = [*zip(self.trainable, trainable, strict=True), *others]
+        arguments = {"training": tape is not None} if self._takes_training else {}
+        with _CallScope(mapping, self.trainable, tape) as scope:
+            outputs = self.model(tf.cast(images, tf.float32) / 255.0, **arguments)
+            return outputs, scope, self.model.losses
+
+    def _gradients(
+        self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: "_CallScope"
+    ) -> list[tf.Tensor]:
+        """Of the loss by each variable: by its value before the call, and by those that the call has assigned."""
+        leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
+        found = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in found]
+        return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
+
+    def _try(self, image_shape: tuple[int, ...]) -> Trial:
+        found: list[Trial] = []
+
+        def call(trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                outputs, scope, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), tape)
+            found.append(Trial(outputs, [v for v in self.trainable if id(v) in scope.assigned]))
+
+        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in (self.trainable, self.state)]
+        images = tf.TensorSpec([None, *image_shape], tf.uint8)
+        tf.function(call, autograph=False).get_concrete_function(*specs, images)
+        return found[0]
+
+
+class _CallScope(keras.StatelessScope):  # type: ignore[misc]
+    """Keeps what a call assigns to variables from the variables.
+
+    In TensorFlow an assignment has no gradient: that of a trainable variable is the sum of those by its value
+    before and by what was assigned, and nothing flows from the one to the other.
+
+    Attributes:
+        assigned: the values that each trainable variable was given, by its id.
+    """
+
+    def __init__(
+        self,
+        mapping: list[tuple[keras.Variable, tf.Tensor]],
+        trainable: list[keras.Variable],
+        tape: tf.GradientTape | None,
+    ) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self._trainable, self._tape = set(map(id, trainable)), tape
+        self.assigned: dict[int, list[tf.Tensor]] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        value = tf.stop_gradient(value)
+        if self._tape and id(variable) in self._trainable:
+            self._tape.watch(value)
+            self.assigned.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
+
+
+def without_padding(batch: Batch) -> Batch:
+    """The examples of a batch that count, or one if there are none: layers may look at the whole batch.
+
+    Keras' last batch of an epoch is shorter, too. To be called outside of what XLA compiles.
+    """
+    count = tf.maximum(tf.math.count_nonzero(batch.weights, dtype=tf.int32), 1)
+    return Batch(*(part[:count] for part in batch))
+
+
+def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> list[Batch]:
+    """The batches of several steps, `[num_steps, batch_size, ...]` each part, as `without_padding` gives them.
+
+    What can be done for all steps at once is: a small model takes 3,000 steps a second, and each operation
+    of a step costs about a microsecond.
+    """
+    counts = tf.maximum(tf.math.count_nonzero(element[2], axis=1, dtype=tf.int32), 1)
+    ends = tf.unstack(tf.stack([tf.range(1, num_steps + 1), counts], axis=1), num_steps)
+
+    def part_of_step(part: tf.Tensor, number: int) -> tf.Tensor:
+        return tf.strided_slice(part, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01)
+
+    return [Batch(*(part_of_step(part, number) for part in element)) for number in range(num_steps)]
 
 
 def _is_seed(variable: keras.Variable) -> bool:

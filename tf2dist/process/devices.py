@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import DevicesConfig
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
 
 Gpu = Any  # tf.config.PhysicalDevice; a test's fake is as good

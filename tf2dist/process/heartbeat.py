@@ -1,8 +1,8 @@
 """Signs of life and of progress: what tells a task that works from one that is frozen or stuck.
 
 A thread reports every second that the process lives; who is silent for too long is lost to the
-launcher. The same thread watches the main one: where that makes no progress it writes the stack
-of every thread to the log, and says so.
+launcher. The same thread watches the main one: where that makes no progress it says every 30 s in
+which function it stands, and in the end writes the stack of every thread to the log, and says so.
 """
 
 import contextlib
@@ -14,13 +14,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tf2dist.forkserver import Send
+from tf2dist.messages import Send
+from tf2dist.process.whereabouts import whereabouts
 
 STACKS_SIGNAL = signal.SIGUSR1  # writes the stacks of all threads, even while one keeps Python's lock
 LOG = 2  # a file descriptor: a plugin may have put something else into the place of sys.stderr
 ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step: tracing and compiling take what they take
+TELL_EVERY_SECS = 30.0
 _deadline = float("inf")
+_progress_at = 0.0
 _excused_until = -float("inf")
 _watchdog_secs = float("inf")
 _send: Send = lambda packet: None  # noqa: E731
@@ -38,6 +41,12 @@ def start(send: Send, watchdog_secs: float) -> None:
 
 def beat(allowance_secs: float = 0.0) -> None:
     """Notes progress; what comes next may take `allowance_secs` more than usual."""
+    global _progress_at
+    _progress_at = time.monotonic()
+    _wait(allowance_secs)
+
+
+def _wait(allowance_secs: float = 0.0) -> None:
     global _deadline
     _deadline = max(time.monotonic() + _watchdog_secs + allowance_secs, _excused_until)
 
@@ -62,13 +71,26 @@ def mute(secs: float) -> Iterator[None]:
 
 
 def _report(send: Send, every_secs: float) -> None:
+    told_at = 0.0
     while True:
+        now = time.monotonic()
         packet: dict[str, Any] = {"event": "alive"}
-        if time.monotonic() > _deadline:
-            with contextlib.suppress(OSError):  # a full disk
-                os.write(LOG, f"no progress for {_watchdog_secs:.0f} s; the stacks of all threads:\n".encode())
-            faulthandler.dump_traceback(LOG)
-            beat()  # says it again after as long a time
-            packet = {"event": "stalled"}
+        if now > _deadline:
+            _write_stacks(now - _progress_at)
+            _wait()  # says it again after as long a time
+            packet = _standing("stalled", now)
+        elif now - max(told_at, _progress_at) >= TELL_EVERY_SECS:
+            told_at, packet = now, _standing("standing", now)
         send(packet)
         time.sleep(every_secs)
+
+
+def _standing(event: str, now: float) -> dict[str, Any]:
+    where, is_users = whereabouts()
+    return {"event": event, "secs": int(now - _progress_at), "where": where, "is_users": is_users}
+
+
+def _write_stacks(secs: float) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(LOG, f"no progress for {secs:.0f} s; the stacks of all threads:\n".encode())
+    faulthandler.dump_traceback(LOG)

@@ -10,29 +10,43 @@ import json
 import os
 import socket
 import stat
-import sys
 import threading
+from collections.abc import Iterator
 
-from tf2dist import pulse
-from tf2dist.addresses import split
-from tf2dist.cluster import Cluster, Task
-from tf2dist.control_port import resolve
+from tf2dist.cluster.addresses import split
+from tf2dist.cluster.listening import resolve
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.process import heartbeat
 
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
 
 
 def listen(cluster: Cluster) -> None:
-    """Begins to read, in a thread of its own: the main one may be what waits."""
-    threading.Thread(target=_listen, args=(cluster,), name="inbox", daemon=True).start()
+    """Begins to read, in a thread of its own: the main one may be what waits.
+
+    It reads a copy of the file descriptor, and `sys.stdin` is empty from now on: a thread that waits in `sys.stdin`
+    holds its lock, and a process that the user's code forks closes `sys.stdin` first, and would wait for ever.
+    """
+    copy = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_listen, args=(cluster, copy), name="inbox", daemon=True).start()
 
 
-def _listen(cluster: Cluster) -> None:
-    for line in sys.stdin:
+def _listen(cluster: Cluster, pipe: int) -> None:
+    for line in _lines(pipe):
         message = json.loads(line)
         if message["event"] == "gone":
             address = cluster.address(Task.parse(message["task"]))
-            pulse.excuse(RECONNECT_SECS)
+            heartbeat.excuse(RECONNECT_SECS)
             print(f"{message['task']} is gone: {sever(address)} connections to {address} are cut", flush=True)
+
+
+def _lines(pipe: int) -> Iterator[bytes]:
+    rest = b""
+    while block := os.read(pipe, 4096):
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
 
 
 def sever(address: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import first_line
 
 RAM_FILE = "ram://tf2dist/profile"

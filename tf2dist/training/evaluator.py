@@ -1,20 +1,21 @@
 """The evaluator's life: evaluate the newest checkpoint of the run directory, whenever there is one, to the last."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import keras
 import tensorflow as tf
 
-from tf2dist import pulse
-from tf2dist.config import RunConfig
-from tf2dist.data import Splits
-from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.models import build_model
-from tf2dist.saving import Checkpoints, Tell
-from tf2dist.snapshot import Snapshot, read
-from tf2dist.state import assign, check_same, named_variables
-from tf2dist.step import ModelStep
+from tf2dist.checkpoint.snapshot import Snapshot, read
+from tf2dist.checkpoint.state import Named, assign, check_same, finalize, finalizes, named_variables
+from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.process import heartbeat
 
 POLL_SECS = 1.0
 OnEvaluation = Callable[[str, int, Evaluation], None]
@@ -24,11 +25,13 @@ class Evaluator:
     """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
 
     def __init__(self, config: RunConfig, splits: Splits, warn: Tell) -> None:
-        self._data, self._splits, self._warn = config.data.name, splits, warn
+        self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
+        self._chunk_size = chunk_size(config.train.batch_size_per_worker, splits.image_shape)
         self._damaged: set[tuple[str, int, int]] = set()
-        self._model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-        self._step = ModelStep(self._model)
-        self._named = named_variables(self._model, [*self._step.trainable, *self._step.state], [])
+        self._step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+        self._config_of_optimizer = config.optimizer
+        self._optimizer: keras.Optimizer | None = None
+        self._named = self._needed_last = named_variables(self._step.model, self._step.variables, [])
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
@@ -46,21 +49,34 @@ class Evaluator:
             self._warn(f"checkpoint {path.name} is damaged ({error}); waiting for another one")
             return None
 
-    def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
-        """Evaluates a checkpoint on "test" or "validation".
+    def _variables_of_last(self, target_step: int) -> Named:
+        """What the last weights of a run are made of: an optimizer may have the last word on them."""
+        if self._optimizer is None:
+            self._optimizer = build_optimizer(self._config_of_optimizer, target_step)
+            if finalizes(self._optimizer):
+                self._optimizer.build(self._step.trainable)
+                self._needed_last = named_variables(self._step.model, self._step.variables, [self._optimizer])
+        return self._needed_last
+
+    def evaluate(self, snapshot: Snapshot, split: str, is_last: bool = False) -> Evaluation:
+        """Evaluates a checkpoint on "test" or "validation"; the last one of a run as the run itself does.
 
         Raises:
             CheckpointError: it is of another model or data set.
         """
-        weights = Snapshot(snapshot.step, snapshot.of_model(), snapshot.facts)
-        check_same(self._named, weights, self._data)
-        assign(self._named, weights.arrays)
+        target_step = snapshot.facts.get("target_step") or snapshot.step
+        named = self._variables_of_last(target_step) if is_last else self._named
+        needed = {name: array for name, array in snapshot.arrays.items() if name in named or name.startswith("model/")}
+        check_same(named, Snapshot(snapshot.step, needed, snapshot.facts), self._data, self._keras)
+        assign(named, needed)
+        if is_last:
+            finalize(named, [(self._optimizer, self._step.trainable)])
         arrays = getattr(self._splits, split)
         values = [[v.value for v in variables] for variables in (self._step.trainable, self._step.state)]
         sums = tf.zeros([3], tf.float64)
-        for first, last in chunks(len(arrays)):
+        for first, last in chunks(len(arrays), self._chunk_size):
             sums += self._evaluate(*values, arrays.images[first:last], arrays.labels[first:last])
-            pulse.beat()
+            heartbeat.beat()
         return Evaluation.of_sums(sums.numpy(), len(arrays))
 
 
@@ -78,14 +94,15 @@ def follow(
     checkpoints = Checkpoints(run_dir / "checkpoints")
     done = -1
     while True:
-        pulse.beat()
+        heartbeat.beat()
         snapshot = evaluator.newest(checkpoints, done)
         if snapshot is None:
             time.sleep(POLL_SECS)
             continue
         done = snapshot.step
-        on_evaluation(split, done, evaluator.evaluate(snapshot, split))
-        if done >= max(snapshot.facts["target_step"], asked_steps or 0):
+        is_last = done >= max(snapshot.facts.get("target_step", 0), asked_steps or 0)
+        on_evaluation(split, done, evaluator.evaluate(snapshot, split, is_last))
+        if is_last:
             if split != "test":
-                on_evaluation("test", done, evaluator.evaluate(snapshot, "test"))
+                on_evaluation("test", done, evaluator.evaluate(snapshot, "test", is_last))
             return

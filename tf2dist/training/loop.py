@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 
-from tf2dist.config import RunConfig
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.location import DEFAULT_EPOCHS
+from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import ConfigError
-from tf2dist.evaluate import Evaluation
-from tf2dist.pipeline import Sharding
-from tf2dist.snapshot import Snapshot
-from tf2dist.sources import DEFAULT_EPOCHS
+from tf2dist.model.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Wish(enum.Flag):
         return functools.reduce(operator.or_, wished, cls.NOTHING)
 
 
+class WorkersAway(Exception):
+    """A stop is wished, and no worker does what it was given."""
+
+
 def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -> int:
     """The global step at which the run ends.
 
@@ -82,10 +87,13 @@ def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -
 
 
 class Loop(Protocol):
-    """One task's view of the training; made with ``(config, cluster, task, splits, start, report)``.
+    """One task's view of the training; made with ``(config, cluster, task, splits, start, report, strategy)``.
+
+    `strategy` may be None: then the loop joins the cluster itself, before the first operation of TensorFlow.
 
     Attributes:
         begun_with: how it has made use of `start`, for the user.
+        advice: a warning about the model, for the user; empty for none.
     """
 
     model: keras.Model
@@ -93,6 +101,11 @@ class Loop(Protocol):
     progress: Progress
     target_step: int
     begun_with: str
+    advice: str
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        """One that has the learning rate of all."""
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Trains until exactly `until_step` updates have been applied, or until a wish.
@@ -110,14 +123,27 @@ class Loop(Protocol):
     def snapshot(self) -> Snapshot:
         """The state at `progress.global_step`; on the leader, while none trains."""
 
-    def evaluate(self, split: str) -> Evaluation:
-        """Evaluates "test" or "validation", every example exactly once."""
+    def finalize(self) -> None:
+        """Gives the model its final weights, such as the optimizer's moving averages; snapshots are as before.
+
+        To be called by all tasks that drive the training.
+        """
+
+    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
+        """Evaluates "test" or "validation", every example exactly once.
+
+        Raises:
+            WorkersAway: a stop is wished, and this cannot come to an end.
+        """
 
     def updates_applied(self) -> int:
         """Counted where they are applied, independently of `progress`."""
 
     def facts(self) -> dict[str, Any]:
         """What only this mode can tell, for summary.json."""
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        """What only this mode can count: how often 0, 1, 2, ... came up, for TensorBoard; while none trains."""
 
     def finish(self, accuracy: float | None) -> None:
         """Ends the training on every task; each logs the final accuracy, None if it was stopped before."""

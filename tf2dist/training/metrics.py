@@ -3,22 +3,26 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import first_line
+from tf2dist.files import APPEND, open_to_read, open_to_write
+from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
 RETRY_SECS = 30.0
-Scalars = Mapping[str, float]
+Values = Mapping[str, float | np.ndarray]  # an array holds how often 0, 1, 2, ... came up
 
 
 class Writer(Protocol):
-    def write(self, step: int, scalars: Scalars) -> None: ...
+    def write(self, step: int, values: Values) -> None: ...
 
     def close(self) -> None: ...
 
@@ -27,12 +31,15 @@ class JsonlWriter:
     """One JSON object a line: {"step", "time", "task", name: value}; readable while the run goes on."""
 
     def __init__(self, path: Path, task: str) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = os.fdopen(open_to_write(path, APPEND), "a", encoding="utf-8", buffering=1)
         self._task = task
-        if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):  # cut off on a full disk
-            self._file.write("\n")
+        with open_to_read(path) as file:
+            file.seek(max(0, path.stat().st_size - 1))
+            if file.read() not in (b"", b"\n"):  # cut off on a full disk
+                self._file.write("\n")
 
-    def write(self, step: int, scalars: Scalars) -> None:
+    def write(self, step: int, values: Values) -> None:
+        scalars = {name: value for name, value in values.items() if not isinstance(value, np.ndarray)}
         record = {"step": step, "time": time.time(), "task": self._task, **scalars}
         self._file.write(json.dumps(record) + "\n")
 
@@ -41,20 +48,65 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, written without TensorFlow: its ops would go through the cluster."""
+    """Events for TensorBoard, written without TensorFlow: its ops would go through the cluster.
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer as EventWriter  # 0.2 s, and only the leader writes
+    Args:
+        about: what is written first; None for curves alone.
+    """
 
-        self._writer = EventWriter(str(folder))
+    def __init__(self, folder: Path, about: About | None) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # 0.2 s, and only the leader writes
 
-    def write(self, step: int, scalars: Scalars) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        self._writer = EventFileWriter(str(folder))
+        if about:
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+            self._add(hparams_pb(about.hparams), step=0)
+            self._add(_text("model", about.model), step=0)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._add(_histogram(name, value) if isinstance(value, np.ndarray) else _scalar(name, value), step)
         self._writer.flush()  # otherwise every two minutes, and never if the process is killed
+
+    def _add(self, summary: Any, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _summary(tag: str, data: np.ndarray, metadata: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    return Summary(value=[Summary.Value(tag=tag, tensor=make_tensor_proto(data), metadata=metadata)])
+
+
+def _scalar(tag: str, value: float) -> Any:
+    from tensorboard.plugins.scalar import metadata
+
+    return _summary(tag, np.array(value, np.float32), metadata.create_summary_metadata("", ""))
+
+
+def _histogram(tag: str, counts: np.ndarray) -> Any:
+    """Rows of left edge, right edge and count."""
+    from tensorboard.plugins.histogram import metadata
+
+    counts = np.trim_zeros(counts, "b")
+    edges = np.arange(len(counts)) - 0.5
+    rows = np.stack([edges, edges + 1, counts], axis=1).astype(np.float64)
+    return _summary(tag, rows, metadata.create_summary_metadata("", ""))
+
+
+def _text(tag: str, text: str) -> Any:
+    """Markdown in which every line is code."""
+    from tensorboard.plugins.text import metadata
+
+    code = "\n".join(f"    {line}" for line in text.splitlines())
+    return _summary(tag, np.array([code.encode()], object), metadata.create_summary_metadata("", ""))
 
 
 class PatientWriter:
@@ -70,12 +122,12 @@ class PatientWriter:
         self._writer: Writer | None = None
         self._retry_at = -math.inf
 
-    def write(self, step: int, scalars: Scalars) -> None:
+    def write(self, step: int, values: Values) -> None:
         if self._writer is None and time.monotonic() < self._retry_at:
             return
         try:
             self._writer = self._writer or self._make()
-            self._writer.write(step, scalars)
+            self._writer.write(step, values)
         except FILE_ERRORS as error:
             if self._retry_at < 0:
                 self._warn(f"the metrics could not be written ({first_line(str(error))}); the training goes on")

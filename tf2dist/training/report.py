@@ -8,12 +8,13 @@ from typing import Self
 import keras
 import tensorflow as tf
 
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.evaluate import Evaluation
-from tf2dist.forkserver import Send
-from tf2dist.loop import Loop, Progress
-from tf2dist.metrics import JsonlWriter, PatientWriter, Scalars, TensorBoardWriter
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.messages import Send
+from tf2dist.model.evaluate import Evaluation
+from tf2dist.training.about import About, LearningRate, hparams_of, summary_of
+from tf2dist.training.loop import Loop, Progress
+from tf2dist.training.metrics import JsonlWriter, PatientWriter, TensorBoardWriter, Values
 
 WRITE_EVERY_SECS = 1.0
 SEND_EVERY_SECS = 0.1
@@ -22,7 +23,8 @@ SEND_EVERY_SECS = 0.1
 class NoReporter:
     """What the tasks do that are not the leader: nothing."""
 
-    target_step = 0
+    def follow(self, loop: Loop, config: RunConfig) -> None:
+        """Reports on this loop from now on."""
 
     def __enter__(self) -> Self:
         return self
@@ -57,9 +59,14 @@ class Reporter(NoReporter):
 
     def __init__(self, run_dir: Path, task: Task, send: Send, started_at: float) -> None:
         self._task, self._send, self._started_at = task, send, started_at
+        self.target_step = 0
+        self._loop: Loop | None = None
+        self._rate: LearningRate | None = None
+        self._about: About | None = None
+        folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         makes = (
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
-            lambda: TensorBoardWriter(run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))),
+            lambda: TensorBoardWriter(folder, self._about),
         )
         self._writers = [PatientWriter(make, lambda text: send({"event": "warning", "text": text})) for make in makes]
         self._first_at: float | None = None
@@ -70,6 +77,11 @@ class Reporter(NoReporter):
     def __exit__(self, *_: object) -> None:
         for writer in self._writers:
             writer.close()
+
+    def follow(self, loop: Loop, config: RunConfig) -> None:
+        self._loop, self.target_step = loop, loop.target_step
+        self._rate = LearningRate(loop.optimizer)
+        self._about = About(summary_of(loop.model), hparams_of(config))
 
     def on_progress(self, progress: Progress) -> None:
         now, step = time.time(), progress.global_step
@@ -87,16 +99,24 @@ class Reporter(NoReporter):
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
             rate = self.steps_per_sec()
-            self._write(step, scalars | ({"steps_per_sec": rate} if rate else {}))
+            if rate:
+                scalars["steps_per_sec"] = rate
+            if self._rate:
+                scalars["learning_rate"] = self._rate.at(step)
+            self._write(step, scalars)
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         self._previous = None
         print(f"{self._task}, global_step={step}, {split} accuracy={evaluation.accuracy:.4f}", flush=True)
-        self._write(step, {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss})
+        if step != self.target_step:  # the launcher shows the last one with the result
+            text = f"step {step:,}: {split} accuracy {evaluation.accuracy:.4f}, loss {evaluation.loss:.4f}"
+            self._send({"event": "note", "text": text})
+        scalars = {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss}
+        self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})
 
-    def _write(self, step: int, scalars: Scalars) -> None:
+    def _write(self, step: int, values: Values) -> None:
         for writer in self._writers:
-            writer.write(step, scalars)
+            writer.write(step, values)
 
     def steps_per_sec(self) -> float | None:
         """The rate from the first look on, without start-up and evaluations; None for less than two looks."""

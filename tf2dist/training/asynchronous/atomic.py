@@ -5,7 +5,8 @@ one may divide the momentum that the other has just added to by a velocity that 
 Adam one run in ten made steps that were thousands of times too large. So an update is either one
 kernel of TensorFlow, which holds the locks of its variables, or it runs alone. What Keras writes
 beside the kernel are subtractions, each atomic: a weight decay's may be that of a value which
-another push is changing.
+another push is changing. What the model keeps beside its weights, such as moving averages, changes
+by one kernel, too.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,26 @@ import keras
 import tensorflow as tf
 
 UpdateStep = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
+StateUpdate = Callable[[tf.Tensor], Any]
+
+
+def state_update(variable: tf.Variable, decay: float) -> StateUpdate:
+    """A function of a term: one kernel that makes ``decay * variable + term`` of `variable`."""
+    if decay == 1:
+        return lambda term: variable.assign_add(term)
+    if decay == 0:
+        return lambda term: variable.assign(term)
+    # The kernel of a momentum does it to the momentum; the weight that it would move is one that stays 0.
+    with tf.device(variable.device):
+        weight = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+    return lambda term: tf.raw_ops.ResourceApplyMomentum(
+        var=weight.handle,
+        accum=variable.handle,
+        lr=tf.zeros([], variable.dtype),
+        grad=term,
+        momentum=tf.constant(decay, variable.dtype),
+        use_locking=True,
+    )
 
 
 def make_atomic(optimizer: keras.Optimizer) -> bool:

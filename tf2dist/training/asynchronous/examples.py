@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.script_ops import _py_funcs
 
-from tf2dist.data import Splits
+from tf2dist.data.arrays import Splits
 
 NAME = "tf2dist"
 

@@ -12,28 +12,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data, pulse
-from tf2dist.async_step import AsyncStep
-from tf2dist.call_size import Trial
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
-from tf2dist.counters import MAX_STALENESS, TOTALS, Counts
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import begin, finalize, input_facts, input_positions, named_variables, values
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report, Wish, target_step
-from tf2dist.models import build_model
-from tf2dist.pipeline import Sharding
-from tf2dist.serving import say_farewell
-from tf2dist.snapshot import Snapshot
-from tf2dist.state import begin, input_facts, input_positions, named_variables, values
-from tf2dist.strategy import parameter_server_strategy
+from tf2dist.model.checks import advice_on_outputs, check_assigned
+from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.models import build_step
+from tf2dist.process import heartbeat
+from tf2dist.process.strategy import parameter_server_strategy
+from tf2dist.training.asynchronous.calls import counts_of, results, shut, wait_for_calls
+from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
+from tf2dist.training.asynchronous.serving import say_farewell
+from tf2dist.training.asynchronous.step import AsyncStep
+from tf2dist.training.call_size import Trial, worthwhile_steps
+from tf2dist.training.loop import Progress, Report, Wish, WorkersAway, target_step
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 STEPS_ON_HOSTS = 10  # of a call
-TRACE_SECS = 0.7  # of a function with many steps, about
+TRACED_SHARE = 0.25  # of the time that a function of one step takes to make, for every step of a longer one, about
 FAREWELL_TIMEOUT_SECS = 5.0
 TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
 
@@ -58,7 +62,8 @@ class _Start:
         step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
         totals = np.zeros((sharding.num_shards, len(TOTALS)))
         staleness = np.zeros(MAX_STALENESS + 1, np.int64)
-        if start and start.arrays.get(TOTALS_ARRAY, np.empty(0)).shape == totals.shape:
+        shapes = {TOTALS_ARRAY: totals.shape, STALENESS_ARRAY: staleness.shape}
+        if start and all(start.arrays.get(name, np.empty(0)).shape == shape for name, shape in shapes.items()):
             totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
         counts, positions = Counts(step, totals, staleness), np.array(input_positions(start, sharding))
         return cls(counts, positions, step - int(counts.steps.sum()), examples - counts.examples)
@@ -75,24 +80,29 @@ class AsyncLoop:
         splits: data.Splits,
         start: Snapshot | None,
         report: Report,
+        strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> None:
         self._cluster, self._report = cluster, report
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
+        self._chunk_size = chunk_size(batch_size, splits.image_shape)
         self.target_step = target_step(config, self.sharding, start)
-        self._strategy = parameter_server_strategy(cluster, task)
+        self._strategy = strategy or parameter_server_strategy(cluster, task)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        with self._strategy.scope():  # puts the variables on the ps, round robin
-            self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
+        # The scope puts the variables on the ps, round robin.
+        step = build_step(config.model, splits, config.seed, self._strategy.scope())
+        check_assigned(config.model["name"], step.trial)
+        self.model, self.advice = step.model, advice_on_outputs(step.trial)
         self._start = _Start.of(start, self.sharding)
         counts = self._start.counts
         self._offsets = self._start.positions - counts.steps
         offsets = [int(offset) for offset in self._offsets]
-        self._graphs = AsyncStep(config, self.model, splits.image_shape, self.sharding, offsets, self.target_step)
+        self._graphs = AsyncStep(config, step, splits.image_shape, self.sharding, offsets, self.target_step)
         variables = [variable for server in self._graphs.servers for variable in server.variables]
         self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
         self.begun_with = begin(self._named, start, config)
+        self._trained: dict[str, np.ndarray] = {}
         for server in self._graphs.servers:
             server.begin(counts)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
@@ -103,7 +113,12 @@ class AsyncLoop:
         chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         self._is_sized = chosen is not None
         self._num_steps = num_steps = chosen or 1
-        self._train_function, self._iterator = self._graphs.train_function(num_steps), self._make_iterator(num_steps)
+        begun_at = time.monotonic()
+        self._train_function = self._graphs.train_function(num_steps)
+        self._trace_secs = time.monotonic() - begun_at
+        self._max_trace_secs = config.grace_secs / 2  # nobody looks at a wish to stop meanwhile
+        self._first_call_secs = 0.0  # not known yet
+        self._iterator = self._make_iterator(num_steps)
         self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
         examples = self._start.earlier_examples + counts.examples
         self.progress = Progress(counts.applied, tuple(map(int, counts.steps)), examples, math.nan, math.nan)
@@ -112,9 +127,21 @@ class AsyncLoop:
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
+        try:
+            wished = self._train(until_step, wish)
+        except WorkersAway:
+            shut(self._graphs.servers)
+            self._read()
+            return Wish.STOP
+        self._read()
+        if wished:
+            self._level()
+        return wished
+
+    def _train(self, until_step: int, wish: Callable[[], Wish]) -> Wish:
         limit, wished, trial = tf.constant(until_step, tf.int64), Wish.NOTHING, Trial()
         scheduled, first_admitted, seen = 0, 0, (0, 0)
-        self._coordinator.join()  # the last call of an evaluation may have its result and not be done yet
+        self._finish_calls(wish)  # the last call of an evaluation may have its result and not be done yet
         while True:
             idle = self._coordinator.done()  # raises what a worker has raised
             before, seen = seen, (self._read(), self.progress.global_step)
@@ -130,27 +157,38 @@ class AsyncLoop:
                 scheduled, first_admitted = 0, self.progress.global_step
                 admitted = first_admitted
             in_flight = scheduled * self._num_steps - (admitted - first_admitted)
-            if not self._is_sized and (size := trial.size(time.monotonic(), self.progress.local_steps)):
-                self._resize(size, limit, missing - in_flight)
+            if not self._is_sized and (size := self._size(trial, max(until_step, self.target_step))):
+                self._resize(size, limit, missing - in_flight, wish)
                 continue
             while in_flight < min(missing, self._window()):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
                 scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
             time.sleep(self._pause(missing))
-        self._coordinator.join()  # calls that have nothing left to do, or that a wish lets run out
-        self._read()
-        if wished:
-            self._level()
-        return wished
+        return wished | self._finish_calls(wish)  # those that have nothing left to do, or that a wish lets run out
 
-    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int) -> None:
-        """Makes the calls longer, once the first ones have shown how long a step takes."""
+    def _finish_calls(self, wish: Callable[[], Wish]) -> Wish:
+        return wait_for_calls(self._coordinator, wish, lambda: counts_of(self._graphs.servers))
+
+    def _size(self, trial: Trial, last_step: int) -> int | None:
+        """The steps of a call, once the first ones have shown how long a step takes and how long the graphs took."""
+        found = trial.secs_per_step(time.monotonic(), self.progress.local_steps)
+        self._first_call_secs = max(self._first_call_secs, trial.first_call_secs)  # in a later training they are there
+        if found is None:
+            return None
+        num_workers = self._cluster.num_workers  # one that is late or lost now takes part later
+        steps_left = last_step - self.progress.global_step
+        steps = worthwhile_steps(found[0], num_workers, self._first_call_secs, steps_left)
+        return min(steps, max(1, int(self._max_trace_secs / (self._trace_secs * TRACED_SHARE))))
+
+    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int, wish: Callable[[], Wish]) -> None:
+        """Makes the calls longer; the workers go on with short ones while the coordinator makes the function."""
         self._is_sized = True
         if num_steps > self._num_steps:
-            for _ in range(0, min(missing, int(TRACE_SECS * self._steps_per_sec)), self._num_steps):  # go on meanwhile
+            meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self._steps_per_sec)
+            for _ in range(0, min(missing, meanwhile), self._num_steps):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
-            self._coordinator.join()
+            self._finish_calls(wish)
             self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
 
     def _make_iterator(self, num_steps: int) -> Any:
@@ -203,14 +241,15 @@ class AsyncLoop:
         self._reported, self._read_at = new, now
         return int(counts[0][0])
 
-    def evaluate(self, split: str) -> Evaluation:
+    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
         """Every worker evaluates some ranges of the split, whoever is free the next."""
-        ranges = [(tf.constant(first), tf.constant(last)) for first, last in chunks(self._sizes[split])]
+        parts = chunks(self._sizes[split], self._chunk_size)
+        ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
         total = np.zeros(3)
-        for part in sums:
-            total += self._coordinator.fetch(part)
-            pulse.beat()
+        for part in results(self._coordinator, sums, wish):
+            total += part
+            heartbeat.beat()
         return Evaluation.of_sums(total, self._sizes[split])
 
     def updates_applied(self) -> int:
@@ -227,7 +266,11 @@ class AsyncLoop:
             "input": input_facts(self.sharding, list(map(int, self._offsets + counts.steps))),
         }
         own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        return Snapshot(self.progress.global_step, values(self._named) | own, facts)
+        return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
+
+    def finalize(self) -> None:
+        servers = self._graphs.servers
+        self._trained = finalize(self._named, [(server.optimizer, server.trainable) for server in servers])
 
     def facts(self) -> dict[str, Any]:
         """How many updates others applied between a worker's pull and its push, at every update."""
@@ -236,6 +279,14 @@ class AsyncLoop:
         quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
         largest = int(bins[histogram > 0].max(initial=0))
         return {"staleness": {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}}
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        return {"staleness": self._graphs.servers[0].counters.now().staleness}
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        """That of the first ps; the others have equal ones."""
+        return self._graphs.servers[0].optimizer
 
     def finish(self, accuracy: float | None) -> None:
         say_farewell(self._cluster, {"final_accuracy": accuracy}, FAREWELL_TIMEOUT_SECS)

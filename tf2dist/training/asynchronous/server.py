@@ -13,11 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.atomic import make_atomic
-from tf2dist.counters import ADDED, Counters, Counts
 from tf2dist.errors import ConfigError
-from tf2dist.models import build_optimizer
-from tf2dist.step import Packing
+from tf2dist.model.checks import check_clipping
+from tf2dist.model.models import build_optimizer
+from tf2dist.model.step import Packing
+from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
+from tf2dist.training.asynchronous.counters import ADDED, Counters, Counts
 
 NEVER = np.iinfo(np.int64).max
 NO_INLINE = {"_noinline": True}
@@ -48,13 +49,13 @@ class UpdateNumber(keras.Variable):
 
 
 class ParameterServer:
-    """Variables, optimizer and counters of one ps.
+    """Variables, optimizer and counters of one ps; it can be pulled from at once, and pushed to after `trace_push`.
 
     Args:
         device: of the ps.
         trainable, state: those variables of the model that lie there.
-        optimizer: name and arguments; clipping by the global norm is the worker's task, which
-            alone sees all gradients.
+        optimizer: name and arguments; clipping by the global norm and scaling of the loss are the worker's
+            tasks, which alone sees all gradients and computes them.
         num_workers: that push.
         total_steps: updates in the whole run, for a learning rate schedule.
     """
@@ -82,21 +83,37 @@ class ParameterServer:
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers)
             self.optimizer = build_optimizer(optimizer, total_steps)
+            check_clipping(optimizer["name"], self.optimizer)
             self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
+            self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self._number = UpdateNumber()
             self.optimizer._iterations = self._number
             self.optimizer.build(trainable)
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
             if self._lock is None and isinstance(rate := self.optimizer._learning_rate, keras.Variable):
                 self.optimizer._learning_rate = float(rate.numpy())  # it stays: each update would read it anew
-        scalar = tf.TensorSpec([], tf.int64)
-        push_spec = tf.TensorSpec([self.packing.size + FOOTER], tf.float32)
         self.pull = self._on_device(self._pull)
-        places = tf.TensorSpec([ADDED, 1], tf.int64)
-        self.push = self._on_device(self._push, push_spec, places, scalar)
-        self.exchange = self._on_device(self._exchange, push_spec, places, scalar)
-        self.worker_totals = self._on_device(self.counters.of_worker, scalar)
+        self.worker_totals = self._on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self._on_device(self._counts)
+
+    def pushed(self, decays: dict[int, float]) -> list[keras.Variable]:
+        """Those variables whose changes are in a push, in its order; `decays`: see `trace_push`."""
+        return [*self.trainable, *(v for v in self.state if id(v) in decays)]
+
+    def trace_push(self, decays: dict[int, float]) -> None:
+        """Makes `push` and `exchange`.
+
+        Args:
+            decays: see `recurrence`, by id of the variable; what is not there stays as it is.
+        """
+        pushed = self.pushed(decays)
+        self._push_packing = Packing(pushed)
+        changing = pushed[len(self.trainable) :]
+        self._state_updates: list[StateUpdate] = [state_update(v.value, decays[id(v)]) for v in changing]
+        push_spec = tf.TensorSpec([self._push_packing.size + FOOTER], tf.float32)
+        signature = push_spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        self.push = self._on_device(self._push, *signature)
+        self.exchange = self._on_device(self._exchange, *signature)
 
     def _on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
         """Traces a function whose call is one node, placed on the ps with all that it does."""
@@ -125,7 +142,7 @@ class ParameterServer:
         carry the count beyond the limit.
 
         Args:
-            pushed: gradients, changes of the state, count at the pull, and what `Counters.add` adds.
+            pushed: gradients, terms of the state, count at the pull, and what `Counters.add` adds.
             places: where it is counted.
         """
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
@@ -143,14 +160,14 @@ class ParameterServer:
         return self._lock.execute(lambda: self._apply(pushed, places, number))
 
     def _apply(self, pushed: tf.Tensor, places: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        changes, (count, added) = self.packing.unpack(pushed, COUNT, ADDED)
-        gradients, state_changes = changes[: len(self.trainable)], changes[len(self.trainable) :]
+        parts, (count, added) = self._push_packing.unpack(pushed, COUNT, ADDED)
+        gradients, terms = parts[: len(self.trainable)], parts[len(self.trainable) :]
         self._number.set_current(number)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
         self.optimizer.apply(gradients, self.trainable)
-        for variable, change in zip(self.state, state_changes, strict=True):
-            variable.value.assign_add(change)  # added, as gradients are: two workers' changes both count
+        for update, term in zip(self._state_updates, terms, strict=True):
+            update(term)
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             pulled_at = tf.cast(tf.bitcast(count, tf.float64), tf.int64)
             self.counters.add(places, number - pulled_at, added)
@@ -169,3 +186,7 @@ class ParameterServer:
     def forget_refused(self) -> None:
         """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""
         self.admitted.assign(self.counters.now().applied)
+
+    def refuse_all(self) -> None:
+        """Refuses every update from now on, until `forget_refused`."""
+        self.admitted.assign(NEVER // 2)

@@ -14,10 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf2dist import peers, profiling, pulse
-from tf2dist.cluster import Cluster, Task
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import Interrupted, TaskLostError
-from tf2dist.strategy import start_server
+from tf2dist.process import heartbeat, profiling
+from tf2dist.process.strategy import start_server
 
 FAREWELL = "ram://tf2dist/farewell"
 POLL_SECS = 0.1
@@ -45,13 +46,13 @@ def serve(
     next_look = last_seen
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
-        pulse.beat()
+        heartbeat.beat()
         profile.look()
         now = time.monotonic()
         if now < next_look:
             continue
         next_look = now + LOOK_EVERY_SECS
-        if not (problem := peers.problem(cluster.address(chief))):
+        if not (problem := reachability.problem(cluster.address(chief))):
             seen, last_seen = True, time.monotonic()
         elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
             what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"

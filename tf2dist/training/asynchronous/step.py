@@ -3,21 +3,22 @@
 In each step a worker pulls all variables of a ps in one vector, computes, and pushes one vector
 to each ps; within a call, what one step pushes and the next one pulls is one exchange with the ps.
 A loop across devices costs a message an iteration, so the steps are unrolled; a transfer costs a
-call, so the variables are packed (see `parameter_server`).
+call, so the variables are packed (see `server`).
 """
 
 import functools
+import itertools
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tf2dist.config import RunConfig
-from tf2dist.counters import ONES, TOTALS
-from tf2dist.parameter_server import COUNT, NO_INLINE, ParameterServer
-from tf2dist.pipeline import Sharding, blocks
-from tf2dist.publishing import remote_examples
-from tf2dist.step import Batch, ModelStep, step_seed
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding, blocks
+from tf2dist.model.step import Batch, ModelStep, Packing, batches_without_padding, step_seed
+from tf2dist.training.asynchronous.counters import ONES, TOTALS
+from tf2dist.training.asynchronous.examples import remote_examples
+from tf2dist.training.asynchronous.recurrence import decay_of
+from tf2dist.training.asynchronous.server import COUNT, NO_INLINE, ParameterServer
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 Values = dict[int, tf.Tensor]  # by id of the variable
@@ -30,7 +31,7 @@ class AsyncStep:
     replica context, which there is none of on a ps.
 
     Args:
-        model: its variables lie on parameter servers.
+        step: of a model whose variables lie on parameter servers.
         sharding: of the training set.
         offsets: of each worker, from the steps that the ps have counted to those of its input.
         total_steps: updates in the whole run.
@@ -39,14 +40,14 @@ class AsyncStep:
     def __init__(
         self,
         config: RunConfig,
-        model: keras.Model,
+        step: ModelStep,
         image_shape: tuple[int, ...],
         sharding: Sharding,
         offsets: list[int],
         total_steps: int,
     ) -> None:
         self._config, self._sharding = config, sharding
-        self._step = ModelStep(model)
+        self._step = step
         self._image_shape = image_shape
         self._offsets = offsets
         everything = [*self._step.trainable, *self._step.state]
@@ -61,6 +62,11 @@ class AsyncStep:
             )
             for device in sorted({v.value.device for v in everything})
         ]
+        step.loss_scale = self.servers[0].loss_scale
+        self._decays: dict[int, float] = {}  # of what the step changes; known once it has been traced
+        self._compute = self._traced_compute()
+        for server in self.servers:
+            server.trace_push(self._decays)
 
     def dataset(self, num_steps: int) -> tf.data.Dataset:
         """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
@@ -73,27 +79,20 @@ class AsyncStep:
 
     def train_function(self, num_steps: int) -> Any:
         """``function(iterator, limit)``: `num_steps` steps, of which those above `limit` updates are refused."""
-        xla = self._config.devices.xla
-        compute = tf.function(
-            self._compute,
-            autograph=False,
-            jit_compile=True if xla else None,
-            experimental_attributes=None if xla else NO_INLINE,
-        )
 
         def steps(iterator: Any, limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
             places = self.servers[0].counters.places(worker)
             with tf.device("CPU:0"):
-                parts = [tf.unstack(part, num_steps) for part in next(iterator)]
+                batches = batches_without_padding(next(iterator), num_steps)
             losses = []
             pulled = [server.pull() for server in self.servers]
-            for number, batch in enumerate(zip(*parts, strict=True), 1):
+            for number, batch in enumerate(batches, 1):
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(part) for part in batch]
-                    pushes, loss = compute(pulled, *on_device, worker)
+                    pushes, loss = self._compute(pulled, *on_device, worker)
                 last = number == num_steps
                 pulled = [
                     (server.push if last else server.exchange)(push, places, limit)
@@ -102,14 +101,16 @@ class AsyncStep:
                 losses.append(loss)
             self._log(worker, before, tf.reduce_mean(losses))
 
-        batch_size = self._sharding.batch_size
-        element = (
-            tf.TensorSpec([num_steps, batch_size, *self._image_shape], tf.uint8),
-            tf.TensorSpec([num_steps, batch_size], tf.int32),
-            tf.TensorSpec([num_steps, batch_size], tf.float32),
+        signature = (
+            tf.data.IteratorSpec(self._batch_specs(num_steps, self._sharding.batch_size)),
+            tf.TensorSpec([], tf.int64),
         )
-        signature = (tf.data.IteratorSpec(element), tf.TensorSpec([], tf.int64))
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
+
+    def _batch_specs(self, *shape: int | None) -> tuple[tf.TensorSpec, ...]:
+        """Of images, labels and weights."""
+        parts = ([*shape, *self._image_shape], tf.uint8), ([*shape], tf.int32), ([*shape], tf.float32)
+        return tuple(itertools.starmap(tf.TensorSpec, parts))
 
     def evaluate_function(self, split: str) -> Any:
         """``function(first, last)``: the sums over that range of examples, float64 [3]."""
@@ -122,7 +123,19 @@ class AsyncStep:
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar)
 
-    def _compute(
+    def _traced_compute(self) -> Any:
+        """The step on a worker, traced once for the functions of any number of steps."""
+        xla = self._config.devices.xla
+        compute = tf.function(
+            self._compute_step,
+            autograph=False,
+            jit_compile=True if xla else None,
+            experimental_attributes=None if xla else NO_INLINE,
+        )
+        pulled = [tf.TensorSpec([server.packing.size + COUNT], tf.float32) for server in self.servers]
+        return compute.get_concrete_function(pulled, *self._batch_specs(None), tf.TensorSpec([], tf.int64))
+
+    def _compute_step(
         self, pulled: list[tf.Tensor], images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, worker: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
@@ -135,11 +148,13 @@ class AsyncStep:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
         changes = {id(v): gradient for v, gradient in zip(self._step.trainable, gradients, strict=True)}
         for variable, new, old in zip(self._step.state, output.state, state, strict=True):
-            changes[id(variable)] = new - old
-        pushes = [
-            server.packing.pack([changes[id(v)] for v in server.variables], count, ONES, output.sums)
-            for server, count in zip(self.servers, counts, strict=True)
-        ]
+            if new is not old:
+                self._decays[id(variable)] = decay = decay_of(new, old)
+                changes[id(variable)] = new - tf.cast(decay, old.dtype) * old if decay else new
+        pushes = []
+        for server, count in zip(self.servers, counts, strict=True):
+            pushed = server.pushed(self._decays)
+            pushes.append(Packing(pushed).pack([changes[id(v)] for v in pushed], count, ONES, output.sums))
         return pushes, output.sums[0]
 
     def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[tf.Tensor]]:

@@ -4,6 +4,7 @@ One all-reduce a step carries everything: the gradients, the changes of the stat
 for the log, packed into one vector. All replicas then apply the same update to their own copy.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -11,23 +12,29 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data, mesh, peers, pulse
-from tf2dist.all_reduce import AllReduce
-from tf2dist.call_size import steps_of_a_call
-from tf2dist.cluster import Cluster, Task
-from tf2dist.config import RunConfig
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import begin, counter_of, finalize, input_facts, input_positions, named_variables, values
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding, batches, of_arrays
 from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError
-from tf2dist.evaluate import Evaluation, chunks
-from tf2dist.loop import Progress, Report, Wish, target_step
-from tf2dist.models import build_model, build_optimizer
-from tf2dist.pipeline import Sharding, batches, of_tensors
-from tf2dist.snapshot import Snapshot
-from tf2dist.state import begin, input_facts, input_positions, named_variables, values
-from tf2dist.step import Batch, ModelStep, Packing, step_seed
-from tf2dist.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
+from tf2dist.model.checks import advice_on_outputs, check_compiled, check_last_batch, check_state
+from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.model.step import Batch, Packing, step_seed, without_padding
+from tf2dist.process import heartbeat
+from tf2dist.process.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
+from tf2dist.training.call_size import steps_of_a_call
+from tf2dist.training.loop import Progress, Report, Wish, target_step
+from tf2dist.training.synchronous import mesh
+from tf2dist.training.synchronous.all_reduce import AllReduce
+from tf2dist.training.synchronous.same_start import begin_equally
 
 FINISH_TIMEOUT_SECS = 60.0
 LEAVE_TIMEOUT_SECS = 10.0
@@ -44,10 +51,11 @@ class SyncLoop:
         splits: data.Splits,
         start: Snapshot | None,
         report: Report,
+        strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> None:
         self._config, self._cluster, self._task, self._report = config, cluster, task, report
         self._worker = cluster.training_tasks.index(task)
-        self._strategy = multi_worker_mirrored_strategy(
+        self._strategy = strategy or multi_worker_mirrored_strategy(
             cluster, task, config.startup_timeout_secs, config.watchdog_secs
         )
         num_replicas = self._strategy.num_replicas_in_sync
@@ -69,23 +77,36 @@ class SyncLoop:
         self._splits = splits
         self._reduce = tf.function(functools.partial(sum_over_workers, self._strategy), autograph=False)
         self._all_reduce = self._own_all_reduce()
-        with self._strategy.scope():
-            self.model = build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-            self._optimizer = build_optimizer(config.optimizer, self.target_step)
-            self._optimizer.build(self.model.trainable_variables)
-            self._applied = tf.Variable(
-                0, dtype=tf.int64, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
-            )
-        # The gradients arrive summed over all replicas; Keras would sum them once more.
-        self._optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
-        self._step = ModelStep(self.model)
+        # Every worker has its model to itself, outside of the strategy: what must be equal everywhere is seen to here
+        # and in each step, and a Keras optimizer does all that it does in a single process.
+        self._step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+        self.model, self.advice = self._step.model, advice_on_outputs(self._step.trial)
+        check_state(config.model["name"], self._step.state)
+        check_compiled(config.model["name"], self.model, config.devices.xla and num_replicas > 1)
+        check_last_batch(
+            config.model["name"], self.model, len(splits.train) % self.sharding.global_batch_size, num_replicas
+        )
+        self._optimizer = build_optimizer(config.optimizer, self.target_step)
+        self._optimizer.build(self._step.trainable)
+        self._step.loss_scale, self._optimizer.loss_scale_factor = self._optimizer.loss_scale_factor, None
+        self._applied = tf.Variable(self._begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(self._step, autograph=False, jit_compile=True) if config.devices.xla else self._step
-        variables = [*self._step.trainable, *self._step.state]
-        self._named = named_variables(self.model, variables, [self._optimizer])
+        self._named = named_variables(self.model, self._step.variables, [self._optimizer])
+        begin_equally(
+            config,
+            splits,
+            self._named,
+            self._optimizer,
+            self._worker,
+            cluster.num_workers,
+            self._sum_up,
+            functools.partial(broadcast, self._strategy),
+        )
         self.begun_with = begin(self._named, start, config)
-        self._applied.assign(self._begin_step)
-        self._optimizer.iterations.assign(self._begin_step)
-        self._packing = Packing(variables)
+        self._counted = counter_of(self._optimizer)
+        self._counted.assign(self._begin_step)
+        self._trained: dict[str, np.ndarray] = {}
+        self._packing = Packing([*self._step.trainable, *self._step.state])
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
         self._train = tf.function(self._train_steps, autograph=False)
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
@@ -102,7 +123,7 @@ class SyncLoop:
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
-        take = of_tensors(self._splits.train)
+        take = of_arrays(self._splits.train)
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
         begin_at = self._begin_position
@@ -155,7 +176,12 @@ class SyncLoop:
         return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
 
     def agree(self, wish: Wish) -> Wish:
-        return Wish.of_sums(list(self._reduce(tf.constant(wish.to_floats())).numpy()))
+        return Wish.of_sums(list(self._sum_up(np.array(wish.to_floats()))))
+
+    def _sum_up(self, own: np.ndarray) -> np.ndarray:
+        """The sum of what all workers give, between two steps."""
+        summed: np.ndarray = self._reduce(tf.constant(own)).numpy()
+        return summed
 
     def _log(self, count: int) -> None:
         """The worker's line, whenever it passes a multiple of log_every_steps."""
@@ -173,49 +199,52 @@ class SyncLoop:
 
         def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             per_replica = self._strategy.run(self._replica_step, args=(*next(iterator), shared))
-            first = self._strategy.experimental_local_results(per_replica)[0]
-            return number + 1, sums + tf.cast(first, tf.float64)
+            reduced = self._strategy.experimental_local_results(per_replica)[0]
+            return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
 
         start = tf.constant(0), tf.zeros([6], tf.float64)
         return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
+        """One step of one replica; returns the sum over all replicas of what each contributes, packed."""
         trainable, state = self._step.values()
-        seed = step_seed(self._config.seed, context.replica_id_in_sync_group, self._applied.read_value())
-        output = self._compute(trainable, state, Batch(images, labels, weights), seed)
-        changes = [(new - old) / self.sharding.num_shards for new, old in zip(output.state, state, strict=True)]
-        packed = self._packing.pack([*output.gradients, *changes], output.sums, shared)
-        tensors, (sums,) = self._packing.unpack(self._reduced(packed), 6)
-        gradients, changes = tensors[: len(trainable)], tensors[len(trainable) :]
-        self._optimizer.apply(gradients, self._step.trainable)
-        context.merge_call(self._add_to_state, args=(changes,))
-        return sums
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        seed = step_seed(self._config.seed, replica, self._applied.read_value())
+        batch = without_padding(Batch(images, labels, weights))
+        output = self._compute(trainable, state, batch, seed)
+        share = tf.reduce_sum(batch.weights)  # of the examples of the step; of all replicas together 1
+        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
+        return self._reduced(self._packing.pack([*output.gradients, *changes], output.sums, shared))
 
     def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
         if self._all_reduce is None:
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, packed)
         return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
 
-    def _add_to_state(self, strategy: tf.distribute.Strategy, changes: list[tf.Tensor]) -> None:
-        """Adds the mean change of the replicas to every copy; all copies stay equal."""
-        for variable, change in zip(self._step.state, changes, strict=True):
-            strategy.extended.update(variable.value, lambda v, c: v.assign_add(c), args=(change,))
-        strategy.extended.update(self._applied, lambda v: v.assign_add(1))
+    def _apply(self, reduced: tf.Tensor) -> tf.Tensor:
+        """The same update on every worker; returns the sums that came with it, float32 [6]."""
+        tensors, (sums,) = self._packing.unpack(reduced, 6)
+        gradients, changes = tensors[: len(self._step.trainable)], tensors[len(self._step.trainable) :]
+        for variable, change in zip(self._step.state, changes, strict=True):  # by the call, so before the optimizer
+            variable.value.assign_add(change)
+        self._optimizer.apply(gradients, self._step.trainable)
+        self._applied.assign_add(1)
+        return sums
 
-    def evaluate(self, split: str) -> Evaluation:
+    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
         arrays = getattr(self._splits, split)
         trainable, state = self._step.values()
         sums = np.zeros(3)
-        for first, last in chunks(len(arrays), self._worker, self._cluster.num_workers):
+        size = chunk_size(self.sharding.batch_size, self._splits.image_shape)
+        for first, last in chunks(len(arrays), size, self._worker, self._cluster.num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
-            pulse.beat()
-        return Evaluation.of_sums(self._reduce(tf.constant(sums)).numpy(), len(arrays))
+            heartbeat.beat()
+        return Evaluation.of_sums(self._sum_up(sums), len(arrays))
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
-        return int(self._optimizer.iterations.numpy())
+        return int(self._counted.numpy())
 
     def snapshot(self) -> Snapshot:
         position = self._begin_position + self.progress.global_step - self._begin_step
@@ -226,13 +255,23 @@ class SyncLoop:
             "examples": self.progress.examples,
             "input": input_facts(self.sharding, [position] * self.sharding.num_shards),
         }
-        return Snapshot(self.progress.global_step, values(self._named), facts)
+        return Snapshot(self.progress.global_step, values(self._named) | self._trained, facts)
+
+    def finalize(self) -> None:
+        self._trained = finalize(self._named, [(self._optimizer, self._step.trainable)])
 
     def abandon(self, reason: str) -> None:
         """Nothing: TensorFlow's heartbeats tell the others."""
 
     def facts(self) -> dict[str, Any]:
         return {}
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        return self._optimizer
 
     def finish(self, accuracy: float | None) -> None:
         # A worker that ends cuts off what its neighbours still read of the last all-reduce.
@@ -242,4 +281,4 @@ class SyncLoop:
         if self._task == self._cluster.leader:
             # It hosts the coordination service: who still listens to it must leave first.
             others = [task for task in self._cluster.training_tasks if task != self._task]
-            peers.wait_until_gone(self._cluster, others, LEAVE_TIMEOUT_SECS)
+            reachability.wait_until_gone(self._cluster, others, LEAVE_TIMEOUT_SECS)

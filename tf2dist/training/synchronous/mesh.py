@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tf2dist.addresses import split
-from tf2dist.all_reduce import AllReduce
-from tf2dist.cluster import Cluster, Task
-from tf2dist.control_port import listen_at_own, resolve
+from tf2dist.cluster.addresses import split
+from tf2dist.cluster.listening import listen_at_own, resolve
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
+from tf2dist.training.synchronous.all_reduce import AllReduce
 
 SECRET_BYTES = 32
 CONNECT_SECS = 10.0  # for all connections of a worker

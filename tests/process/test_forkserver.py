@@ -1,0 +1,157 @@
+"""The fork server: how its end is told, what it imports, and what its tasks see of the environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.process.test_launcher import make, start, wait_for
+from tf2dist.errors import Interrupted, TaskLostError, TrainingError
+from tf2dist.launch.failures import Ends
+from tf2dist.launch.launcher import Launcher
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told how it ended, and nothing of what stands in its log."""
+    (tmp_path / "chatty.py").write_text("print('chatter', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Launcher(tmp_path, preload=("chatty",)) as launcher:
+        start(launcher, "worker-0", "wait")
+        event = wait_for(launcher, "waiting")
+        launcher._server.kill()
+        with pytest.raises(TaskLostError) as error:
+            wait_for(launcher, "never")
+        psutil.wait_procs([psutil.Process(pid) for pid in (event["pid"],) if psutil.pid_exists(pid)], timeout=5)
+    assert "chatter" in (tmp_path / "forkserver.log").read_text()
+    assert str(error.value) == "the fork server was killed by SIGKILL"
+    assert error.value.exit_code == 138, "worth a retry"
+
+
+def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """And is not worth a retry: the same would happen."""
+    with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TrainingError) as error:
+        wait_for(launcher, "ready")
+    assert "the fork server failed: ModuleNotFoundError: No module named 'no_such_module'" in str(error.value)
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("exhaust", "was killed by SIGABRT: no more memory may be had"),
+        ("compute", "SIGXCPU: the processor time is lim"),
+    ],
+)
+def test_a_task_that_ends_at_a_limit_is_not_worth_a_retry(tmp_path: Path, function: str, says: str) -> None:
+    ends = Ends(tmp_path)
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", function)
+        failure = ends.failure(wait_for(launcher, "exited"), "")
+    assert says in failure.message
+    assert failure.exit_code == 1
+
+
+def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hungry = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))\nbytearray(1 << 40)\n"
+    (tmp_path / "hungry.py").write_text(hungry)
+    monkeypatch.syspath_prepend(tmp_path)
+    says = "fork server failed: MemoryError; no more memory may be had; raise the limit"
+    with Launcher(tmp_path, preload=("hungry",)) as launcher, pytest.raises(TrainingError, match=says):
+        wait_for(launcher, "ready")
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ctypes", "json", "tf2dist"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file in the working directory was run')")
+    monkeypatch.chdir(tmp_path)
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "succeed")
+        wait_for(launcher, "said")
+        assert wait_for(launcher, "exited")["code"] == 0
+
+
+@pytest.mark.parametrize("variable", ["TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE"])
+def test_the_token_stays_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "a secret of many characters")
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "surroundings")
+        assert wait_for(launcher, "said")["names"] == []
+        wait_for(launcher, "exited")
+
+
+def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        wait_for(launcher, "ready")
+        server = psutil.Process(launcher._server.pid)
+        server.suspend()
+        start(launcher, "worker-0", "wait")
+        server.kill()
+        with pytest.raises(TaskLostError, match="fork server was killed by SIGKILL"):
+            wait_for(launcher, "never")
+
+
+def test_what_an_earlier_start_has_written_is_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.log").write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
+    ends = Ends(tmp_path)
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "abort")
+        failure = ends.failure(wait_for(launcher, "exited"))
+    assert (failure.message, failure.exit_code) == ("was killed by SIGABRT", 138)
+
+
+def test_a_fork_server_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    says = "^the fork server could not be started: No such file or directory$"
+    with pytest.raises(TrainingError, match=says), Launcher(tmp_path):
+        pass
+
+
+WITHOUT_PROCESSES = """
+import os, pathlib, resource, sys
+from tf2dist.errors import TrainingError
+from tf2dist.launch.launcher import Launcher
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    with Launcher(pathlib.Path(sys.argv[1])):
+        pass
+except TrainingError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user, whose processes are limited")
+def test_a_fork_server_for_which_there_is_no_process() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        command = [sys.executable, "-c", WITHOUT_PROCESSES, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stderr == ""
+    assert "could not be started: Resource temporarily unavailable: no more processes or threads may" in done.stdout
+
+
+def test_a_signal_counts_more_than_what_it_did_to_the_fork_server(tmp_path: Path) -> None:
+    """Sent to a whole service it may end the server before that can ignore it."""
+
+    def check() -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    with Launcher(tmp_path, preload=()) as launcher:
+        launcher._server.kill()
+        launcher._server.wait(10)
+        with pytest.raises(Interrupted):
+            launcher.wait_ready(check)

@@ -1,0 +1,125 @@
+"""Signals to a command: which of them count, from its first moment on, and as process 1."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import COMMAND, Command, wait_until
+from tf2dist import signals
+from tf2dist.signals import Signals
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("pair", "counted"),
+    [
+        ((TERM, TERM), [TERM]),  # SLURM, at a time limit
+        ((TERM, HUP), [TERM]),  # systemd
+        ((HUP, TERM), [TERM]),  # the same, as it may arrive
+        ((INT, INT), [INT]),
+        ((HUP, INT), [HUP]),
+        ((TERM, INT), [TERM, INT]),
+        ((INT, TERM), [INT, TERM]),
+    ],
+)
+def test_a_signal_that_is_repeated_at_once_is_the_same_wish(pair: tuple[int, int], counted: list[int]) -> None:
+    with Signals() as caught, caught.held() as received:
+        for number in pair:
+            os.kill(os.getpid(), number)
+    assert received == counted
+
+
+def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "REPEAT_SECS", 0.0)
+    with Signals() as caught, caught.held() as received:
+        for number in (TERM, TERM, HUP):
+            os.kill(os.getpid(), number)
+    assert received == [TERM, TERM, HUP]
+
+
+def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with Signals() as caught, caught.held() as received:
+            os.kill(os.getpid(), HUP)
+            assert received == []
+        assert signal.getsignal(HUP) == signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(caught >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP])
+def test_a_signal_while_the_command_begins(command: Command, number: signal.Signals) -> None:
+    """Also as process 1, as in a container, for which the kernel drops what has no handler."""
+    unshare = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else []), "--pid", "--fork", "--kill-child"]
+    possible = shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
+    prefix = unshare if possible else []
+    run_dir = command.folder / "run"
+    words = [*prefix, *COMMAND, f"run_dir={run_dir}", "data=digits"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=command.folder)
+    found: list[int] = []
+
+    def listens() -> bool:
+        children = psutil.Process(process.pid).children() if prefix else [psutil.Process(process.pid)]
+        found[:] = [child.pid for child in children]
+        return bool(found) and catches(found[0], TERM)
+
+    wait_until(listens, process)
+    os.kill(found[0], number)
+    finished = command.finish(process, timeout_secs=10)
+    assert finished.code == 128 + number, finished
+    assert finished.stderr == f"tf2dist: error: stopped by {signals.name_of(number)}\n"
+    assert not run_dir.exists()
+
+
+def test_a_signal_between_the_imports_and_the_tasks() -> None:
+    """Whatever takes its time there, such as a download, is left in order."""
+    code = """if True:
+        import os, signal, sys
+        from tf2dist import cli
+        def slow(*args):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                print("tidied up")
+        cli.run = slow
+        cli.main([])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (143, "tidied up\n")
+    assert done.stderr == "tf2dist: error: stopped by SIGTERM\n"
+
+
+def test_a_signal_ends_a_command_whose_reader_stalls() -> None:
+    code = """if True:
+        import os, signal
+        from tf2dist import signals
+        signals.end_at_once()
+        os.set_blocking(2, False)
+        try:
+            while True:
+                os.write(2, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(2, True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    try:
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.communicate()

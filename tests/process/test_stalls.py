@@ -1,0 +1,63 @@
+"""What is told of real tasks that make no progress, and what is done about them, without TensorFlow."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import TaskFailure
+from tf2dist.launch.console import Console
+from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.monitor import Watch
+
+
+def test_a_function_of_the_users_that_never_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_leftovers: Callable[[], None]
+) -> None:
+    """It is named from the start on, in the end too, and not tried again."""
+    with Launcher(tmp_path, preload=(), grace_secs=0.0) as launcher:
+
+        def start(task: str, restarts: int) -> None:
+            launcher.start(task, "tests.process.targets:stand", {}, sys_path=sys.path)
+
+        watch = Watch(launcher, Console(), RunConfig(watchdog_secs=5.0), None, [], lambda: None)
+        with pytest.raises(TaskFailure) as caught:
+            watch.run(["chief-0"], "chief-0", start)
+    assert caught.value.exit_code == 1
+    where = r"never_returns \(targets.py:\d+\)"
+    error = rf"chief-0: made no progress for [3-9] s in {where}, see the stacks in its log"
+    assert re.fullmatch(error, str(caught.value)), caught.value
+    told = capsys.readouterr().err
+    assert re.search(rf"^chief-0: in {where} for [1-9] s$", told, re.MULTILINE), told
+    assert "again" not in told
+    log = (tmp_path / "chief-0.log").read_text()
+    assert re.search(r"^no progress for [3-9] s; the stacks of all threads:$", log, re.MULTILINE)
+    assert "in never_returns" in log
+
+
+IDLE = """
+import threading
+ready = threading.Event()
+def waits_for_work():
+    ready.set()
+    threading.Event().wait()
+threading.Thread(target=waits_for_work, daemon=True).start()
+ready.wait()
+"""
+
+
+def test_a_thread_of_the_users_may_wait(tmp_path: Path) -> None:
+    """It is no reason why the main thread makes no progress."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    code = "import idle; from tf2dist.process.whereabouts import whereabouts; print(whereabouts())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
+    where, is_users = ast.literal_eval(done.stdout)
+    assert not is_users, where

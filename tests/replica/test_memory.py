@@ -1,0 +1,104 @@
+"""What training and evaluation hold in memory: of the data no copy, and few examples at once."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.small_runs import run_config
+from tf2dist import registry
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.evaluator import Evaluator
+
+SIZE_MB, SHAPE = 300, (31, 31, 3)
+
+
+def own_mb() -> float:
+    """What this process has in memory for itself alone; what is mapped from a file belongs to all."""
+    found = re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float, list[int], bool]:
+    """Returns what the training has added to the memory in MB, values of some images, and how they are taken."""
+    from tf2dist.data import pipeline
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    before, images = own_mb(), np.load(path, mmap_mode="r")
+    few = Arrays(images[:50], np.zeros(50, np.int32))
+    train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
+    loop = SyncLoop(run_config(), worker.cluster, worker.task, Splits(train, few, few), None, lambda progress: None)
+    loop.train(3)
+    batches = [loop._strategy.experimental_local_results(next(loop._iterator)[0])[0] for _ in range(3)]
+    values = [int(batch.numpy().max()) for batch in batches]
+    return own_mb() - before, values, pipeline._same_memory(train.images) is not None
+
+
+@pytest.mark.parametrize("skipped", [64, 1])
+def test_synchronous_workers_hold_no_copy_of_mapped_images(
+    sync_workers: SyncWorkers, tmp_path: Path, skipped: int
+) -> None:
+    """At multiples of 64 bytes TensorFlow reads the mapping itself; elsewhere it gets the images of a batch."""
+    path, count = tmp_path / "images.npy", SIZE_MB * 2**20 // int(np.prod(SHAPE))
+    images = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(count, *SHAPE))
+    images[:] = 7
+    del images
+    for added_mb, values, is_shared in sync_workers(train_on_mapped, num_workers=2, args=(str(path), skipped)):
+        assert values == [7, 7, 7]
+        assert is_shared == (skipped == 64)
+        assert added_mb < SIZE_MB - 100
+
+
+LARGE = (256, 256, 3)
+evaluated: list[int] = []  # examples of each forward pass
+
+
+@registry.register_data("large")
+def large(config: Any) -> Splits:
+    def arrays(count: int) -> Arrays:
+        return Arrays(np.zeros((count, *LARGE), np.uint8), np.zeros(count, np.int32))
+
+    return Splits(arrays(60), arrays(25), arrays(25))
+
+
+@registry.register_model("counted")
+def counted(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    def count(images: Any) -> Any:
+        tf.numpy_function(lambda number: evaluated.append(int(number)), [tf.shape(images)[0]], [])
+        return images
+
+    layers = keras.layers
+    pooled = [layers.Lambda(count, output_shape=input_shape), layers.MaxPooling2D(64), layers.Flatten()]
+    return keras.Sequential([keras.Input(input_shape), *pooled, layers.Dense(num_classes, name="logits")])
+
+
+def config_of_large() -> RunConfig:
+    config = run_config("counted", batch_size=10)
+    config.data.name = "large"
+    return config
+
+
+def test_the_evaluation_takes_no_more_large_images_at_once_than_the_training(
+    async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tf2dist import data
+    from tf2dist.training.asynchronous import examples
+
+    monkeypatch.setattr(examples, "NAME", "large")
+    config = config_of_large()
+    splits = data.load(config.data)
+    examples.publish(splits)
+    loop = async_loop(config, num_workers=1)
+    evaluator = Evaluator(config, splits, pytest.fail)
+    for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):
+        evaluated.clear()
+        assert evaluate().num_examples == 25
+        assert sorted(evaluated) == [5, 10, 10]

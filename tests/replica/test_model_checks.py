@@ -1,0 +1,211 @@
+"""What a model, an optimizer or a data set cannot be is said in one line, before anything is trained."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.conftest import Command
+from tests.replica.small_runs import run_config
+from tf2dist import registry
+from tf2dist.data import arrays as data
+from tf2dist.errors import ConfigError, DataError
+from tf2dist.model import checks, models
+from tf2dist.model.step import ModelStep
+
+layers = keras.layers
+ARRAYS = "tf2dist.data.Arrays of images and labels"
+
+
+def dense(outputs: int = 10, activation: str | None = None, inputs: tuple[int, ...] = (28, 28, 1)) -> keras.Model:
+    logits = layers.Dense(outputs, activation)
+    return keras.Sequential([keras.Input(inputs), layers.Flatten(), logits])
+
+
+def compiled() -> keras.Model:
+    model = dense()
+    model.compile("sgd", "mse")
+    return model
+
+
+def several(num_inputs: int, num_outputs: int) -> keras.Model:
+    inputs = [keras.Input((28, 28, 1)) for _ in range(num_inputs)]
+    flat = layers.Flatten()(layers.Add()(inputs) if num_inputs > 1 else inputs[0])
+    return keras.Model(inputs, [layers.Dense(10)(flat) for _ in range(num_outputs)])
+
+
+class OwnStep(keras.Sequential):  # type: ignore[misc]
+    def train_step(self, data: Any) -> Any:
+        return {}
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "gives None, and must give a keras.Model": lambda: None,
+    "gives a Dense, and must": lambda: layers.Dense(10),
+    r"gives \[batch, 12\], and must give \[batch, 10\]": lambda: dense(12),
+    r"gives \[batch, 28, 28, 10\], and must": lambda: keras.Sequential([keras.Input((28, 28, 1)), layers.Dense(10)]),
+    "is compiled": compiled,
+    "has train_step of its own": lambda: OwnStep([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
+    "has 2 inputs": lambda: several(2, 1),
+    "gives a list, and must give one tensor": lambda: several(1, 2),
+    r"takes images of \[32, 32, 1\], and the data has \[28, 28, 1\]": lambda: dense(inputs=(32, 32, 1)),
+}
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[registry.Registry, Any], None]]:
+    with contextlib.ExitStack() as stack:
+
+        def register(where: registry.Registry, function: Any) -> None:
+            where["mine"] = function
+            stack.callback(where.pop, "mine")
+
+        yield register
+
+
+def build() -> ModelStep:
+    splits = data.load(run_config().data)
+    return models.build_step({"name": "mine"}, splits, 0, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("says", REFUSED, ids=lambda says: says.replace("\\", ""))
+def test_a_model_that_cannot_be_trained(registered: Callable[..., None], says: str) -> None:
+    registered(registry.MODELS, lambda input_shape, num_classes: REFUSED[says]())
+    with pytest.raises(ConfigError, match=says) as raised:
+        build()
+    assert str(raised.value).startswith("model (mine): ")
+    assert "\n" not in str(raised.value)
+
+
+def test_images_with_and_without_a_channel(registered: Callable[..., None]) -> None:
+    """As Keras, which takes the one for the other."""
+    for shape in ((28, 28), (28, 28, 1), (None, None, 1)):
+        registry.MODELS["mine"] = lambda input_shape, num_classes, shape=shape: keras.Sequential(
+            [keras.Input(shape), layers.Reshape([784]), layers.Dense(10)]
+        )
+        build()
+    registered(registry.MODELS, None)
+
+
+def test_a_builder_without_arguments(registered: Callable[..., None]) -> None:
+    registered(registry.MODELS, dense)
+    with pytest.raises(ConfigError, match=r"model \(mine\): its function must take input_shape and num_classes"):
+        build()
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
+def test_probabilities_instead_of_logits(registered: Callable[..., None], activation: str | None) -> None:
+    registered(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
+    advice = checks.advice_on_outputs(build().trial)
+    assert f"leave the {activation} out" in advice if activation else not advice
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: None, "gives None, and must give a keras.optimizers.Optimizer"),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "give its inner optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used(registered: Callable[..., None], made: Any, says: str) -> None:
+    registered(registry.OPTIMIZERS, made)
+    with pytest.raises(ConfigError, match=rf"optimizer \(mine\): .*{says}"):
+        models.build_optimizer({"name": "mine"}, 10)
+
+
+def test_a_norm_over_all_that_each_ps_has_added_up() -> None:
+    both = {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}
+    for given in (*({name: value} for name, value in both.items()), both):
+        optimizer = keras.optimizers.SGD(**given)
+        if given is not both:
+            checks.check_clipping("sgd", optimizer)
+            continue
+        with pytest.raises(ConfigError, match=r"optimizer \(sgd\): with mode=async global_clipnorm cannot clip"):
+            checks.check_clipping("sgd", optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_refused"), [("bool", True), ("uint8", True), ("int32", False), ("float32", False)]
+)
+def test_state_without_a_mean(dtype: str, is_refused: bool) -> None:
+    state = [keras.Variable(np.ones(2, dtype), trainable=False, dtype=dtype, name="seen")]
+    with pytest.raises(ConfigError, match=f"seen is of type {dtype}") if is_refused else contextlib.nullcontext():
+        checks.check_state("mine", state)
+
+
+def test_xla_and_layers_that_talk_to_other_workers() -> None:
+    norm = layers.BatchNormalization(synchronized=True)
+    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
+    checks.check_compiled("mine", model, by_xla_for_several=False)
+    with pytest.raises(ConfigError, match=r"is synchronized, which devices.xla=true cannot compile"):
+        checks.check_compiled("mine", model, by_xla_for_several=True)
+
+
+def test_data_of_another_type(registered: Callable[..., None]) -> None:
+    digits = data.load_digits(run_config().data)
+    config = run_config().data
+    config.name = "mine"
+    empty = data.Arrays(digits.test.images[:0], digits.test.labels[:0])
+    for made, says in (
+        (None, "gives None, and must give tf2dist.data.Splits"),
+        ((digits.train, digits.test), "gives a tuple, and must give"),
+        (tf.data.Dataset.range(3), "gives a _RangeDataset, and must give"),
+        (data.Splits((digits.train.images, digits.train.labels), digits.validation, digits.test), f"tuple.*{ARRAYS}"),  # type: ignore[arg-type]
+        (data.Splits(digits.train, digits.validation, empty), "test has no examples"),
+    ):
+        registry.DATA["mine"] = lambda config, made=made: made
+        with pytest.raises(DataError, match=rf"data \(mine\): .*{says}"):
+            data.load(config)
+    registered(registry.DATA, None)
+
+
+def test_a_worker_without_examples_in_the_last_step() -> None:
+    norm = layers.BatchNormalization(synchronized=True)
+    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
+    for last_batch in (0, 3, 57):
+        checks.check_last_batch("mine", model, last_batch, 3)
+    with pytest.raises(ConfigError, match=r"model \(mine\): batch_norm.* 2 examples for 3 workers"):
+        checks.check_last_batch("mine", model, 2, 3)
+
+
+PLUGIN = """
+import keras
+import tensorflow as tf
+from tf2dist import registry
+from tf2dist.data import arrays as data
+
+class NotForXla(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + 0.0 * tf.strings.to_number(tf.as_string(inputs))
+
+@registry.register_model("twelve")
+def twelve(input_shape, num_classes):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(12)])
+
+@registry.register_model("not_for_xla")
+def not_for_xla(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), NotForXla(), layers.Dense(num_classes)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "says"),
+    [
+        ("sync", "twelve", "model (twelve): gives [batch, 12], and must give [batch, 10]"),
+        ("async", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
+        ("sync", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
+    ],
+)
+def test_the_command_says_it_in_one_line(command: Command, mode: str, model: str, says: str) -> None:
+    (command.folder / "plugin.py").write_text(PLUGIN)
+    options = ["data=digits", "cluster=local2", "plugins=[plugin.py]", "devices.xla=true", "train.steps=5"]
+    finished = command(f"mode={mode}", f"model={model}", *options)
+    assert finished.code == 2, finished
+    shown = finished.stderr.partition("tf2dist: error: ")[2].strip()
+    assert says in shown, finished
+    assert len(shown.splitlines()) == 1, finished

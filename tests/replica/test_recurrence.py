@@ -1,0 +1,72 @@
+"""What a step keeps of the old state, read from its graph."""
+
+from collections.abc import Callable
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tf2dist.model.step import Batch, ModelStep
+from tf2dist.training.asynchronous.recurrence import decay_of
+
+Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+CHANGES: dict[str, tuple[float, Change]] = {
+    "a sum": (1, lambda old, x: old + x),
+    "a sum of sums": (1, lambda old, x: x - (x - tf.add_n([x, old, x]))),
+    "a moving average": (0.25, lambda old, x: old * 0.25 + x * 0.75),
+    "as Adam writes it": (0.25, lambda old, x: old + (x - old) * 0.75),
+    "divided": (0.5, lambda old, x: tf.identity(old + x) / 2.0),
+    "in half precision": (0.5, lambda old, x: tf.cast(tf.cast(old, tf.float16) * 0.5 + 1.0, tf.float32)),
+    "assigned": (0, lambda old, x: x),
+    "a part of each": (0, lambda old, x: old * tf.constant([0.5, 0.25])),
+    "as the data want": (0, lambda old, x: old * x + x),
+    "a maximum": (0, lambda old, x: tf.maximum(old, x)),
+    "normalized": (0, lambda old, x: old / tf.norm(old)),
+    "of its own square": (0, lambda old, x: old * old),
+    "of another one's place": (0, lambda old, x: tf.reverse(old, [0])),
+    "rounded": (0, lambda old, x: tf.cast(tf.cast(old, tf.int32), tf.float32)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_kept_of_the_old_value(name: str) -> None:
+    expected, change = CHANGES[name]
+    found = []
+
+    @tf.function(autograph=False)
+    def step(old: tf.Tensor, x: tf.Tensor) -> None:
+        found.append(decay_of(change(old, x), old))
+
+    spec = tf.TensorSpec([2], tf.float32)
+    step.get_concrete_function(spec, spec)
+    assert found == [expected]
+
+
+def test_whole_numbers_are_added_or_assigned() -> None:
+    found = []
+
+    @tf.function(autograph=False)
+    def step(old: tf.Tensor) -> None:
+        found.extend([decay_of(old + 3, old), decay_of(old * 2, old)])
+
+    step.get_concrete_function(tf.TensorSpec([], tf.int64))
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_moving_averages_of_keras(dtype: str) -> None:
+    layers = keras.layers
+    norms = [layers.BatchNormalization(momentum=m, dtype=dtype) for m in (0.1, 0.75)]
+    frozen = layers.BatchNormalization(trainable=False)
+    model = keras.Sequential([keras.Input([4]), norms[0], layers.Dense(4), norms[1], frozen, layers.Dense(2)])
+    step = ModelStep(model, (4,))
+    found: list[float | None] = []
+
+    @tf.function(autograph=False)
+    def call(trainable: list[tf.Tensor], state: list[tf.Tensor]) -> None:
+        batch = Batch(tf.zeros([3, 4], tf.uint8), tf.zeros([3], tf.int32), tf.fill([3], 1 / 3))
+        new = step(trainable, state, batch, tf.zeros([2], tf.int64)).state
+        found.extend(decay_of(n, o) if n is not o else None for n, o in zip(new, state, strict=True))
+
+    call.get_concrete_function(*[[tf.TensorSpec(v.shape, v.dtype) for v in vs] for vs in (step.trainable, step.state)])
+    assert found == [pytest.approx(0.1), pytest.approx(0.1), 0.75, 0.75, *[None] * 4]

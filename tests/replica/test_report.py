@@ -1,0 +1,51 @@
+"""What TensorBoard, metrics.jsonl and the screen are told of a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+from tensorboard.util.tensor_util import make_ndarray
+
+from tests.replica.small_runs import run_config
+from tf2dist.cluster.spec import Task
+from tf2dist.training.report import Reporter
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_tensorboard_has_more_than_the_loss(
+    async_loop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    monkeypatch.setattr("tf2dist.training.report.WRITE_EVERY_SECS", 0.0)
+    config = run_config("dnn", hidden_units=[20])
+    config.train.steps, config.optimizer["schedule"] = 60, schedule
+    loop, sent = async_loop(config), list[dict[str, Any]]()
+    with Reporter(tmp_path, Task("chief", 0), sent.append, 0.0) as reporter:
+        reporter.follow(loop, config)
+        for step in (30, 60):
+            loop.train(step)
+            reporter.on_progress(loop.progress)
+            reporter.on_evaluation("validation", step, loop.evaluate("validation"))
+    notes = [event["text"] for event in sent if event["event"] == "note"]
+    assert len(notes) == 1, "the last one is part of the result"
+    assert notes[0].startswith("step 30: validation accuracy 0.")
+
+    read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert {"loss", "learning_rate", "staleness", "model", "validation_loss"} <= set(read.Tags()["tensors"])
+    rates = [event.tensor_proto.float_val[0] for event in read.Tensors("learning_rate")]
+    assert rates[0] == pytest.approx(0.01 if schedule == "constant" else 0.0055, rel=0.2)
+    assert rates[-1] == pytest.approx(0.01 if schedule == "constant" else 0.0, abs=1e-6)
+    assert b"hidden1 (Dense)" in read.Tensors("model")[0].tensor_proto.string_val[0]
+    proto = read.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
+    hparams = metadata.parse_session_start_info_plugin_data(proto.plugin_data.content).hparams
+    assert hparams["optimizer.learning_rate"].number_value == 0.01
+    assert hparams["model.name"].string_value == "dnn"
+    rows = make_ndarray(read.Tensors("staleness")[-1].tensor_proto)
+    assert rows.shape[1] == 3
+    assert rows[:, 2].sum() == 60, "every update has a staleness"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[-2]["learning_rate"] == pytest.approx(rates[-1])
+    assert "staleness" not in records[-1]

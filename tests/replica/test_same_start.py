@@ -1,0 +1,90 @@
+"""Synchronous workers begin with the same model, or say in one line that they cannot."""
+
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import run_config
+from tf2dist import registry
+from tf2dist.config.schema import RunConfig
+from tf2dist.data import arrays as data
+from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+from tf2dist.training.synchronous import same_start
+
+layers = keras.layers
+UNSEEDED = np.random.default_rng
+
+
+@registry.register_model("own_weights")
+def own_weights(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Draws its weights where the seed does not reach."""
+    logits = layers.Dense(num_classes)
+    model = keras.Sequential([keras.Input(input_shape), layers.Flatten(), logits])
+    logits.set_weights([UNSEEDED().normal(size=weight.shape) for weight in logits.get_weights()])
+    return model
+
+
+@registry.register_model("own_structure")
+def own_structure(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    hidden = layers.Dense(10 + os.getpid() % 1000)
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), hidden, layers.Dense(num_classes)])
+
+
+@registry.register_optimizer("own_rate")
+def own_rate(learning_rate: float) -> keras.Optimizer:
+    return keras.optimizers.SGD(learning_rate * UNSEEDED().uniform())
+
+
+@registry.register_data("own_examples")
+def own_examples(config: Any) -> data.Splits:
+    splits, number = data.load_digits(config), int(UNSEEDED().integers(500, 1000))
+    return data.Splits(data.Arrays(*splits.train.take(np.arange(number))), splits.validation, splits.test)
+
+
+def train(worker: SyncWorker, config: RunConfig) -> Any:
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    loop.train(10)
+    return [variable.numpy() for variable in loop.model.variables]
+
+
+class Rate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """As in many a tutorial, without `get_config`."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.5
+
+
+def test_optimizers_need_not_be_written_down() -> None:
+    told = [
+        same_start._description_of_optimizer(keras.optimizers.SGD(rate, name="mine"))
+        for rate in (Rate(), lambda: 0.25, 0.25)
+    ]
+    assert told[1] == told[2] != told[0]
+
+
+def test_the_first_worker_gives_all_its_weights(sync_workers: SyncWorkers) -> None:
+    first, *others = sync_workers(train, 3, (run_config("own_weights"),))
+    for other in others:
+        for one, same in zip(first, other, strict=True):
+            np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("model", r"model \(own_structure\): its builder makes other variables on worker-1 than on worker-0"),
+        ("optimizer", r"optimizer \(own_rate\): not the same on worker-1 as on worker-0"),
+        ("data", r"data \(own_examples\): not the same examples on worker-1 as on worker-0"),
+    ],
+)
+def test_what_differs_is_named(sync_workers: SyncWorkers, option: str, says: str) -> None:
+    config = run_config("own_structure" if option == "model" else "softmax")
+    config.optimizer["name"] = "own_rate" if option == "optimizer" else "sgd"
+    config.data.name = "own_examples" if option == "data" else "digits"
+    with pytest.raises(WorkerError, match=says):
+        sync_workers(train, 2, (config,))

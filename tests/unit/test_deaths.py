@@ -1,0 +1,37 @@
+"""What the end of a process says of its cause."""
+
+import signal
+
+import pytest
+
+from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, last_word, limit
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "said"),
+    [
+        (-signal.SIGABRT, "terminate called after throwing an instance of 'std::bad_alloc'\n", MEMORY_LIMIT),
+        (1, "cannot start worker-0: [Errno 12] Cannot allocate memory\n", MEMORY_LIMIT),
+        (1, "ImportError: libtensorflow_cc.so.2: failed to map segment from shared object\n", MEMORY_LIMIT),
+        (1, "cannot start worker-0: [Errno 11] Resource temporarily unavailable\n", THREAD_LIMIT),
+        (
+            -signal.SIGABRT,
+            "F0000 env.cc:123] Check failed: ret == 0 Thread tf_ creation via pthread_create() failed.\n",
+            THREAD_LIMIT,
+        ),
+        (1, "RuntimeError: can't start new thread\n", THREAD_LIMIT),
+        (-signal.SIGXCPU, "", TIME_LIMIT),
+        (-signal.SIGABRT, "F0000 rendezvous.cc:1] Check failed: a == b\n", ""),
+        (-signal.SIGKILL, "terminate called after throwing an instance of 'std::bad_alloc'\n", ""),
+        (-signal.SIGABRT, "std::bad_alloc\n" + "of this life\n" * 20, ""),
+    ],
+)
+def test_limits_are_known_by_what_is_said_of_them(code: int, log: str, said: str) -> None:
+    assert limit(code, log) == said
+
+
+def test_the_last_word_is_the_exception() -> None:
+    log = "I0000 chatter\nTraceback:\n  File\nImportError: no such library\nI0000 more chatter\n\n"
+    assert last_word(log) == "ImportError: no such library"
+    assert last_word("one\ntwo\n") == "two"
+    assert last_word("") == "it left no word"

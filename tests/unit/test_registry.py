@@ -1,0 +1,107 @@
+"""What plugins register, and how they are loaded."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tf2dist import registry
+from tf2dist.errors import ConfigError
+
+MODEL = """
+import tf2dist
+{imports}
+
+@tf2dist.register_model("mine"{more})
+def mine(input_shape, num_classes, act="relu"):
+    import {lazily}
+    return act, {lazily}.VALUE
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The registries, the search path and the modules of this process stay as they are."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for kept in (registry.MODELS, registry._PLACES, sys.modules):
+        for key in [*kept]:
+            monkeypatch.setitem(kept, key, kept[key])  # type: ignore[attr-defined]
+    before = {id(kept): {*kept} for kept in (registry.MODELS, registry._PLACES, sys.modules)}
+    yield
+    for kept in (registry.MODELS, registry._PLACES, sys.modules):
+        for key in {*kept} - before[id(kept)]:
+            del kept[key]  # type: ignore[attr-defined]
+
+
+def plugin(
+    folder: Path, name: str = "plugin", imports: str = "", lazily: str = "beside_the_plugin", more: str = ""
+) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "beside_the_plugin.py").write_text("VALUE = 7\n")
+    path = folder / f"{name}.py"
+    path.write_text(MODEL.format(imports=imports, lazily=lazily, more=more))
+    return str(path)
+
+
+def test_what_stands_beside_a_plugin_can_be_imported_at_once_and_later(tmp_path: Path) -> None:
+    registry.load_plugins([plugin(tmp_path, imports="from beside_the_plugin import VALUE")])
+    assert registry.MODELS["mine"]((1,), 2, act="gelu") == ("gelu", 7)
+
+
+def test_what_stands_beside_a_plugin_takes_nobodys_place_later(tmp_path: Path) -> None:
+    (tmp_path / "antigravity.py").write_text("raise RuntimeError\n")
+    registry.load_plugins([plugin(tmp_path)])
+    assert sys.path[-1] == str(tmp_path) not in sys.path[:-1]
+
+
+def test_a_name_registered_twice_is_refused(tmp_path: Path) -> None:
+    first, second = plugin(tmp_path / "a"), plugin(tmp_path / "b")
+    registry.load_plugins([first, first])
+    with pytest.raises(ConfigError) as caught:
+        registry.load_plugins([second])
+    assert str(caught.value) == (
+        f"model (mine): is registered by {first}, line 5, and again by {second}, line 5; choose another name, or "
+        "replace the first with @tf2dist.register_model('mine', override=True)"
+    )
+    registry.load_plugins([plugin(tmp_path / "b", more=", override=True")])
+    assert registry.MODELS["mine"].__code__.co_filename == second
+
+
+def test_a_name_registered_twice_by_one_helper_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text(
+        "import tf2dist\ndef register(function):\n    tf2dist.register_model('theirs')(function)\n"
+    )
+    for name in ("one", "two"):
+        text = "import helper\ndef model(input_shape, num_classes): ...\nhelper.register(model)\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"theirs\): is registered by .*one.py, line 2, and again by .*two.py"):
+        registry.load_plugins([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
+
+
+def test_a_plugin_may_make_the_search_path_anew(tmp_path: Path) -> None:
+    path = tmp_path / "tidy.py"
+    path.write_text(f"import sys\nsys.path[:] = [entry for entry in sys.path if entry != {str(tmp_path)!r}]\n")
+    registry.load_plugins([str(path)])
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_one_plugin_may_import_another(tmp_path: Path) -> None:
+    first = plugin(tmp_path, "first_of_two")
+    second = tmp_path / "second.py"
+    second.write_text("import first_of_two\n")
+    registry.load_plugins([first, str(second)])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"input_shape": 3}, "model.input_shape (3): is given by the run itself; leave it out"),
+        ({"width": 3}, "model (mine): got an unexpected keyword argument 'width'; leave it out"),
+    ],
+)
+def test_arguments_that_a_plugin_does_not_take(tmp_path: Path, given: dict[str, int], words: str) -> None:
+    registry.load_plugins([plugin(tmp_path)])
+    with pytest.raises(ConfigError) as caught:
+        registry.call("model", "mine", registry.MODELS["mine"], given, {"input_shape": (1,), "num_classes": 2})
+    assert str(caught.value) == words

@@ -1,0 +1,206 @@
+"""A run directory that others have had their hands in, and streams that are not there."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import COMMAND, REPOSITORY
+from tf2dist import cli
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError, FailureRecord
+from tf2dist.files import open_log, write_whole
+from tf2dist.launch import run_dir
+from tf2dist.launch.launcher import Launcher
+from tf2dist.training.metrics import JsonlWriter
+
+NAMES = [".lock", "config.yaml", "summary.json", "metrics.jsonl", "logs/worker-0.log", "logs/forkserver.log"]
+FOLDERS = ["logs", "checkpoints", "tensorboard"]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A run directory that a run has used before."""
+    made = run_dir.make_run_dir(RunConfig(run_dir=str(tmp_path / "run")))
+    (made / "config.yaml").touch()
+    return made
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", [*NAMES, *FOLDERS])
+@pytest.mark.parametrize("kind", ["link", "FIFO", "other"])
+def test_what_is_not_of_its_kind_is_refused(made: Path, tmp_path: Path, name: str, kind: str) -> None:
+    path, target = made / name, tmp_path / "target"
+    target.mkdir() if name in FOLDERS else target.write_text("precious")
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.touch() if name in FOLDERS else path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{path.name} in it is (a link|no f).*; remove it, or name another"):
+        run_dir.make_run_dir(RunConfig(run_dir=str(made)))
+    assert target.is_dir() or target.read_text() == "precious"
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users can enter; every start of pytest closes those that it has made."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+AS_NOBODY = """
+import os, sys
+from tf2dist.launch import run_dir
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+try:
+    with run_dir.the_only_run(run_dir.make_run_dir(RunConfig(run_dir=sys.argv[1]))):
+        print(run_dir.why_not_private(run_dir.Path(sys.argv[1])))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def as_nobody(path: Path) -> str:
+    """What another user is told of a run directory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, path], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["logs", "checkpoints", ".lock", "logs/worker-0.log", "config.yaml"])
+def test_what_belongs_to_another_user_is_refused_in_one_line(open_folder: Path, name: str) -> None:
+    made = run_dir.make_run_dir(RunConfig(run_dir=str(open_folder / "run")))
+    for path in (made, made / "logs"):
+        path.chmod(0o777)
+    if name in FOLDERS:
+        (made / name).mkdir(exist_ok=True)
+    else:
+        (made / name).touch()
+    (made / name).chmod(0o700 if name in FOLDERS else 0o600)
+    (made / "config.yaml").touch()
+    (made / "config.yaml").chmod(0o666 if name != "config.yaml" else 0o600)
+    said = as_nobody(made)
+    assert f"{Path(name).name} in it cannot be read and written by this user; remove it" in said
+    assert "\n" not in said
+
+
+def test_an_empty_folder_that_is_for_all_is_used_and_told(open_folder: Path) -> None:
+    shared = open_folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert "shared can be written by other users, who could exchange checkpoints there; chmod go-w" in as_nobody(shared)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [(0o700, False), (0o755, False), (0o1777, False), (0o775, True), (0o777, True)]
+)
+def test_outputs_that_others_can_write_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, told: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs").chmod(mode)
+    text = run_dir.why_not_private(run_dir.make_run_dir(RunConfig()))
+    assert ("outputs can be written by other users" in text) is told
+
+
+def write_lock(folder: Path) -> None:
+    with run_dir.the_only_run(folder):
+        pass
+
+
+WRITES: dict[str, Callable[[Path], object]] = {
+    ".lock": write_lock,
+    "metrics.jsonl": lambda folder: JsonlWriter(folder / "metrics.jsonl", "worker-0").close(),
+    "forkserver.log": lambda folder: Launcher(folder).__enter__(),
+    "worker-0.log": lambda folder: os.close(open_log(folder / "worker-0.log")),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", WRITES)
+def test_links_are_not_followed_when_a_file_is_written(tmp_path: Path, name: str) -> None:
+    """Also those that come after the check at the start."""
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / name).symlink_to(tmp_path / "target")
+    with pytest.raises((ConfigError, OSError), match="is a link, which is not followed"):
+        WRITES[name](tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ConfigError, OSError), match="is no regular file"):
+        WRITES[name](tmp_path)
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+def test_a_link_gives_way_to_a_file_that_is_written_whole(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    record = FailureRecord("worker-0", 0.0, 1, "it")
+    for name in ("summary.json", "summary.json.part", "worker-0.error.json", "worker-0.error.json.part"):
+        (tmp_path / name).symlink_to(target)
+    write_whole(tmp_path / "summary.json", "{}")
+    record.write(tmp_path)
+    assert FailureRecord.read(tmp_path, "worker-0") == record
+    assert (tmp_path / "summary.json").read_text() == "{}"
+    assert target.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "target", "worker-0.error.json"]
+
+
+@pytest.fixture
+def few_files(tmp_path: Path) -> Iterator[Path]:
+    """A file system in which four files and folders have room, itself included."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this system lets nobody mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_no_room_for_the_fork_servers_log(few_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([f"run_dir={few_files}/run", "data=digits", "model=softmax", "cluster=local1", "train.steps=1"])
+    assert ended.value.code == 2
+    assert "logs/forkserver.log cannot be written (No space left on device); make room" in capsys.readouterr().err
+
+
+def run(command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A shell command with $TF2DIST in it."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TF2DIST": " ".join(COMMAND), **env}
+    return subprocess.run(["bash", "-c", command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    done = run("mkdir gone; cd gone; rmdir ../gone; $TF2DIST data=digits; echo $?; $TF2DIST --version", tmp_path)
+    assert done.stdout.splitlines()[0] == "2"
+    assert done.stdout.splitlines()[1].startswith("tf2dist ")
+    said = [line for line in done.stderr.splitlines() if "getcwd" not in line]  # bash's own complaint
+    (line,) = said
+    assert "the working directory (No such file or directory): is gone; change to one that exists" in line
+
+
+def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
+    for redirection in ("2>&-", "2>/dev/full", "<&- >&- 2>&-"):
+        done = run(f"$TF2DIST mode=up {redirection}", tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", ""), redirection
+
+
+def test_other_letters_on_an_ascii_terminal(tmp_path: Path) -> None:
+    done = run("$TF2DIST run_dir=Läufe --cfg", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run_dir: L\\xe4ufe" in done.stdout

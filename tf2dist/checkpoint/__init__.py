@@ -1,0 +1,1 @@
+"""A run at one step, whole or invisible."""

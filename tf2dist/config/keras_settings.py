@@ -1,0 +1,106 @@
+"""The settings of Keras that its file keras.json would change on each host by itself.
+
+Keras reads KERAS_HOME/keras.json, or ~/.keras/keras.json, when it is imported. A data format or an
+epsilon from there makes another model of the same code, so the launcher reads the file once and the
+values become options: hosts compare them, checkpoints hold them, and every task sets them.
+The launcher must not import Keras, which takes seconds: this follows keras/src/backend/config.py.
+"""
+
+import json
+import math
+import os
+import stat
+from dataclasses import asdict, replace
+from typing import Any
+
+from tf2dist.config.rules import Rule
+from tf2dist.config.schema import KerasConfig
+from tf2dist.errors import ConfigError
+
+DEFAULTS = KerasConfig(floatx="float32", image_data_format="channels_last", epsilon=1e-7)
+FLOATX_RULE = (
+    "must be float32, the type in which gradients and updates travel; give keras.floatx=float32, and "
+    "devices.precision=bfloat16 for mixed precision"
+)
+FORMATS = ("channels_last", "channels_first")
+
+
+def rules(settings: KerasConfig) -> list[Rule]:
+    """What values can be trained with; None stands for what keras.json says."""
+    floatx, image_data_format, epsilon = settings.floatx, settings.image_data_format, settings.epsilon
+    is_small = epsilon is None or (math.isfinite(epsilon) and epsilon > 0)
+    return [
+        ("keras.floatx", floatx, floatx in (None, "float32"), FLOATX_RULE),
+        (
+            "keras.image_data_format",
+            image_data_format,
+            image_data_format in (None, *FORMATS),
+            f"must be {' or '.join(FORMATS)}",
+        ),
+        ("keras.epsilon", epsilon, is_small, "must be more than 0 and finite"),
+    ]
+
+
+def resolve(settings: KerasConfig) -> KerasConfig:
+    """Fills in what the options leave open: from keras.json, or else Keras's own defaults.
+
+    Raises:
+        ConfigError: the file holds what Keras or this program refuses.
+    """
+    found = from_file()
+    given = {name: value for name, value in asdict(settings).items() if value is not None}
+    resolved = replace(DEFAULTS, **{**found, **given})
+    for name, value, holds, rule in rules(resolved):
+        if not holds:
+            raise ConfigError(f"{name} ({value}, as in {path()}): {rule}")
+    return resolved
+
+
+def notes(settings: KerasConfig) -> list[str]:
+    """A line for every value that keras.json has made another than Keras's default."""
+    return [
+        f"keras.{name} is {value}, as in {path()}"
+        for name, value in from_file().items()
+        if value == getattr(settings, name) != getattr(DEFAULTS, name)
+    ]
+
+
+def path() -> str:
+    """Where Keras looks for its file."""
+    folder = os.environ.get("KERAS_HOME")
+    if folder is None:
+        home = os.path.expanduser("~")
+        folder = os.path.join(home if os.access(home, os.W_OK) else "/tmp", ".keras")
+    return os.path.expanduser(os.path.join(folder, "keras.json"))
+
+
+def from_file() -> dict[str, Any]:
+    """The settings that keras.json gives; none if there is no such file, or if it is no JSON, as for Keras.
+
+    Raises:
+        ConfigError: Keras would fail on it, or wait for ever.
+    """
+    try:
+        mode = os.stat(path()).st_mode
+    except (OSError, ValueError):  # there is none, or it is where we may not look
+        return {}
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"keras.json ({path()}): is not a regular file; remove it, or set KERAS_HOME")
+    try:
+        with open(path(), encoding="utf-8") as file:
+            values = json.load(file)
+    except ValueError:
+        return {}
+    except (OSError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"keras.json ({path()}): cannot be read ({reason}); mend it, or set KERAS_HOME") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"keras.json ({path()}): is no JSON object; remove it, or set KERAS_HOME")
+    expected = {"floatx": str, "image_data_format": str, "epsilon": float}
+    for name, kind in expected.items():
+        if name in values and not isinstance(values[name], kind):
+            raise ConfigError(
+                f"keras.json ({path()}): {name} ({values[name]!s:.40}) must be "
+                f"{'a number with a point' if kind is float else 'a word'}, as Keras wants it; correct the file"
+            )
+    return {name: values[name] for name in expected if name in values}

@@ -1,0 +1,1 @@
+"""The meeting of many hosts: who is who, do they agree, who was lost. Never imports TensorFlow."""

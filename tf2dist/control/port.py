@@ -1,0 +1,40 @@
+"""The port on which a task's launching process talks with the others, beside the port of TensorFlow."""
+
+import socket
+
+from tf2dist.cluster.addresses import split
+from tf2dist.cluster.listening import listen_at, own_addresses
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import CONTROL_PORT_SHIFT
+from tf2dist.errors import ClusterError
+
+
+def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str, int]:
+    """Host and control port of the task whose TensorFlow port is at "host:port"."""
+    host, port = split(address)
+    return host, port + shift if port + shift <= 65535 else port - shift
+
+
+def check_ports(cluster: Cluster, shift: int) -> None:
+    """Raises ClusterError where a control port is another task's port, or its control port."""
+    taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
+    for task in cluster.tasks:
+        host, port = control_address(cluster.address(task), shift)
+        if (host, port) in taken:
+            raise ClusterError(
+                f"{task.job} {task.index} ({cluster.address(task)}): its control port {port} is {taken[host, port]}; "
+                f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
+            )
+        taken[host, port] = f"the control port of {task}"
+
+
+def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
+    """Listens at the task's own address alone; where it is not this host's, behind a proxy, at all of them.
+
+    Raises:
+        ClusterError: the port is taken.
+        TaskLostError: the name is unknown.
+    """
+    host, port = control_address(cluster.address(task), shift)
+    name = f"{task.job} {task.index} ({cluster.address(task)})"
+    return listen_at(name, [*own_addresses(name, host, port), (socket.AF_INET, ("", port))])

@@ -1,0 +1,1 @@
+"""The processes of one host: started, watched, restarted and stopped. Never imports TensorFlow."""

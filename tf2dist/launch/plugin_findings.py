@@ -1,0 +1,75 @@
+"""What the doctor finds out about plugins by loading them, in a process of their own."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+from tf2dist.config.schema import RunConfig
+from tf2dist.interpreter import child_environment, code_command
+from tf2dist.launch.machine import Finding
+
+PLUGINS_TIMEOUT_SECS = 60.0
+# What a task does with its plugins; the last line says what each group has to choose from, or why it cannot be told.
+LOAD_PLUGINS = """
+import json, os, sys
+from tf2dist.linux import die_with_parent
+die_with_parent(os.getppid())
+from tf2dist import registry
+from tf2dist.data import arrays
+from tf2dist.model import models
+from tf2dist.errors import RequestError, first_line
+for path in sys.argv[1:]:
+    why = None
+    try:
+        registry.load_plugins([path])
+    except RequestError as error:
+        why = [str(error), ""]
+    except ModuleNotFoundError as error:
+        why = [f"it imports {error.name}, which is not there", f"pip install what has {error.name}, or put it beside"]
+    except BaseException as error:
+        why = [f"{type(error).__name__}: {first_line(str(error))}", "correct the file"]
+    if why:
+        print(json.dumps({"path": path, "why": why}))
+        break
+else:
+    named = {"model": registry.MODELS, "data": registry.DATA, "optimizer": registry.OPTIMIZERS}
+    print(json.dumps({group: sorted(names) for group, names in named.items()}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def of_plugins(config: RunConfig) -> Iterator[Finding]:
+    """Whether the plugins can be loaded and register what is chosen; they run, in a process of their own."""
+    command = code_command(LOAD_PLUGINS, *config.plugins)
+    environment = {
+        **child_environment(),
+        "KERAS_BACKEND": "tensorflow",
+        "KERAS_NNX_ENABLED": "0",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PLUGINS_TIMEOUT_SECS, env=environment)
+        told = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        text = f"not loaded in {PLUGINS_TIMEOUT_SECS:.0f} s"
+        yield Finding("warn", "plugins", text, "leave to the registered functions what takes long")
+        return
+    except (ValueError, IndexError):
+        yield Finding("fail", "plugins", f"loading them ends the process, exit code {done.returncode}", "correct them")
+        return
+    if "why" in told:
+        yield Finding("fail", "plugins", f"{told['path']}: {told['why'][0]}", told["why"][1])
+        return
+    chosen = {"model": config.model["name"], "data": config.data.name, "optimizer": config.optimizer["name"]}
+    for group, name in chosen.items():
+        if name not in told[group]:
+            yield Finding(
+                "fail",
+                "plugins",
+                f"{group} ({name}): no plugin registers it",
+                f"choose one of {', '.join(told[group])}",
+            )
+    yield Finding("ok", "plugins", f"{', '.join(config.plugins)}: can be loaded")

@@ -1,0 +1,148 @@
+"""The run directory: private, checked before anything is written into it, and held by one run.
+
+Others may have had their hands in one that is not private. What lies where the run will write must
+be a file or a folder of its own: a link could lead to any file of ours, and a FIFO stands still.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from tf2dist import files
+from tf2dist.config.paths import is_path, make_private
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+
+FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl")
+FOLDERS = ("logs", "checkpoints", "tensorboard")
+
+
+def make_run_dir(config: RunConfig) -> Path:
+    """The folder of this run, readable by its owner alone, with `logs` in it.
+
+    Raises:
+        ConfigError: it cannot be made or used.
+    """
+    given = config.run_dir or "outputs"
+    try:
+        run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else _new_default_dir(config)
+        if not is_path(str(run_dir)):
+            raise ConfigError(f"run_dir ({run_dir}): is no name in UTF-8; name another directory")
+        if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
+            raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
+        make_private(run_dir)
+        _check_contents(run_dir, given)
+        (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_dir / "logs").close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"run_dir ({given}): cannot be written ({reason}); name another directory") from None
+    return run_dir
+
+
+def _new_default_dir(config: RunConfig) -> Path:
+    """Makes outputs/DATE_TIME-MODE-MODEL, with a number behind it where that exists."""
+    name = f"{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
+    outputs = Path("outputs").absolute()
+    outputs.mkdir(mode=0o700, exist_ok=True)
+    for number in itertools.count(1):
+        run_dir = outputs / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            run_dir.mkdir(mode=0o700)
+            break
+    return run_dir
+
+
+def _check_contents(run_dir: Path, given: str) -> None:
+    """Looks at what an earlier run, or somebody else, has left where this one will write.
+
+    Raises:
+        OSError: it cannot be looked at.
+        ConfigError: names the first that cannot be written to.
+    """
+    folders = [run_dir / name for name in FOLDERS]
+    plain = [run_dir / name for name in FILES]
+    for path in folders:
+        _check(path, given, "folder", os.R_OK | os.W_OK | os.X_OK)
+    if (run_dir / "logs").is_dir():
+        plain += [path for path in (run_dir / "logs").iterdir() if path.suffix == ".log"]
+    for path in plain:
+        _check(path, given, "file", os.R_OK | os.W_OK)
+
+
+def _check(path: Path, given: str, kind: str, access: int) -> None:
+    """Raises ConfigError: there is something of this name, and it is of another kind or another user's."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        problem = "is a link, and links are not followed"
+    elif not (stat.S_ISDIR(mode) if kind == "folder" else stat.S_ISREG(mode)):
+        problem = f"is no {kind}"
+    elif not os.access(path, access, effective_ids=True):
+        problem = "cannot be read and written by this user"
+    else:
+        return
+    raise ConfigError(f"run_dir ({given}): {path.name} in it {problem}; remove it, or name another directory")
+
+
+def why_not_private(run_dir: Path) -> str:
+    """Who else can write into the run directory or the folder that was made for all of them; "" for nobody."""
+    outputs = run_dir.parent
+    for folder in (run_dir, outputs) if outputs.name == "outputs" else (run_dir,):
+        status = folder.stat()
+        is_sticky = folder == outputs and status.st_mode & stat.S_ISVTX  # others cannot rename what is ours there
+        foreign = os.geteuid() != 0 and status.st_uid not in (0, os.geteuid())
+        if foreign or (status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky):
+            return (
+                f"{folder} can be written by other users, who could exchange checkpoints there; "
+                f"chmod go-w {folder}, or name another run_dir"
+            )
+    return ""
+
+
+def open_log(log_dir: Path, name: str) -> int:
+    """Opens the log of a process, and returns its descriptor.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        return files.open_log(log_dir / f"{name}.log")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir ({log_dir.parent}): logs/{name}.log cannot be written ({error.strerror}); make room, or name "
+            "another directory"
+        ) from None
+
+
+@contextlib.contextmanager
+def the_only_run(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory for as long as this process lives, however it ends.
+
+    Raises:
+        ConfigError: another run holds it, or it cannot be held.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8", opener=files.open_to_write))
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run_dir ({run_dir}): another run is using it; wait for its end, or name another directory"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield

@@ -1,0 +1,86 @@
+"""A stream that never waits for its reader: a pager, a terminal after Ctrl-S, a log collector that hangs."""
+
+import contextlib
+import io
+import os
+import select
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+CHUNK_BYTES = 4096  # a pipe that is ready takes so many at once
+MAX_PENDING_BYTES = 1 << 16
+
+
+class Unblocked(io.TextIOBase):
+    """Writes what the stream takes, keeps a little for later, and drops the rest.
+
+    It leaves the descriptor as it is, which other processes share, and asks it before each write. A terminal
+    may be ready and still make a write wait, so it is opened once more, for writes that never do.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._pending = b""
+        try:
+            self._number: int | None = stream.fileno()
+        except (OSError, AttributeError):  # no file: it takes everything at once
+            self._number = None
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        """Raises OSError if nobody can read any more."""
+        if self._number is None:
+            return self._stream.write(text)
+        if len(self._pending) < MAX_PENDING_BYTES:
+            self._pending += text.encode(self.encoding, "backslashreplace")
+        self._write_pending(0.0)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._number is None:
+            self._stream.flush()
+
+    def drain(self, secs: float) -> None:
+        """Gives the reader so long a time for what is left."""
+        deadline = time.monotonic() + secs
+        while self._pending and (left := deadline - time.monotonic()) > 0:
+            self._write_pending(left)
+
+    def _write_pending(self, wait_secs: float) -> None:
+        assert self._number is not None
+        with _never_waiting(self._number) as number:
+            while self._pending and select.select([], [number], [], wait_secs)[1]:
+                try:
+                    written = os.write(number, self._pending[:CHUNK_BYTES])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    self._pending = b""
+                    raise
+                self._pending, wait_secs = self._pending[written:], 0.0
+
+
+@contextlib.contextmanager
+def _never_waiting(number: int) -> Iterator[int]:
+    """A descriptor for writes that never wait: of a terminal another one, since the flag would be everybody's."""
+    own = -1
+    with contextlib.suppress(OSError):  # no terminal, or one of another namespace, which has no name here
+        own = os.open(os.ttyname(number), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield number if own < 0 else own
+    finally:
+        if own >= 0:
+            os.close(own)

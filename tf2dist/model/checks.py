@@ -1,0 +1,172 @@
+"""What a model or an optimizer of the user's cannot be, said before any training, in one line.
+
+What is refused because it is not supported yet stands in `check_model`, `check_inputs` and `check_outputs`.
+"""
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf2dist.errors import ConfigError, kind_of
+from tf2dist.model.step import Trial
+
+OWN_STEPS = ("train_step", "test_step", "compute_loss")
+PROBABILITIES = ("Softmax", "Sigmoid")
+KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
+
+
+def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) -> None:
+    """Refuses a function that cannot be given the arguments which every one of its kind gets."""
+    parameters = inspect.signature(function).parameters.values()
+    takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ConfigError(
+            f"{option} ({name}): its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})"
+        )
+
+
+def check_model(name: str, model: Any) -> None:
+    """Refuses what a builder gives if it is no model that can be trained here."""
+    if not isinstance(model, keras.Model):
+        raise ConfigError(
+            f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
+        )
+    if model.compiled:
+        raise ConfigError(
+            f"model ({name}): is compiled, and its loss, metrics and optimizer would not be used: the loss is "
+            "SparseCategoricalCrossentropy(from_logits=True), the optimizer that of optimizer=; leave out compile"
+        )
+    own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
+    if own:
+        raise ConfigError(
+            f"model ({name}): has {' and '.join(own)} of its own, which would not be used; leave that out, and give "
+            "losses with add_loss"
+        )
+
+
+def check_inputs(name: str, model: keras.Model, image_shape: tuple[int, ...]) -> None:
+    """Refuses a model of several inputs, or of inputs of another shape than the images."""
+    inputs = getattr(model, "inputs", None)
+    if inputs is None:  # a class whose shapes are not known yet
+        return
+    if len(inputs) != 1:
+        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and must have one, the images")
+    wanted = list(inputs[0].shape[1:])
+    # Keras adds or takes off a last dimension of 1.
+    fits = (wanted, [*wanted, 1], wanted[:-1] if wanted[-1:] == [1] else wanted)
+    if not any(tf.TensorShape(shape).is_compatible_with(image_shape) for shape in fits):
+        raise ConfigError(
+            f"model ({name}): takes images of {wanted}, and the data has {list(image_shape)}; begin with "
+            "keras.Input(input_shape)"
+        )
+
+
+def check_trainable(name: str, model: keras.Model) -> None:
+    """Refuses a model with nothing to train, or with variables that are not trained by gradients."""
+    if not model.trainable_variables:
+        raise ConfigError(f"model ({name}): has no trainable variables")
+    if odd := [v.path for v in model.trainable_variables if v.overwrite_with_gradient]:
+        raise ConfigError(
+            f"model ({name}): {odd[0]} takes its gradient as its value, as in float8 training; use "
+            "devices.precision=bfloat16"
+        )
+
+
+def check_outputs(name: str, trial: Trial, num_classes: int) -> None:
+    """Refuses a model that does not give one logit for each class."""
+    outputs = trial.outputs
+    if not tf.is_tensor(outputs):
+        raise ConfigError(
+            f"model ({name}): gives {kind_of(outputs)}, and must give one tensor, the logits of {num_classes} classes"
+        )
+    if outputs.shape.rank is not None and outputs.shape.as_list()[1:] != [num_classes]:
+        shape = [n or "batch" for n in outputs.shape.as_list()]
+        raise ConfigError(
+            f"model ({name}): gives [{', '.join(map(str, shape))}], and must give [batch, {num_classes}], a logit for "
+            f"each class; end with Dense(num_classes)"
+        )
+
+
+def check_assigned(name: str, trial: Trial) -> None:
+    """Refuses, for mode=async, a model that assigns trainable variables: updates of other workers would be lost."""
+    if trial.assigned:
+        raise ConfigError(
+            f"model ({name}): its call assigns {trial.assigned[0].path}, which is trained: with mode=async the updates "
+            "that other workers made meanwhile would be lost; use mode=sync"
+        )
+
+
+def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
+    """Refuses, for mode=async, what would clip the norm over all ps of gradients that each ps has added up."""
+    if optimizer.global_clipnorm and optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
+            "added up on the parameter servers; use clipnorm, or mode=sync"
+        )
+
+
+def check_state(name: str, state: list[keras.Variable]) -> None:
+    """Refuses, for mode=sync, state whose change has no mean over the workers."""
+    odd = [variable for variable in state if variable.dtype == "bool" or variable.dtype.startswith("uint")]
+    if odd:
+        raise ConfigError(
+            f"model ({name}): {odd[0].path} is of type {odd[0].dtype}, and its changes on several workers have no "
+            "mean; make it float32 or int32, or use mode=async"
+        )
+
+
+def check_last_batch(name: str, model: keras.Model, last_batch: int, num_workers: int) -> None:
+    """Refuses synchronized layers where a worker has no example in the last step of a pass: it would have to take part.
+
+    Args:
+        last_batch: examples in that step, of all workers together; 0 if it is as large as the others.
+    """
+    synchronized = _synchronized(model)
+    if synchronized and 0 < last_batch < num_workers:
+        raise ConfigError(
+            f"model ({name}): {synchronized[0].name} is synchronized, and the last step of a pass over the data has "
+            f"{last_batch} examples for {num_workers} workers; choose another train.batch_size_per_worker"
+        )
+
+
+def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> None:
+    """Refuses synchronized layers in what XLA compiles for several workers: their all-reduce is TensorFlow's."""
+    if by_xla_for_several and (synchronized := _synchronized(model)):
+        raise ConfigError(
+            f"model ({name}): {synchronized[0].name} is synchronized, which devices.xla=true cannot compile for "
+            "several workers; leave one of the two out"
+        )
+
+
+def _synchronized(model: keras.Model) -> list[keras.Layer]:
+    return [layer for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
+
+
+def advice_on_outputs(trial: Trial) -> str:
+    """A warning if the outputs look like probabilities; empty otherwise."""
+    tensor = trial.outputs
+    while tensor.op.type in KEEP_VALUES:
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type not in PROBABILITIES:
+        return ""
+    function = tensor.op.type.lower()
+    return (
+        f"the model ends with {function}, and its outputs are taken for logits, to which the loss applies a softmax of "
+        f"its own: it will learn slowly; leave the {function} out"
+    )
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuses what gives no optimizer, or one that needs more than gradients."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"optimizer ({name}): its function gives {kind_of(optimizer)}, and must give a keras.optimizers.Optimizer; "
+            "return the optimizer"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "
+            "optimizer, with loss_scale_factor if need be, or use devices.precision=bfloat16, which needs no scaling"
+        )

@@ -1,0 +1,1 @@
+"""What a task's own process owns: devices, strategies, signals, signs of life."""

@@ -1,0 +1,53 @@
+"""Which function a process stands in, as its stacks show it: the user's own, if there is one."""
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+OURS = str(Path(__file__).parents[1])  # the whole package
+STANDARD = sysconfig.get_path("stdlib")
+INSTALLED = ("site-packages", "dist-packages")
+PYTHON_FUNCTIONS = "script_ops.py"  # of TensorFlow
+GENERATED = "__autograph_generated_file"  # TensorFlow's, of a function of anybody
+
+
+def whereabouts() -> tuple[str, bool]:
+    """Such as "load (mine.py:12)", and whether that is the user's own code.
+
+    It is the innermost function of the user's, in the main thread or else in one of TensorFlow's; without
+    one, the innermost of ours in the main thread. A thread that the user has started may wait as it likes.
+    """
+    stacks = sys._current_frames()
+    main = stacks.pop(threading.main_thread().ident or 0, None)
+    for stack in (main, *filter(_works_for_tensorflow, stacks.values())):
+        for frame in _outwards(stack):
+            if _is_users(frame.f_code.co_filename):
+                return _name(frame), True
+    ours = [frame for frame in _outwards(main) if frame.f_code.co_filename.startswith(OURS)]
+    return (_name(ours[0]) if ours else "the start"), False
+
+
+def _works_for_tensorflow(stack: FrameType) -> bool:
+    """Whether a graph called a Python function there, as `tf.numpy_function` and `from_generator` have it."""
+    return any(frame.f_code.co_filename.endswith(PYTHON_FUNCTIONS) for frame in _outwards(stack))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(("<", OURS, STANDARD)) or GENERATED in file:
+        return False
+    return not set(INSTALLED) & set(Path(file).parts)
+
+
+def _name(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    file = f"tf2dist/{path.relative_to(OURS)}" if str(path).startswith(OURS) else path.name
+    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"

@@ -1,0 +1,61 @@
+"""What TensorBoard is told of a run beside its curves: its options, its model, its learning rate."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import keras
+
+from tf2dist.config.schema import RunConfig
+
+SECTIONS = ("mode", "model", "optimizer", "data", "train", "cluster", "seed")
+
+
+@dataclass(frozen=True)
+class About:
+    """A run's model as text, and its options by their dotted names."""
+
+    model: str
+    hparams: dict[str, bool | float | str]
+
+
+def summary_of(model: keras.Model) -> str:
+    """Keras' own table of the layers."""
+    lines: list[str] = []
+    model.summary(print_fn=lambda text, **_: lines.append(text))
+    return "\n".join(lines)
+
+
+def hparams_of(config: RunConfig) -> dict[str, bool | float | str]:
+    """The options that make a difference to the result; those that are not set are left out."""
+    options = asdict(config)
+    return dict(_leaves({name: options[name] for name in SECTIONS}))
+
+
+def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool | float | str]]:
+    found: list[tuple[str, bool | float | str]] = []
+    for name, value in options.items():
+        if isinstance(value, dict):
+            found += _leaves(value, f"{prefix}{name}.")
+        elif value not in (None, []):
+            found.append((prefix + name, value if isinstance(value, bool | int | float | str) else str(value)))
+    return found
+
+
+class LearningRate:
+    """The learning rate of an optimizer at any step, without a look at its own count of steps.
+
+    That count stands on a ps in mode async, and a rate that does not change is read once.
+    """
+
+    def __init__(self, optimizer: keras.Optimizer) -> None:
+        schedule = getattr(optimizer, "_learning_rate", None)
+        is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
+        self._schedule = schedule if is_schedule else None
+        self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)
+
+    def at(self, step: int) -> float:
+        return _number(self._schedule(step)) if self._schedule else self._constant
+
+
+def _number(value: Any) -> float:
+    return float(keras.ops.convert_to_numpy(value))

@@ -1,0 +1,1 @@
+"""The asynchronous twin: ParameterServerStrategy driven by a ClusterCoordinator."""

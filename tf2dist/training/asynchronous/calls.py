@@ -1,0 +1,112 @@
+"""Waiting for the calls that asynchronous workers were given, when all workers may be away.
+
+TensorFlow waits for ever: it calls a lost worker until that is back. A stop cannot, and need not: all
+that was applied is on the parameter servers.
+"""
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tf2dist.errors import TaskLostError
+from tf2dist.training.asynchronous.server import ParameterServer
+from tf2dist.training.loop import Wish, WorkersAway
+
+POLL_SECS = 0.005
+SETTLE_SECS = 0.2
+QUIET_SECS = 2.0  # a stop has `grace_secs` for all
+
+
+class Patience:
+    """Waits as long as workers work, or may come back; after a wish to stop only for a while.
+
+    Args:
+        wish: asked all the time.
+        progress: gives what changes while workers work.
+    """
+
+    def __init__(self, wish: Callable[[], Wish], progress: Callable[[], Any]) -> None:
+        self._wish, self._progress = wish, progress
+        self._seen, self._since = None, 0.0
+        self.wished = Wish.NOTHING
+
+    def look(self) -> None:
+        """Raises WorkersAway if a stop is wished, and nothing has come of it for `QUIET_SECS`."""
+        self.wished |= self._wish()
+        if Wish.STOP not in self.wished:
+            return
+        now, found = time.monotonic(), self._progress()
+        if self._seen is None or found != self._seen:
+            self._seen, self._since = found, now
+        elif now - self._since > QUIET_SECS:
+            raise WorkersAway
+
+
+def wait_for_calls(coordinator: Any, wish: Callable[[], Wish], progress: Callable[[], Any]) -> Wish:
+    """Waits until all calls are done; returns what was wished for meanwhile.
+
+    Raises:
+        WorkersAway: a stop is wished, and the calls are not done.
+        Exception: what a worker has raised.
+    """
+    patience = Patience(wish, progress)
+    while not coordinator.done():
+        patience.look()
+        time.sleep(POLL_SECS)
+    return patience.wished
+
+
+def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
+    """The updates that each ps has admitted, and those that it has applied."""
+    counts = [server.counts().numpy() for server in servers]
+    return [(int(count[0]), int(count[1])) for count in counts]
+
+
+def shut(servers: list[ParameterServer]) -> None:
+    """Makes the ps keep what they have, though calls are in flight: a worker that comes back pushes in vain.
+
+    Raises:
+        TaskLostError: the last push has reached some ps only, and nobody is there to bring it to the others.
+    """
+    for server in servers:
+        server.refuse_all()
+    before: list[int] = []
+    while (applied := [count for _, count in counts_of(servers)]) != before:  # one may have been on its way
+        before = applied
+        time.sleep(SETTLE_SECS)
+    if len(set(applied)) > 1:
+        raise TaskLostError(f"no worker is there, and the ps have applied {applied} updates: this cannot be saved")
+
+
+def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish]) -> Iterator[Any]:
+    """The values that calls return, in order, as soon as they are there.
+
+    Raises:
+        WorkersAway: a stop is wished, and a value does not come.
+        Exception: what a worker has raised.
+    """
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        for value in values:
+            try:
+                found.put((coordinator.fetch(value), None))
+            except Exception as error:
+                found.put((None, error))
+                return
+
+    threading.Thread(target=fetch, name="results", daemon=True).start()
+    for number in range(len(values)):
+        patience = Patience(wish, functools.partial(int, number))
+        while True:
+            try:
+                value, error = found.get(timeout=POLL_SECS)
+                break
+            except queue.Empty:
+                patience.look()
+        if error:
+            raise error
+        yield value

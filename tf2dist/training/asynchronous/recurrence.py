@@ -1,0 +1,64 @@
+"""How a step changes the model's own state, read from its graph: ``new = decay * old + term``.
+
+A worker computes the new state from the one that it has pulled, and by the time of its push others have
+changed it. With `decay` and `term` apart, the parameter server applies the step to what is there now, as
+one process would that took the steps one after the other:
+
+    counters      decay 1    nothing that is added is lost
+    averages      momentum   the average stays between what the workers saw
+    the rest      0          it is assigned, and the last push wins
+"""
+
+import math
+
+import tensorflow as tf
+
+UNCHANGED = ("Identity", "StopGradient", "Cast")
+
+
+def decay_of(new: tf.Tensor, old: tf.Tensor) -> float:
+    """The constant share of `old` in `new`, which have one shape and lie in one graph; 0 if there is none."""
+    shares = dict.fromkeys(_reached_from(old), math.nan) | {old.name: 1.0}
+    decay = _share(new, shares)
+    is_kept = new.dtype.is_floating or decay == 1  # whole numbers are added or assigned
+    return decay if math.isfinite(decay) and is_kept else 0.0
+
+
+def _reached_from(tensor: tf.Tensor) -> set[str]:
+    """The names of all tensors that depend on this one."""
+    reached, waiting = {tensor.name}, [tensor]
+    while waiting:
+        outputs = [output for consumer in waiting.pop().consumers() for output in consumer.outputs]
+        waiting += [output for output in outputs if output.name not in reached]
+        reached.update(output.name for output in outputs)
+    return reached
+
+
+def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
+    """Of what `shares` has as 1; NaN if it is not constant. `shares` has all tensors that depend on it."""
+    known = shares.get(tensor.name, 0.0)
+    if not math.isnan(known):
+        return known
+    operation, inputs = tensor.op, list(tensor.op.inputs)
+    share = math.nan
+    if operation.type in UNCHANGED and inputs[0].dtype.is_floating == tensor.dtype.is_floating:
+        share = _share(inputs[0], shares)
+    elif operation.type in ("Add", "AddV2", "AddN"):
+        share = sum(_share(term, shares) for term in inputs)
+    elif operation.type == "Sub":
+        share = _share(inputs[0], shares) - _share(inputs[1], shares)
+    elif operation.type == "Neg":
+        share = -_share(inputs[0], shares)
+    elif operation.type == "Mul":
+        one, other = inputs if tf.get_static_value(inputs[1]) is not None else inputs[::-1]
+        share = _share(one, shares) * _constant(other)
+    elif operation.type == "RealDiv":
+        share = _share(inputs[0], shares) / _constant(inputs[1])
+    shares[tensor.name] = share
+    return share
+
+
+def _constant(tensor: tf.Tensor) -> float:
+    """NaN if it is none, or more than one."""
+    value = tf.get_static_value(tensor)
+    return float(value.item()) if value is not None and value.size == 1 and value.item() else math.nan

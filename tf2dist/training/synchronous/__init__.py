@@ -1,0 +1,1 @@
+"""The synchronous twin: MultiWorkerMirroredStrategy, gradients all-reduced every step."""

@@ -1,0 +1,93 @@
+"""What synchronous workers must have in common before their first step: the data, the variables, the first weights.
+
+From then on all of them apply the same updates, so what differs at the start would differ for ever, and
+one worker's copy be saved.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import Named, assign, values
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.errors import ConfigError, DataError, RequestError
+
+DIGEST_BYTES = 6  # which a float64 holds exactly
+OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
+
+
+def begin_equally(
+    config: RunConfig,
+    splits: Splits,
+    named: Named,
+    optimizer: keras.Optimizer,
+    worker: int,
+    num_workers: int,
+    add_up: Callable[[np.ndarray], np.ndarray],
+    broadcast: Callable[[bytes], bytes],
+) -> None:
+    """Compares what all workers have made, and gives all of them the weights of worker 0; to be called by all.
+
+    Args:
+        add_up: sums what all workers give, float64 [n].
+        broadcast: gives everybody what worker 0 gives.
+
+    Raises:
+        DataError: another data set than that of worker 0.
+        ConfigError: other variables, or another optimizer.
+    """
+    shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
+    own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
+    of_model = {name: variables for name, variables in named.items() if name.startswith("model/")}
+    weights = hashlib.sha256()
+    for variables in of_model.values():
+        weights.update(np.ascontiguousarray(variables[0].numpy()).tobytes())
+    digests = np.zeros([num_workers, len(own) + 1])
+    digests[worker] = [*(_digest(hashlib.sha256(text)) for text in own), _digest(weights)]
+    everywhere = add_up(digests.reshape(-1)).reshape(digests.shape)
+    differs = everywhere != everywhere[0]
+    for number in range(len(own)):
+        if differs[:, number].any():
+            others = ", ".join(f"worker-{index}" for index in np.flatnonzero(differs[:, number]))
+            raise _errors(config, others)[number]
+    if differs[:, -1].any():
+        arrays = Snapshot.from_bytes(broadcast(Snapshot(0, values(of_model)).to_bytes())).arrays
+        assign(of_model, arrays)
+
+
+def _errors(config: RunConfig, others: str) -> list[RequestError]:
+    """What each of the descriptions means if it is another one on some workers."""
+    data, model, optimizer = config.data.name, config.model["name"], config.optimizer["name"]
+    return [
+        DataError(f"data ({data}): not the same examples on {others} as on worker-0; give all of them the same"),
+        ConfigError(f"model ({model}): its builder makes other variables on {others} than on worker-0; {OF_ALL}"),
+        ConfigError(f"optimizer ({optimizer}): not the same on {others} as on worker-0; {OF_ALL}"),
+    ]
+
+
+def _description_of(splits: Splits) -> bytes:
+    parts = (splits.train, splits.validation, splits.test)
+    return str([*(part.images.shape for part in parts), splits.num_classes]).encode()
+
+
+def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
+    def kind(value: Any) -> Any:
+        return float(value) if isinstance(value, np.floating) else type(value).__name__
+
+    config: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # a schedule of the user's own need not be one that can be written down
+        config = optimizer.get_config()
+    if not isinstance(config.get("learning_rate"), float | np.floating):
+        config["learning_rate"] = float(optimizer.learning_rate)  # a function's code would name its file
+    return json.dumps([type(optimizer).__name__, config], default=kind, sort_keys=True).encode()
+
+
+def _digest(found: "hashlib._Hash") -> float:
+    return float(int.from_bytes(found.digest()[:DIGEST_BYTES], "big"))
