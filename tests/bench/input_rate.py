@@ -8,7 +8,7 @@ import time
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, Workload
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import Arrays, Splits
 from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.training.asynchronous.examples import publish, remote_examples
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf2dist
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import Arrays, Splits
 
 TWO = tf.constant(1.0) * 2.0
 TABLE = tf.Variable(tf.range(10))

@@ -136,7 +136,7 @@ PLUGIN = """
 import keras
 import numpy as np
 import tf2dist
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import Arrays, Splits
 
 @tf2dist.register_model("wide")
 def wide(input_shape, num_classes, width=8, act="relu"):

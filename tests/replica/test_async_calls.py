@@ -150,7 +150,47 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
     counts = behind.counters.now()
     behind.begin(counts._replace(applied=49))
     with pytest.raises(TaskLostError, match=r"the ps have applied \[50, 49\] updates: this cannot be saved"):
-        calls.shut(loop._graphs.servers)
+        calls.shut(loop._graphs.servers, 50)
+
+
+@registry.register_optimizer("slow_to_apply")
+class SlowToApply(keras.optimizers.SGD):
+    """As SGD, with an update on a ps that takes its time."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        tf.numpy_function(lambda: time.sleep(1.0), [], [])
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_what_the_ps_are_applying_is_part_of_what_is_saved(async_loop: MakeLoop) -> None:
+    """The stop waits for no worker, but for every update that has been admitted."""
+    config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
+    config.grace_secs = 0.1
+    loop = async_loop(config, num_workers=2)
+    servers = loop._graphs.servers
+
+    def stop_in_an_update() -> Wish:
+        has_begun = all(admitted > applied for admitted, applied in calls.counts_of(servers))
+        return Wish.STOP if has_begun else Wish.NOTHING
+
+    assert loop.train(20, stop_in_an_update) is Wish.STOP
+    saved, counts = loop.snapshot(), calls.counts_of(servers)
+    assert 0 < saved.step < 20
+    loop._coordinator.join()
+    assert (
+        [applied for _, applied in calls.counts_of(servers)] == [applied for _, applied in counts] == [saved.step] * 2
+    )
+    after = loop.snapshot()
+    for name, array in saved.arrays.items():
+        np.testing.assert_array_equal(after.arrays[name], array, name)
+
+
+def test_how_long_a_stop_waits_for_workers() -> None:
+    assert calls.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "nothing is known yet"
+    assert calls.quiet_secs(100.0, 2, grace_secs=10.0) == 2.0
+    assert calls.quiet_secs(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
+    assert calls.quiet_secs(0.1, 2, grace_secs=10.0) == 5.0
+    assert calls.quiet_secs(100.0, 2, grace_secs=1.0) == 0.5
 
 
 def test_no_function_is_made_while_many_hosts_train() -> None:

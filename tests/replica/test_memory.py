@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import Arrays, Splits
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.evaluator import Evaluator
 

@@ -176,7 +176,6 @@ PLUGIN = """
 import keras
 import tensorflow as tf
 from tf2dist import registry
-from tf2dist.data import arrays as data
 
 class NotForXla(keras.layers.Layer):
     def call(self, inputs):
@@ -190,6 +189,25 @@ def twelve(input_shape, num_classes):
 def not_for_xla(input_shape, num_classes):
     layers = keras.layers
     return keras.Sequential([keras.Input(input_shape), layers.Flatten(), NotForXla(), layers.Dense(num_classes)])
+
+@registry.register_model("synchronized")
+def synchronized(input_shape, num_classes):
+    layers = keras.layers
+    norm = layers.BatchNormalization(synchronized=True)
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), norm, layers.Dense(num_classes)])
+
+class Seen(keras.layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False, name="seen")
+
+    def call(self, inputs):
+        self.seen.assign(True)
+        return inputs
+
+@registry.register_model("state_without_a_mean")
+def state_without_a_mean(input_shape, num_classes):
+    layers = keras.layers
+    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), Seen(), layers.Dense(num_classes)])
 """
 
 
@@ -197,6 +215,8 @@ def not_for_xla(input_shape, num_classes):
     ("mode", "model", "says"),
     [
         ("sync", "twelve", "model (twelve): gives [batch, 12], and must give [batch, 10]"),
+        ("sync", "synchronized", "is synchronized, which devices.xla=true cannot compile"),
+        ("sync", "state_without_a_mean", "seen is of type bool"),
         ("async", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
         ("sync", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
     ],

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.config.schema import DataConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import Arrays, Splits
 from tf2dist.registry import DATA
 from tf2dist.training.asynchronous import examples
 from tf2dist.training.asynchronous.examples import publish, remote_examples

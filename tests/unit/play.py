@@ -96,3 +96,11 @@ def follow(play: Play, monkeypatch: pytest.MonkeyPatch, config: RunConfig, meeti
     for module in (monitor, shutdown):
         monkeypatch.setattr(module, "time", clock)
     return Watch(play, Console(), config, meeting, play.received, lambda: None)  # type: ignore[arg-type]
+
+
+def run(play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:
+    """Watches to the end; returns the warnings."""
+    config = RunConfig(mode="sync", watchdog_secs=10.0, max_restarts=max_restarts)
+    watched = follow(play, monkeypatch, config)
+    assert watched.run(TASKS, TASKS[0], play.start)["done"]
+    return capsys.readouterr().err

@@ -159,9 +159,8 @@ def test_a_damaged_copy_is_removed_and_told(tmp_path: Path, damage: Callable[[Pa
 
 
 SCRIPT = """
-import pathlib, sys, warnings
-from tf2dist import cli, errors
-from tf2dist.data import cache
+import sys
+from tf2dist import errors
 from tf2dist.config import schema
 from tf2dist.data import location
 try:

@@ -50,8 +50,8 @@ class Trial:
         self._first: tuple[float, int] | None = None  # when a step had been done, and the steps then
         self.first_call_secs = 0.0
 
-    def secs_per_step(self, now: float, local_steps: tuple[int, ...]) -> tuple[float, int] | None:
-        """The seconds that one worker takes for a step and the number of workers, as soon as they are clear.
+    def secs_per_step(self, now: float, local_steps: tuple[int, ...]) -> float | None:
+        """The seconds that one worker takes for a step, as soon as they are clear.
 
         Args:
             now: in seconds of any clock.
@@ -67,4 +67,4 @@ class Trial:
         active = sum(after > before for before, after in zip(begun, local_steps, strict=True))
         if secs < TRIAL_SECS or done < TRIAL_STEPS * active:
             return None
-        return secs * active / done, active
+        return secs * active / done

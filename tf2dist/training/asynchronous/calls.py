@@ -16,8 +16,8 @@ from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.loop import Wish, WorkersAway
 
 POLL_SECS = 0.005
-SETTLE_SECS = 0.2
-QUIET_SECS = 2.0  # a stop has `grace_secs` for all
+SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05  # an update that was admitted is applied in less, or its worker was lost
+QUIET_SECS, QUIET_STEPS = 2.0, 2.0
 
 
 class Patience:
@@ -26,33 +26,45 @@ class Patience:
     Args:
         wish: asked all the time.
         progress: gives what changes while workers work.
+        quiet_secs: how long that may stay as it is before a stop no longer waits.
     """
 
-    def __init__(self, wish: Callable[[], Wish], progress: Callable[[], Any]) -> None:
-        self._wish, self._progress = wish, progress
+    def __init__(self, wish: Callable[[], Wish], progress: Callable[[], Any], quiet_secs: float) -> None:
+        self._wish, self._progress, self._quiet_secs = wish, progress, quiet_secs
         self._seen, self._since = None, 0.0
         self.wished = Wish.NOTHING
 
     def look(self) -> None:
-        """Raises WorkersAway if a stop is wished, and nothing has come of it for `QUIET_SECS`."""
+        """Raises WorkersAway if a stop is wished, and nothing has come of the workers for `quiet_secs`."""
         self.wished |= self._wish()
         if Wish.STOP not in self.wished:
             return
         now, found = time.monotonic(), self._progress()
         if self._seen is None or found != self._seen:
             self._seen, self._since = found, now
-        elif now - self._since > QUIET_SECS:
+        elif now - self._since > self._quiet_secs:
             raise WorkersAway
 
 
-def wait_for_calls(coordinator: Any, wish: Callable[[], Wish], progress: Callable[[], Any]) -> Wish:
-    """Waits until all calls are done; returns what was wished for meanwhile.
+def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> float:
+    """How long nothing may come of workers before a stop takes them for lost: longer than a step, if there is time.
+
+    Args:
+        steps_per_sec: of the whole cluster; 0 if not known yet.
+        grace_secs: what a stop has for everything.
+    """
+    longest = grace_secs / 2
+    return min(longest, max(QUIET_SECS, QUIET_STEPS * num_workers / steps_per_sec)) if steps_per_sec else longest
+
+
+def wait_for_calls(coordinator: Any, wish: Callable[[], Wish], progress: Callable[[], Any], quiet_secs: float) -> Wish:
+    """Waits until all calls are done; returns what was wished for meanwhile. See `Patience`.
 
     Raises:
         WorkersAway: a stop is wished, and the calls are not done.
         Exception: what a worker has raised.
     """
-    patience = Patience(wish, progress)
+    patience = Patience(wish, progress, quiet_secs)
     while not coordinator.done():
         patience.look()
         time.sleep(POLL_SECS)
@@ -65,24 +77,28 @@ def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
     return [(int(count[0]), int(count[1])) for count in counts]
 
 
-def shut(servers: list[ParameterServer]) -> None:
+def shut(servers: list[ParameterServer], limit: int) -> None:
     """Makes the ps keep what they have, though calls are in flight: a worker that comes back pushes in vain.
+
+    Args:
+        limit: of the updates that the calls in flight may bring.
 
     Raises:
         TaskLostError: the last push has reached some ps only, and nobody is there to bring it to the others.
     """
-    for server in servers:
-        server.refuse_all()
-    before: list[int] = []
-    while (applied := [count for _, count in counts_of(servers)]) != before:  # one may have been on its way
-        before = applied
-        time.sleep(SETTLE_SECS)
+    admitted = [min(server.refuse_all(), limit) for server in servers]
+    give_up_at = time.monotonic() + SETTLE_SECS
+    while True:
+        applied = [count for _, count in counts_of(servers)]
+        if applied == admitted or time.monotonic() > give_up_at:
+            break
+        time.sleep(SETTLE_POLL_SECS)
     if len(set(applied)) > 1:
         raise TaskLostError(f"no worker is there, and the ps have applied {applied} updates: this cannot be saved")
 
 
-def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish]) -> Iterator[Any]:
-    """The values that calls return, in order, as soon as they are there.
+def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish], quiet_secs: float) -> Iterator[Any]:
+    """The values that calls return, in order, as soon as they are there. See `Patience`.
 
     Raises:
         WorkersAway: a stop is wished, and a value does not come.
@@ -100,7 +116,7 @@ def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish]) -> It
 
     threading.Thread(target=fetch, name="results", daemon=True).start()
     for number in range(len(values)):
-        patience = Patience(wish, functools.partial(int, number))
+        patience = Patience(wish, functools.partial(int, number), quiet_secs)
         while True:
             try:
                 value, error = found.get(timeout=POLL_SECS)

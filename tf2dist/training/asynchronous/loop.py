@@ -28,7 +28,7 @@ from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
 from tf2dist.model.models import build_step
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.asynchronous.calls import counts_of, results, shut, wait_for_calls
+from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, results, shut, wait_for_calls
 from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
@@ -82,7 +82,7 @@ class AsyncLoop:
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> None:
-        self._cluster, self._report = cluster, report
+        self._config, self._cluster, self._report = config, cluster, report
         self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         self.sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
@@ -122,15 +122,15 @@ class AsyncLoop:
         self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
         examples = self._start.earlier_examples + counts.examples
         self.progress = Progress(counts.applied, tuple(map(int, counts.steps)), examples, math.nan, math.nan)
-        self._reported, self._read_at = counts.totals.sum(axis=0), time.monotonic()
-        self._steps_per_sec = 0.0
+        self._reported, self._changed_at = counts.totals.sum(axis=0), time.monotonic()
+        self._steps_per_sec = 0.0  # of the cluster; not known yet
 
     def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
         try:
             wished = self._train(until_step, wish)
         except WorkersAway:
-            shut(self._graphs.servers)
+            shut(self._graphs.servers, until_step)
             self._read()
             return Wish.STOP
         self._read()
@@ -141,6 +141,7 @@ class AsyncLoop:
     def _train(self, until_step: int, wish: Callable[[], Wish]) -> Wish:
         limit, wished, trial = tf.constant(until_step, tf.int64), Wish.NOTHING, Trial()
         scheduled, first_admitted, seen = 0, 0, (0, 0)
+        self._changed_at = time.monotonic()
         self._finish_calls(wish)  # the last call of an evaluation may have its result and not be done yet
         while True:
             idle = self._coordinator.done()  # raises what a worker has raised
@@ -167,7 +168,10 @@ class AsyncLoop:
         return wished | self._finish_calls(wish)  # those that have nothing left to do, or that a wish lets run out
 
     def _finish_calls(self, wish: Callable[[], Wish]) -> Wish:
-        return wait_for_calls(self._coordinator, wish, lambda: counts_of(self._graphs.servers))
+        return wait_for_calls(self._coordinator, wish, lambda: counts_of(self._graphs.servers), self._quiet_secs())
+
+    def _quiet_secs(self) -> float:
+        return quiet_secs(self._steps_per_sec, self._cluster.num_workers, self._config.grace_secs)
 
     def _size(self, trial: Trial, last_step: int) -> int | None:
         """The steps of a call, once the first ones have shown how long a step takes and how long the graphs took."""
@@ -177,7 +181,7 @@ class AsyncLoop:
             return None
         num_workers = self._cluster.num_workers  # one that is late or lost now takes part later
         steps_left = last_step - self.progress.global_step
-        steps = worthwhile_steps(found[0], num_workers, self._first_call_secs, steps_left)
+        steps = worthwhile_steps(found, num_workers, self._first_call_secs, steps_left)
         return min(steps, max(1, int(self._max_trace_secs / (self._trace_secs * TRACED_SHARE))))
 
     def _resize(self, num_steps: int, limit: tf.Tensor, missing: int, wish: Callable[[], Wish]) -> None:
@@ -228,8 +232,9 @@ class AsyncLoop:
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
+        if delta_steps > 0:
+            self._steps_per_sec, self._changed_at = delta_steps / (now - self._changed_at), now
         if delta_steps > 0 or applied != before.global_step:
-            self._steps_per_sec = delta_steps / (now - self._read_at)
             self.progress = Progress(
                 global_step=applied,
                 local_steps=tuple(map(int, totals[:, TOTALS.index("steps")])),
@@ -238,7 +243,7 @@ class AsyncLoop:
                 accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
             )
             self._report(self.progress)
-        self._reported, self._read_at = new, now
+        self._reported = new
         return int(counts[0][0])
 
     def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
@@ -247,7 +252,7 @@ class AsyncLoop:
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
         total = np.zeros(3)
-        for part in results(self._coordinator, sums, wish):
+        for part in results(self._coordinator, sums, wish, self._quiet_secs()):
             total += part
             heartbeat.beat()
         return Evaluation.of_sums(total, self._sizes[split])

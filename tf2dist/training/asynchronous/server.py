@@ -21,6 +21,7 @@ from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state
 from tf2dist.training.asynchronous.counters import ADDED, Counters, Counts
 
 NEVER = np.iinfo(np.int64).max
+REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
 NO_INLINE = {"_noinline": True}
 COUNT = 2  # float32 that carry a float64
 FOOTER = COUNT + ADDED
@@ -187,6 +188,6 @@ class ParameterServer:
         """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""
         self.admitted.assign(self.counters.now().applied)
 
-    def refuse_all(self) -> None:
-        """Refuses every update from now on, until `forget_refused`."""
-        self.admitted.assign(NEVER // 2)
+    def refuse_all(self) -> int:
+        """Refuses every update from now on, until `forget_refused`; returns how many have asked to be admitted."""
+        return int(self.admitted.assign_add(REFUSING)) - REFUSING
