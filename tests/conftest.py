@@ -31,8 +31,10 @@ os.environ["NO_GCE_CHECK"] = "true"
 if "TFDS_DATA_DIR" not in os.environ and PREPARED.is_dir():
     os.environ["TFDS_DATA_DIR"] = str(PREPARED)
 os.environ.pop("TF_CONFIG", None)
-# A shell starts what it runs in the background with Ctrl-C ignored, and every command of ours would inherit that.
+# A shell starts what it runs in the background with Ctrl-C ignored, and nohup its command with SIGHUP ignored; every
+# command of ours would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_unconfigure() -> None:
@@ -131,12 +133,15 @@ os.environ.setdefault("TF2DIST_TEST_MARK", f"{os.getpid()}")
 
 @pytest.fixture
 def no_leftovers() -> Iterator[Callable[[], None]]:
-    """Fails the test if it leaves a process of ours behind for more than 5 seconds."""
+    """Fails the test if it leaves a process of ours behind for more than 5 seconds; the next test has none of them."""
     before = {process.pid for process in our_processes()}
 
     def check() -> None:
         left = [process for process in our_processes() if process.pid not in before]
         _, alive = psutil.wait_procs(left, timeout=5.0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         assert not alive, f"left behind: {alive}"
 
     yield check
