@@ -1,6 +1,245 @@
-"""What the processes of a run say to each other."""
+"""What the processes of one host say to each other: each message a class of its own, matched by class.
+
+    a task            -> its launcher       `FromTask`, a packet each, by `ToLauncher`
+    the fork server   -> its launcher       `FromServer`, a packet each
+    a launcher        -> its fork server    `ToServer`, a packet each
+    a launcher        -> a task             `ToTask`, a line each on the task's standard input
+
+See `packing` for the packets, and `control.messages` for what hosts say to each other.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-Send = Callable[[dict[str, Any]], None]  # takes one packet from a task to its launcher
+# From a task. Each begins with the name of the task that says it.
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The process runs; said every second, as a sign of life and nothing else."""
+
+    task: str
+
+
+@dataclass(frozen=True)
+class Silence:
+    """The task will say nothing for `secs`, since it calls what keeps Python's lock; 0 ends that."""
+
+    task: str
+    secs: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The main thread has been in the function `where` for `secs`; `is_users`: that is not tf2dist's own code."""
+
+    task: str
+    secs: int
+    where: str
+    is_users: bool
+
+
+@dataclass(frozen=True)
+class Stalled(Standing):
+    """The same, for longer than the watchdog allows."""
+
+
+@dataclass(frozen=True)
+class Began:
+    """The training can begin, or go on, at a global step."""
+
+    task: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the training stands; loss and accuracy over the steps since the last one."""
+
+    task: str
+    step: int
+    target_step: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """What goes on, until there is progress to show."""
+
+    task: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """What stays to be read, on a terminal too."""
+
+    task: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """What the user should know."""
+
+    task: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """There is a checkpoint of a step; `stopping`: made since the run was asked to stop."""
+
+    task: str
+    step: int
+    stopping: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What summary.json is to hold."""
+
+    task: str
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The task has done all that it had to do: an exit with code 0 is no accident now."""
+
+    task: str
+
+
+# From the fork server.
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Tasks can be forked.
+
+    Attributes:
+        isolated: whether they have a private network.
+        ports: free ports for them.
+    """
+
+    isolated: bool
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A task has a process."""
+
+    task: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A task's process has ended.
+
+    Attributes:
+        code: its exit code; negative for the signal that killed it.
+        time: when, by `time.time()`.
+    """
+
+    task: str
+    code: int
+    time: float
+
+
+# To the fork server, and to tasks.
+
+
+@dataclass(frozen=True)
+class Start:
+    """Fork a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``.
+
+    Attributes:
+        env: environment variables that the task alone has.
+        log: the file that takes its output.
+        sys_path: instead of the fork server's own; None to keep that.
+    """
+
+    task: str
+    target: str
+    payload: Any
+    env: dict[str, str]
+    log: str
+    sys_path: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Hand a line, a packed `ToTask`, to a task."""
+
+    task: str
+    line: str
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """A task on another host is gone: no call to it will be answered."""
+
+    task: str
+
+
+FromTask = Alive | Silence | Standing | Stalled | Began | Progress | Status | Note | Warned | Saved | Result | Done
+FromServer = Ready | Started | Exited
+ToServer = Start | Forward
+ToTask = PeerGone
+Event = FromTask | FromServer
+OF_A_MOMENT = Alive | Progress  # said again soon: a task must not wait for a launcher that is suspended
+
+
+class ToLauncher:
+    """What a task can say to its launcher.
+
+    Args:
+        task: who speaks.
+        post: brings a message on its way.
+    """
+
+    def __init__(self, task: str, post: Callable[[FromTask], None]) -> None:
+        self.task, self._post = task, post
+
+    def alive(self) -> None:
+        self._post(Alive(self.task))
+
+    def silence(self, secs: float) -> None:
+        self._post(Silence(self.task, secs))
+
+    def standing(self, secs: float, where: str, is_users: bool) -> None:
+        self._post(Standing(self.task, int(secs), where, is_users))
+
+    def stalled(self, secs: float, where: str, is_users: bool) -> None:
+        self._post(Stalled(self.task, int(secs), where, is_users))
+
+    def began(self, step: int) -> None:
+        self._post(Began(self.task, step))
+
+    def progress(self, step: int, target_step: int, loss: float, accuracy: float) -> None:
+        self._post(Progress(self.task, step, target_step, loss, accuracy))
+
+    def status(self, text: str) -> None:
+        self._post(Status(self.task, text))
+
+    def note(self, text: str) -> None:
+        self._post(Note(self.task, text))
+
+    def warn(self, text: str) -> None:
+        self._post(Warned(self.task, text))
+
+    def saved(self, step: int, stopping: bool) -> None:
+        self._post(Saved(self.task, step, stopping))
+
+    def result(self, summary: dict[str, Any]) -> None:
+        self._post(Result(self.task, summary))
+
+    def done(self) -> None:
+        self._post(Done(self.task))
+
+
+Send = Callable[[dict[str, Any]], None]  # goes when all messages are classes

@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "tf2dist"
 
 # From the ground up: a module imports only from floors below its own, or from its own room.
 FLOORS: list[set[str]] = [
-    {"errors", "files", "interpreter", "linux", "messages", "registry", "signals", ""},
+    {"errors", "files", "interpreter", "linux", "messages", "packing", "registry", "signals", ""},
     {"config"},
     {"cluster"},
     {"data", "process"},

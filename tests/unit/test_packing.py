@@ -1,0 +1,101 @@
+"""Messages on their way: what arrives is what was sent, and anything else is refused by name."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tf2dist import messages
+from tf2dist.messages import Alive, Event, Ready, Result, Saved, Stalled, Standing, Start, ToLauncher, ToServer
+from tf2dist.packing import VERSION, MessageError, VersionError, pack, unpack
+
+MESSAGES = [
+    Alive("worker-0"),
+    Standing("worker-0", 30, "load (mine.py:3)", is_users=True),
+    Stalled("worker-0", 30, "load (mine.py:3)", is_users=True),
+    Saved("chief-0", 7, stopping=False),
+    Result("chief-0", {"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}),
+    Ready(isolated=True, ports=(2222, 2223)),
+    Start("ps-0", "module:function", {"any": ["json"]}, {"A": "b"}, "ps-0.log", None),
+    Start("ps-0", "module:function", None, {}, "ps-0.log", ("folder", "other")),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_arrives_is_what_was_sent(message: Any) -> None:
+    data = pack(message)
+    assert b"\n" not in data
+    found = unpack(data, Event | ToServer)
+    assert found == message
+    assert type(found) is type(message)
+
+
+def of(**fields: Any) -> bytes:
+    return json.dumps(
+        {"type": "Saved", "version": VERSION, "task": "chief-0", "step": 7, "stopping": True} | fields
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 5000, "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[]", "without a type"),
+        (b'{"version": 3}', "without a type"),
+        (b'{"type": 3}', "without a type"),
+        (of(type="Start"), r"unknown type \(Start\)"),
+        (of(type="__import__"), "unknown type"),
+        (of(step="7"), "Saved.step: '7'"),
+        (of(step=True), "Saved.step: True"),
+        (of(step=7.5), r"Saved.step: 7\.5"),
+        (of(step=None), "Saved.step: None"),
+        (of(stopping=1), "Saved.stopping: 1"),
+        (of(more=1), r"Saved: more"),
+        (pack(Ready(True, (1,))).replace(b"[1]", b'["1"]'), "Ready.ports: '1'"),
+        (pack(Ready(True, (1,))).replace(b"[1]", b"1"), "Ready.ports: 1"),
+    ],
+)
+def test_anything_else_is_refused_by_name(data: bytes, says: str) -> None:
+    with pytest.raises(MessageError, match=says) as caught:
+        unpack(data, Event)
+    assert not isinstance(caught.value, VersionError)
+
+
+@pytest.mark.parametrize("version", [None, 2, VERSION + 1, "3", True, [3]])
+def test_another_version_is_told_as_such(version: Any) -> None:
+    """Before anything else is looked at: another version may have other types and fields."""
+    with pytest.raises(VersionError, match="another version of tf2dist"):
+        unpack(of(version=version, type="Unheard", more=1), Event)
+
+
+def test_a_number_may_lack_its_point() -> None:
+    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
+    found = unpack(json.dumps(progress | {"loss": 1, "accuracy": 0}).encode(), Event)
+    assert (found, type(found.loss)) == (messages.Progress("t", 1, 2, 1.0, 0.0), float)
+
+
+def test_a_task_says_everything_in_its_own_name() -> None:
+    said: list[Any] = []
+    to_launcher = ToLauncher("worker-1", said.append)
+    calls: list[Callable[[], None]] = [
+        to_launcher.alive,
+        lambda: to_launcher.silence(2.0),
+        lambda: to_launcher.standing(30.7, "f", False),
+        lambda: to_launcher.stalled(600.2, "f", True),
+        lambda: to_launcher.began(3),
+        lambda: to_launcher.progress(1, 2, 0.5, 0.25),
+        lambda: to_launcher.status("a"),
+        lambda: to_launcher.note("b"),
+        lambda: to_launcher.warn("c"),
+        lambda: to_launcher.saved(4, stopping=True),
+        lambda: to_launcher.result({}),
+        to_launcher.done,
+    ]
+    for call in calls:
+        call()
+    assert {message.task for message in said} == {"worker-1"}
+    assert {type(message) for message in said} == set(messages.FromTask.__args__)
+    assert said[2:4] == [Standing("worker-1", 30, "f", False), Stalled("worker-1", 600, "f", True)]
