@@ -1,4 +1,4 @@
-"""Takes part in a meeting as a process of its own: `python -m tests.process.meet JSON`, one JSON line an event.
+"""Takes part in a meeting as a process of its own: `python -m tests.process.meet JSON`, a `Said` on each line.
 
 Reads lines from stdin: `stop SIGNUM`, `ended CODE MESSAGE`; the end of the input ends it without a word.
 """
@@ -8,43 +8,74 @@ import os
 import queue
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.meeting import Meeting
+from tf2dist.control.messages import Back, Ended, Identity, Lost, Stop
 from tf2dist.control.token import job_key
 from tf2dist.errors import TfDistError
+from tf2dist.packing import pack
 
 
-def say(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+@dataclass(frozen=True)
+class Listening:
+    """The meeting has begun."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """All are there."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A line for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The process ends with this code."""
+
+    code: int
+    text: str
+
+
+Said = Listening | Agreed | Told | Failed | Lost | Back | Stop | Ended
+
+
+def say(said: Said) -> None:
+    print(pack(said).decode(), flush=True)
 
 
 def main() -> None:
     request = json.loads(sys.argv[1])
     cluster = Cluster(request["mode"], {job: tuple(hosts) for job, hosts in request["jobs"].items()})
-    task = Task(*request["task"])
-    identity = {"cluster": request["jobs"], **request.get("identity", {})}
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=read, args=(commands,), daemon=True).start()
     try:
-        key = job_key(os.environ, cluster, lambda text: say(event="told", text=text))
-        meeting = Meeting(
-            cluster,
-            task,
-            identity,
-            key,
-            lambda text: say(event="told", text=text),
-            lost_after_secs=request.get("lost_after_secs", 30.0),
-        )
-        with meeting:
-            say(event="listening")
+        with meeting_of(cluster, request) as meeting:
+            say(Listening())
             meeting.join(request.get("timeout_secs", 30.0), lambda: None)
-            say(event="go")
+            say(Agreed())
             follow(meeting, commands)
     except TfDistError as error:
-        say(event="error", code=error.exit_code, text=str(error))
+        say(Failed(error.exit_code, str(error)))
         sys.exit(error.exit_code)
+
+
+def meeting_of(cluster: Cluster, request: dict[str, Any]) -> Meeting:
+    return Meeting(
+        cluster,
+        Task(*request["task"]),
+        Identity(cluster.jobs, {}, {}, (), {}),
+        job_key(os.environ, cluster, lambda text: say(Told(text))),
+        lambda text: say(Told(text)),
+        lost_after_secs=request.get("lost_after_secs", 30.0),
+    )
 
 
 def read(commands: "queue.SimpleQueue[str]") -> None:
@@ -56,7 +87,7 @@ def read(commands: "queue.SimpleQueue[str]") -> None:
 def follow(meeting: Meeting, commands: "queue.SimpleQueue[str]") -> None:
     while True:
         for event in meeting.events():
-            say(**event)
+            say(event)
         try:
             line = commands.get(timeout=0.05)
         except queue.Empty:

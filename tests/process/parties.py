@@ -4,18 +4,20 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.conftest import ports_of_tasks
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.control.meeting import Event, Meeting
+from tf2dist.control.meeting import Meeting
+from tf2dist.control.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.linux import unused_ports
 
 WAIT_SECS = 20.0
+AnEvent = TypeVar("AnEvent", Lost, Back, Stop, Ended)
 
 
 def wait_for(holds: Callable[[], Any], what: str = "") -> Any:
@@ -31,7 +33,7 @@ class Party:
 
     def __init__(self, pool: ThreadPoolExecutor, meeting: Meeting, timeout_secs: float) -> None:
         self.told: list[str] = []
-        self.seen: list[Event] = []
+        self.seen: list[MeetingEvent] = []
         self.meeting, self.pool, self.timeout_secs = meeting, pool, timeout_secs
         self.signum = 0
         self.left = False
@@ -78,15 +80,18 @@ class Party:
         self.meeting._commands.put(None)
         self.meeting._thread.join(WAIT_SECS)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[MeetingEvent]:
         self.seen += self.meeting.events()
         return self.seen
 
-    def event(self, kind: str, task: str) -> Event:
-        def find() -> list[Event]:
-            return [event for event in self.events() if (event["event"], event["task"]) == (kind, task)]
+    def event(self, kind: type[AnEvent], task: str) -> AnEvent:
+        """Waits for an event of a class about a task."""
 
-        return wait_for(find, f"{kind} of {task}")[0]  # type: ignore[no-any-return]
+        def find() -> list[AnEvent]:
+            return [event for event in self.events() if isinstance(event, kind) and event.task == task]
+
+        found: list[AnEvent] = wait_for(find, f"{kind.__name__} of {task}")
+        return found[0]
 
 
 class Table:
@@ -100,13 +105,14 @@ class Table:
         self,
         cluster: Cluster,
         task: str,
-        identity: dict[str, Any] | None = None,
+        versions: dict[str, str] | None = None,
+        config: dict[str, Any] | None = None,
         key: bytes = NO_TOKEN_KEY,
         timeout_secs: float = 60.0,
         lost_after_secs: float = 30.0,
     ) -> Party:
         job, _, index = task.partition("-")
-        made = {"cluster": {job: list(hosts) for job, hosts in cluster.jobs.items()}, **(identity or {})}
+        made = Identity(cluster.jobs, versions or {}, config or {}, (), {})
         told: list[str] = []
         meeting = Meeting(cluster, Task(job, int(index)), made, key, told.append, lost_after_secs=lost_after_secs)
         party = Party(self.pool, meeting, timeout_secs)

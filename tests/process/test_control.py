@@ -1,15 +1,22 @@
 """Who meets, who is missing, and who is refused, at the meeting of several processes' control planes."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
-from tests.process.parties import ASYNC, Party, Table, all_of, claimant, cluster_of, wait_for
+from tests.conftest import REPOSITORY
+from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Cluster
+from tf2dist.control.messages import Ended
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.linux import unused_ports
+from tf2dist.packing import VERSION
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -33,7 +40,7 @@ def test_nobody_waits_for_an_evaluator_and_it_may_come_late(table: Table) -> Non
     cluster = cluster_of(worker=1, evaluator=1)
     leader = table(cluster, "worker-0").go()
     table(cluster, "evaluator-0").go().leave()
-    assert leader.event("ended", "evaluator-0")["code"] == 0
+    assert leader.event(Ended, "evaluator-0").code == 0
 
 
 def test_a_missing_follower_is_named_to_all(table: Table) -> None:
@@ -87,30 +94,86 @@ def test_check_ends_the_waiting_and_one_signal_ends_all(table: Table) -> None:
     assert [party.error().exit_code for party in parties] == [143, 143, 143]
 
 
-VERSIONS = {"versions": {"keras": "3.15.1"}, "config": {"seed": 0, "train": {"steps": 5}}}
-OTHER = {"versions": {"keras": "3.14.0"}, "config": {"seed": 0, "train": {"steps": 6}}}
+VERSIONS: dict[str, Any] = {"versions": {"keras": "3.15.1"}, "config": {"seed": 0, "train": {"steps": 5}}}
+OTHER: dict[str, Any] = {"versions": {"keras": "3.14.0"}, "config": {"seed": 0, "train": {"steps": 6}}}
 
 
 def test_a_difference_is_shown_and_may_be_mended(table: Table) -> None:
     cluster = cluster_of(worker=2)
-    leader = table(cluster, "worker-0", VERSIONS)
-    wrong = table(cluster, "worker-1", OTHER)
+    leader = table(cluster, "worker-0", **VERSIONS)
+    wrong = table(cluster, "worker-1", **OTHER)
     assert isinstance(wrong.error(), ClusterError)
     assert "train.steps: 5 at worker-0, 6 here; versions.keras: 3.15.1 at worker-0, 3.14.0 here" in str(wrong.error())
     wait_for(lambda: any("versions.keras: 3.15.1 here, 3.14.0 there" in line for line in leader.told))
     assert "was refused before: train.steps" in wait_for(
         lambda: "refused before" in leader.meeting._role.waiting_for and leader.meeting._role.waiting_for
     )
-    table(cluster, "worker-1", VERSIONS).go()
+    table(cluster, "worker-1", **VERSIONS).go()
     leader.go()
 
 
 def test_a_refused_task_is_named_at_the_timeout(table: Table) -> None:
     cluster = cluster_of(worker=2)
-    leader = table(cluster, "worker-0", VERSIONS, timeout_secs=3)
-    table(cluster, "worker-1", OTHER).error()
+    leader = table(cluster, "worker-0", **VERSIONS, timeout_secs=3)
+    table(cluster, "worker-1", **OTHER).error()
     assert isinstance(leader.error(), TaskLostError)
     assert "versions.keras: 3.15.1 here, 3.14.0 there" in str(leader.error())
+
+
+NEWER = """
+import json
+from tf2dist import packing
+packing.VERSION = 99
+from tests.process.meet import main
+main()
+"""
+
+
+def newer(cluster: Cluster, task: str) -> subprocess.Popen[str]:
+    """A process of a later version that holds the task, or wants to."""
+    request = {
+        "mode": cluster.mode,
+        "jobs": cluster.jobs,
+        "task": (task[:-2], int(task[-1])),
+        "timeout_secs": WAIT_SECS,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", NEWER, json.dumps(request)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_another_version_is_told_on_both_sides(table: Table) -> None:
+    cluster = cluster_of(worker=2)
+    leader = table(cluster, "worker-0")
+    with newer(cluster, "worker-1") as process:
+        said = process.communicate(timeout=WAIT_SECS)[0]
+    assert process.returncode == 2
+    text = f"worker-0 at {cluster.jobs['worker'][0]} refuses worker-1: another version of tf2dist: protocol"
+    assert f'"type":"Failed","version":99,"code":2,"text":"{text} {VERSION}, here 99"' in said
+    there = f"another version of tf2dist: protocol 99, here {VERSION}"
+    wait_for(lambda: f"refused a call from 127.0.0.1: {there}" in leader.told)
+    table(cluster, "worker-1").go()
+    leader.go()
+
+
+def test_a_leader_of_another_version(table: Table) -> None:
+    cluster = cluster_of(worker=2)
+    party = table(cluster, "worker-1")
+    with newer(cluster, "worker-0") as process:
+        there = f"another version of tf2dist: protocol 99, here {VERSION}"
+        assert isinstance(party.error(), ClusterError)
+        assert str(party.error()).endswith(f"refuses worker-1: {there}")
+        line = f"refused a call from 127.0.0.1: another version of tf2dist: protocol {VERSION}, here 99"
+        assert any(line in said for said in process.stdout or ())
+        process.kill()
+
+
+def test_a_leader_learns_that_who_is_missing_is_of_another_version(table: Table) -> None:
+    cluster = cluster_of(worker=3)
+    with newer(Cluster("sync", {"worker": cluster.jobs["worker"][::-1]}), "worker-1") as process:
+        leader = table(cluster, "worker-0")
+        wait_for(lambda: f"(another version of tf2dist: protocol 99, here {VERSION}" in leader.waiting_for)
+        process.kill()
 
 
 def test_both_believe_to_lead(table: Table) -> None:
@@ -177,7 +240,7 @@ def test_a_second_coordinator_is_refused(table: Table, running: bool) -> None:
     second = Cluster("async", {**cluster.jobs, "chief": cluster_of(chief=1).jobs["chief"]})
     error = table(second, "chief-0").error()
     assert isinstance(error, ClusterError)
-    assert f"is already held by job {parties['chief-0'].meeting._seat.job_id} of chief-0 at " in str(error)
+    assert f"is already held by job {parties['chief-0'].meeting._membership.job_id} of chief-0 at " in str(error)
     if not running:
         parties["worker-1"] = table(cluster, "worker-1")
     for party in parties.values():

@@ -8,6 +8,7 @@ import pytest
 
 from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Task
+from tf2dist.control.messages import Back, Ended, Lost, Stop
 from tf2dist.errors import ClusterError, TaskLostError, TrainingError
 
 
@@ -16,13 +17,13 @@ def test_a_lost_worker_may_return_in_async_and_the_others_hear_of_it(table: Tabl
     parties = all_of(table, cluster)
     for _ in range(2):
         parties["worker-1"].vanish()
-        assert parties["chief-0"].event("lost", "worker-1")["why"] == "the connection was closed"
+        assert parties["chief-0"].event(Lost, "worker-1").why == "the connection was closed"
         parties["worker-1"] = table(cluster, "worker-1").go()
-        parties["chief-0"].event("back", "worker-1")
+        parties["chief-0"].event(Back, "worker-1")
         parties["chief-0"].seen.clear()
     parties["worker-1"].meeting.stop(15)  # whatever was forwarded before has come when this comes
-    assert parties["ps-0"].event("stop", "worker-1")["signum"] == 15
-    assert [event["event"] for event in parties["ps-0"].events()] == ["lost", "lost", "stop"]
+    assert parties["ps-0"].event(Stop, "worker-1").signum == 15
+    assert [type(event) for event in parties["ps-0"].events()] == [Lost, Lost, Stop]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_a_loss_that_ends_the_job_is_told_to_all(table: Table, mode: str, counts
     parties = all_of(table, cluster)
     parties.pop(lost).vanish()
     for party in parties.values():
-        party.event("lost", lost)
+        party.event(Lost, lost)
     returned = table(cluster, lost)
     assert isinstance(returned.error(), TaskLostError)
     assert "the job runs" in str(returned.error())
@@ -44,7 +45,7 @@ def test_a_lost_leader_is_told_to_all(table: Table) -> None:
     parties = all_of(table, cluster)
     parties.pop("chief-0").vanish()
     for party in parties.values():
-        party.event("lost", "chief-0")
+        party.event(Lost, "chief-0")
 
 
 def test_silence_is_a_loss(table: Table) -> None:
@@ -59,11 +60,11 @@ def test_silence_is_a_loss(table: Table) -> None:
     parties["worker-1"].meeting._commands.put(freeze)
     try:
         for task in ("worker-0", "worker-2"):
-            event = parties[task].event("lost", "worker-1")
-            assert event["why"].startswith("silent for ") or task == "worker-2"
+            event = parties[task].event(Lost, "worker-1")
+            assert event.why.startswith("silent for ") or task == "worker-2"
     finally:
         thaw.set()
-    assert [event["task"] for event in parties["worker-2"].events()] == ["worker-1"]
+    assert [event.task for event in parties["worker-2"].events()] == ["worker-1"]
 
 
 def test_a_holder_that_is_silent_is_not_given_up_at_once(table: Table) -> None:
@@ -119,7 +120,6 @@ def test_stop_and_end_reach_all(table: Table, source: str) -> None:
     first.meeting.ended(3, "the loss is nan")
     first.leave()
     for party in parties.values():
-        assert party.event("stop", source)["signum"] == 2
-        ended = party.event("ended", source)
-        assert (ended["code"], ended["message"]) == (3, "the loss is nan")
-        assert not [event for event in party.events() if event["event"] == "lost"]
+        assert party.event(Stop, source).signum == 2
+        assert party.event(Ended, source) == Ended(source, 3, "the loss is nan")
+        assert not [event for event in party.events() if isinstance(event, Lost)]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -21,9 +21,26 @@ from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, cluste
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control import channel
 from tf2dist.control.channel import Channel
+from tf2dist.control.member import Membership
+from tf2dist.control.messages import (
+    Ended,
+    Go,
+    Held,
+    Identity,
+    Join,
+    Lost,
+    Place,
+    Probe,
+    Process,
+    Refused,
+    State,
+    Stop,
+    Wire,
+)
 from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError
+from tf2dist.packing import pack
 
 
 def test_a_wrong_token(table: Table) -> None:
@@ -152,8 +169,8 @@ def assert_well(healthy: Healthy) -> None:
     source = parties[-1]
     source.meeting.stop(10)
     for party in parties[:-1]:
-        party.event("stop", "worker-1")
-        assert {event["event"] for event in party.seen} == {"stop"}
+        party.event(Stop, "worker-1")
+        assert {type(event) for event in party.seen} == {Stop}
         party.seen.clear()
 
 
@@ -194,40 +211,108 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = ("job", "index", "identity", "host", "pid", "who", "protocol", "address", "cluster", "signum", "task", "code")
-MESSAGES = st.builds(
-    lambda kind, values: {**values, "type": kind},
-    st.sampled_from(["join", "probe", "beat", "stop", "ended", "go", "x"]),
-    st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=12),
+HERE = "here:2222"  # becomes the leader's address
+TEXTS = st.text(max_size=20) | st.sampled_from(["worker-1", HERE, "\x1b[2J"])
+NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.integers(0, 3)
+PLACES = st.builds(Place, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS)
+PROCESSES = st.builds(Process, TEXTS, NUMBERS, TEXTS)
+JOBS = st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=3)
+CONFIGS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+IDENTITIES = st.builds(Identity, JOBS, st.just({}), CONFIGS, st.just(()), st.none() | st.just({}))
+HELD = st.none() | st.builds(Held, TEXTS, PLACES, PROCESSES)
+MESSAGES: st.SearchStrategy[Wire] = st.one_of(
+    st.builds(Join, PLACES, PLACES, PROCESSES, IDENTITIES),
+    st.builds(Probe, PLACES, PLACES, PROCESSES, JOBS),
+    st.builds(State, PROCESSES, JOBS, st.booleans(), HELD),
+    st.builds(Refused, NUMBERS, TEXTS),
+    st.builds(Stop, TEXTS, NUMBERS),
+    st.builds(Ended, TEXTS, NUMBERS, TEXTS),
+    st.just(Go()),
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(MESSAGES)
-def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: dict[str, Any]) -> None:
-    line, channel = member_of_sorts(healthy[0])
+@st.composite
+def packed(draw: st.DrawFn) -> bytes:
+    """A message whose fields are of the right types, or one that was damaged after that."""
+    data = pack(draw(MESSAGES))
+    fields = json.loads(data)
+    if draw(st.booleans()):
+        fields[draw(st.sampled_from([*fields, "x"]))] = draw(JSON_VALUES)
+        data = json.dumps(fields).encode()
+    return data
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(packed())
+def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: bytes) -> None:
+    cluster = healthy[0]
+    line, channel = member_of_sorts(cluster)
     with line:
-        channel.send(message)
+        channel.send(message.replace(HERE.encode(), cluster.address(cluster.leader).encode()))
         line.sendall(channel.unsent)
         with contextlib.suppress(OSError):
             line.shutdown(socket.SHUT_WR)
         assert is_closed(line)
 
 
+def test_after_senseless_messages_all_is_well(healthy: Healthy) -> None:
+    assert_well(healthy)
+
+
 @pytest.mark.parametrize(
-    "text",
-    [b"[" * 60_000, b'{"a":' * 9_000, b"{}", b"[]", b'{"type":1}', b"\xff", b'{"type":"x","n":' + b"9" * 9000 + b"}"],
+    "message",
+    [
+        b"[" * 60_000,
+        b'{"a":' * 9_000,
+        b"{}",
+        b"[]",
+        b'{"type":1}',
+        b"\xff",
+        b'{"type":"x","n":' + b"9" * 9000 + b"}",
+        b"",
+    ],
 )
-def test_bad_json(healthy: Healthy, text: bytes) -> None:
+def test_what_is_no_message(healthy: Healthy, message: bytes) -> None:
     line, channel = member_of_sorts(healthy[0])
-    with line, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json, "dumps", lambda *args, **kwargs: text.decode("latin-1"))
-        patch.setattr("tf2dist.control.channel.MAX_MESSAGE_BYTES", 1 << 20)
-        channel.send({})
-        patch.undo()
+    with line:
+        channel.send(message)
         line.sendall(channel.unsent)
         assert is_closed(line)
     assert_well(healthy)
+
+
+def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(table: Table) -> None:
+    cluster = cluster_of("async", **ASYNC)
+    parties = [table(cluster, str(task)) for task in cluster.tasks[:-1]]
+    for message, why in (
+        (Stop("", 99), "a message that makes no sense (Stop.signum: 99)"),
+        (Go(), "a message of unknown type (Go)"),
+        (Escape(), "a message of unknown type (?[2J)"),
+        (Ended("", 3, "\x1b[2J\u202e"), ""),
+    ):
+        line, channel = member_of_sorts(cluster)
+        with line:
+            worker = Membership(cluster, Task("worker", 1), Identity(cluster.jobs, {}, {}, (), {}), False, 30.0, 1000)
+            channel.send(pack(worker.join()))
+            line.sendall(channel.unsent)
+            parties[0].go()
+            channel.unsent.clear()
+            channel.send(pack(message))
+            line.sendall(channel.unsent)
+            for party in parties:
+                if why:
+                    assert party.event(Lost, "worker-1").why == why
+                else:
+                    assert party.event(Ended, "worker-1").message == "?[2J?"
+                party.seen.clear()
+
+
+@dataclass(frozen=True)
+class Escape:
+    """A message whose name is no name."""
+
+
+Escape.__name__ = "\x1b[2J"
 
 
 def test_a_huge_length(healthy: Healthy) -> None:

@@ -7,13 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
 from tests.hosts import Host, Hosts, hosts
+from tests.process.meet import Agreed, Failed, Listening, Said, Told
+from tf2dist.control.messages import Lost, Stop
+from tf2dist.packing import unpack
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +34,9 @@ except ClusterError as error:
 """
 
 
+ASaid = TypeVar("ASaid", bound=Said)
+
+
 class Member:
     """A process on a host that takes part, and what it has said."""
 
@@ -42,7 +48,7 @@ class Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self.said: list[dict[str, Any]] = []
+        self.said: list[Said] = []
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -51,14 +57,14 @@ class Member:
             self._lines.put(line)
         self._lines.put("")
 
-    def until(self, event: str) -> dict[str, Any]:
-        """The next event of a kind; whatever comes before it is kept in `said`."""
+    def until(self, kind: type[ASaid]) -> ASaid:
+        """The next message of a class; whatever comes before it is kept in `said`."""
         deadline = time.monotonic() + WAIT_SECS
         while True:
             line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert line, f"ended without {event}: {self.said}"
-            found: dict[str, Any] = json.loads(line)
-            if found["event"] == event:
+            assert line, f"ended without {kind.__name__}: {self.said}"
+            found: Said = unpack(line.encode(), Said)
+            if isinstance(found, kind):
                 return found
             self.said.append(found)
 
@@ -94,7 +100,7 @@ def _running(made: Hosts, lost_after_secs: float) -> Iterator[list[Member]]:
     jobs = workers(made, 0, 1, 2)
     members = [Member(made[index], jobs, "worker", index, lost_after_secs=lost_after_secs) for index in range(3)]
     for member in members:
-        member.until("go")
+        member.until(Agreed)
     yield members
     end(*members)
 
@@ -111,30 +117,30 @@ def test_a_link_that_is_cut_for_ten_seconds_and_healed(three: Hosts, patient: li
     time.sleep(CUT_SECS)  # the failure itself, not a wait for something
     three.heal(1)
     for index in (0, 2):
-        assert patient[index].until("stop")["task"] == "worker-1"
-        assert not [event for event in patient[index].said if event["event"] == "lost"]
+        assert patient[index].until(Stop).task == "worker-1"
+        assert not [event for event in patient[index].said if isinstance(event, Lost)]
     patient[2].say("stop 12")
-    assert patient[1].until("stop")["task"] == "worker-2"
-    assert not [event for event in patient[1].said if event["event"] == "lost"]
+    assert patient[1].until(Stop).task == "worker-2"
+    assert not [event for event in patient[1].said if isinstance(event, Lost)]
 
 
 def test_a_host_that_is_cut_off_for_good(three: Hosts, running: list[Member]) -> None:
     begun = time.monotonic()
     three.cut(1)
     try:
-        lost = [running[0].until("lost"), running[2].until("lost"), running[1].until("lost")]
+        lost = [running[0].until(Lost), running[2].until(Lost), running[1].until(Lost)]
         took = time.monotonic() - begun
     finally:
         three.heal(1)
-    assert [event["task"] for event in lost] == ["worker-1", "worker-1", "worker-0"]
-    assert "silent for" in lost[0]["why"]
-    assert "silent for" in lost[2]["why"]
+    assert [event.task for event in lost] == ["worker-1", "worker-1", "worker-0"]
+    assert "silent for" in lost[0].why
+    assert "silent for" in lost[2].why
     assert 3 < took < 15
 
 
 def test_a_killed_process_is_lost_at_once(running: list[Member]) -> None:
     running[2].process.kill()
-    assert running[0].until("lost")["task"] == running[1].until("lost")["task"] == "worker-2"
+    assert running[0].until(Lost).task == running[1].until(Lost).task == "worker-2"
 
 
 def test_a_duplicate_index_on_a_third_host(three: Hosts) -> None:
@@ -142,14 +148,14 @@ def test_a_duplicate_index_on_a_third_host(three: Hosts) -> None:
     jobs = workers(three, 0, 1)
     holders = [Member(three[index], jobs, "worker", index) for index in range(2)]
     for member in holders:
-        member.until("go")
+        member.until(Agreed)
     duplicate = Member(three[2], jobs, "worker", 1)
-    error = duplicate.until("error")
-    assert error["code"] == 2
-    assert f"worker 1 is already held by host host1 pid {holders[1].process.pid}" in error["text"]
+    error = duplicate.until(Failed)
+    assert error.code == 2
+    assert f"worker 1 is already held by host host1 pid {holders[1].process.pid}" in error.text
     holders[1].say("stop 10")  # the job has noticed nothing
-    assert holders[0].until("stop")["task"] == "worker-1"
-    assert {event["event"] for event in holders[0].said} <= {"listening", "told"}
+    assert holders[0].until(Stop).task == "worker-1"
+    assert {type(said) for said in holders[0].said} <= {Listening, Told}
     end(*holders)
 
 
@@ -158,27 +164,27 @@ def test_a_second_coordinator_on_a_third_host(three: Hosts) -> None:
     jobs = {"chief": [f"{a}:2222"], "ps": [f"{a}:2223"], "worker": [f"{b}:2222"]}
     members = [Member(three[place], jobs, job, 0) for job, place in (("chief", 0), ("ps", 0), ("worker", 1))]
     for member in members:
-        member.until("go")
-    error = Member(three[2], {**jobs, "chief": [f"{c}:2222"]}, "chief", 0).until("error")
-    assert error["code"] == 2
-    assert f"of chief-0 at {a}:2222, host host0 pid {members[0].process.pid}" in error["text"]
+        member.until(Agreed)
+    error = Member(three[2], {**jobs, "chief": [f"{c}:2222"]}, "chief", 0).until(Failed)
+    assert error.code == 2
+    assert f"of chief-0 at {a}:2222, host host0 pid {members[0].process.pid}" in error.text
     members[2].say("stop 10")
     for member in members[:2]:
-        member.until("stop")
-        assert not [event for event in member.said if event["event"] == "lost"]
+        member.until(Stop)
+        assert not [event for event in member.said if isinstance(event, Lost)]
     end(*members)
 
 
 def test_a_wrong_order_on_one_host(three: Hosts) -> None:
     right = [Member(three[index], workers(three, 0, 1, 2), "worker", index) for index in range(2)]
     for member in right:
-        member.until("listening")
-    error = Member(three[2], workers(three, 1, 0, 2), "worker", 2).until("error")
-    assert error["code"] == 2
-    assert "cluster.worker: [10.77.0." in error["text"]
+        member.until(Listening)
+    error = Member(three[2], workers(three, 1, 0, 2), "worker", 2).until(Failed)
+    assert error.code == 2
+    assert "cluster.worker: [10.77.0." in error.text
     mended = Member(three[2], workers(three, 0, 1, 2), "worker", 2)
     for member in [*right, mended]:
-        member.until("go")
+        member.until(Agreed)
     end(*right, mended)
 
 
@@ -188,17 +194,17 @@ def test_two_hosts_that_both_believe_to_lead(three: Hosts) -> None:
         Member(three[1], workers(three, 1, 0), "worker", 0),
     ]
     for member in both:
-        error = member.until("error")
-        assert error["code"] == 2
-        assert "cluster.worker: [10.77.0." in error["text"]
+        error = member.until(Failed)
+        assert error.code == 2
+        assert "cluster.worker: [10.77.0." in error.text
 
 
 def test_a_host_that_is_not_there_has_no_route_or_gives_no_answer(three: Hosts) -> None:
     jobs = {"worker": ["10.77.0.1:2222", "10.77.0.99:2222", "10.99.0.1:2222"]}
-    error = Member(three[0], jobs, "worker", 0, timeout_secs=7).until("error")
-    assert error["code"] == 138
-    assert "worker-1 at 10.77.0.99:2222 (No route to host" in error["text"]
-    assert "worker-2 at 10.99.0.1:2222 (Network is unreachable" in error["text"]
+    error = Member(three[0], jobs, "worker", 0, timeout_secs=7).until(Failed)
+    assert error.code == 138
+    assert "worker-1 at 10.77.0.99:2222 (No route to host" in error.text
+    assert "worker-2 at 10.99.0.1:2222 (Network is unreachable" in error.text
 
 
 def test_a_foreign_address(three: Hosts) -> None:
@@ -218,6 +224,6 @@ def test_the_control_port_is_closed_at_other_addresses(three: Hosts, running: li
 def test_nothing_is_left() -> None:
     with hosts(2) as made:
         member = Member(made[0], workers(made, 0, 1), "worker", 0)
-        member.until("listening")
+        member.until(Listening)
         pids = [member.process.pid, *(made[index]._namespace.pid for index in range(2)), made._network.pid]
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

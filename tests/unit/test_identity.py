@@ -1,7 +1,6 @@
 """What hosts compare: all that makes a difference, and nothing that a host may choose."""
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.control import identity, port, token
 from tf2dist.control.identity import differences, explain, identity_of
+from tf2dist.control.messages import Call, Difference, Identity, Join, Place, Process
 from tf2dist.errors import ClusterError, ConfigError
+from tf2dist.packing import pack, unpack
 
 CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})
 TRAIN = "mnist-train.tfrecord-00000-of-00001"
@@ -27,10 +28,12 @@ def config(**values: Any) -> RunConfig:
 
 def test_it_can_be_sent() -> None:
     made = identity_of(config(), CLUSTER)
-    assert json.loads(json.dumps(made)) == made
-    assert set(made["versions"]) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}
-    assert "missing" not in made["versions"].values()
-    assert made["data"] == {"digits.csv.gz": made["data"]["digits.csv.gz"]}
+    place = Place(Task("worker", 1), "b:1")
+    join = Join(place, place, Process("b", 1, "x"), made)
+    assert unpack(pack(join), Call) == join
+    assert set(made.versions) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}
+    assert "missing" not in made.versions.values()
+    assert made.data == {"digits.csv.gz": (made.data or {})["digits.csv.gz"]}
 
 
 def test_what_a_host_may_choose(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_plugins_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
         (tmp_path / folder / "plugin.py").write_text(text)
     a, b, c = (identity_of(config(plugins=[str(tmp_path / name / "plugin.py")]), CLUSTER) for name in "abc")
     assert differences(a, b) == []
-    assert [name for name, _, _ in differences(a, c)] == ["plugins"]
+    assert [found.name for found in differences(a, c)] == ["plugins"]
     with pytest.raises(ConfigError, match=r"plugins .*: cannot be read"):
         identity_of(config(plugins=["/no/such.py"]), CLUSTER)
 
@@ -79,12 +82,13 @@ def test_data_is_compared_by_the_sizes_of_its_files(tmp_path: Path) -> None:
         host = config()
         host.data = dataclasses.replace(host.data, name="mnist", dir=str(tmp_path / str(size)))
         made.append((identity_of(host, CLUSTER), identity_of(host, CLUSTER, Task("ps", 0))))
-    assert differences(made[0][0], made[1][0]) == [(f"data.mnist/3.0.1/{TRAIN}", "3", "4")]
+    assert differences(made[0][0], made[1][0]) == [Difference(f"data.mnist/3.0.1/{TRAIN}", "3", "4")]
     assert differences(made[0][0], made[1][1]) == [], "a ps reads none"
 
 
 def test_what_is_shown_has_an_end() -> None:
-    found = differences({str(i): "x" * 9999 for i in range(50)}, {})
+    full, empty = (Identity({}, {}, {str(i): "x" * 9999 for i in range(count)}, (), {}) for count in (50, 0))
+    found = differences(full, empty)
     text = explain(found, "here", "there")
     assert len(text) < 3000
     assert text.endswith("and 42 more")

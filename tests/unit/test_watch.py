@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.play import COMPLAINT, TASKS, Play, complain, ended, follow, run, start_with_complaint
 from tf2dist.config.schema import RunConfig
+from tf2dist.control.messages import Ended, Lost, MeetingEvent
 from tf2dist.errors import TaskFailure
 from tf2dist.launch import deaths
 
@@ -40,22 +41,17 @@ def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path, mon
 class Elsewhere:
     """A meeting that hears of tasks on other hosts."""
 
-    def __init__(self, play: Play, script: list[tuple[float, dict[str, Any]]]) -> None:
+    def __init__(self, play: Play, script: list[tuple[float, MeetingEvent]]) -> None:
         self._play, self._script = play, script
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[MeetingEvent]:
         due = [event for at, event in self._script if at <= self._play.now]
         self._script = [(at, event) for at, event in self._script if at > self._play.now]
         return due
 
 
-PS_LOST: dict[str, Any] = {"event": "lost", "task": "ps-0", "why": "the connection was closed"}
-WORKER_ENDED: dict[str, Any] = {
-    "event": "ended",
-    "task": "worker-1",
-    "code": 138,
-    "message": "ps-0: is gone (the connection was closed)",
-}
+PS_LOST = Lost("ps-0", "the connection was closed")
+WORKER_ENDED = Ended("worker-1", 138, "ps-0: is gone (the connection was closed)")
 
 
 @pytest.mark.parametrize("order", [(103.0, 103.0), (103.0, 104.0), (104.0, 103.0)])
@@ -64,7 +60,7 @@ def test_a_worker_that_ends_since_a_ps_is_gone_is_not_the_one_that_is_missed(
 ) -> None:
     """Whichever of the two ends is heard of first."""
     play = Play(tmp_path, [])
-    script = list(zip(order, (PS_LOST, WORKER_ENDED), strict=True))
+    script: list[tuple[float, MeetingEvent]] = [(order[0], PS_LOST), (order[1], WORKER_ENDED)]
     watched = follow(play, monkeypatch, RunConfig(mode="async"), Elsewhere(play, script))
     with pytest.raises(TaskFailure, match=r"^ps-0: is gone \(the connection was closed\)") as caught:
         watched.run(["worker-0"], "chief-0", play.start)
@@ -100,8 +96,7 @@ def test_a_task_that_finds_nobody_since_the_run_is_done_has_not_failed(
 ) -> None:
     complain(tmp_path, "worker-0")
     play = Play(tmp_path, [(104.0, ended("worker-0", 138))])
-    leader_is_done = {"event": "ended", "task": "chief-0", "code": 0, "message": ""}
-    meeting = Elsewhere(play, [(ended_at, leader_is_done)])
+    meeting = Elsewhere(play, [(ended_at, Ended("chief-0", 0, ""))])
     watched = follow(play, monkeypatch, RunConfig(mode="async"), meeting)
     start = partial(start_with_complaint, play, "worker-0")
     with pytest.raises(TaskFailure, match="worker-0") if fails else contextlib.nullcontext():

@@ -9,7 +9,9 @@ import socket
 import time
 from typing import Any, Protocol
 
-from tf2dist.control.channel import Channel, Message, Nonces, WireError
+from tf2dist.control.channel import Channel, Nonces, WireError
+from tf2dist.control.messages import Call, Wire, plain
+from tf2dist.packing import MessageError, VersionError, pack, unpack
 
 HANDSHAKE_SECS = 5.0
 FAREWELL_SECS = 1.0
@@ -23,6 +25,7 @@ class Link:
 
     Attributes:
         owner: what the handler knows about it.
+        expects: the messages that may come next, a union of classes.
         heard_at: when something came last, in seconds of the monotonic clock.
         deadline: when it is given up; infinite for a member's.
         peer: the address of one that has called us.
@@ -31,6 +34,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, channel: Channel, dialed: bool) -> None:
         self.owner: Any = None
+        self.expects: Any = Call
         self.heard_at = time.monotonic()
         self.deadline = self.heard_at + HANDSHAKE_SECS
         self.denied = False
@@ -39,15 +43,25 @@ class Link:
         self.sock, self.channel, self.dialed = sock, channel, dialed
         self.connecting = dialed
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Wire) -> None:
         """Says something, unless the connection is gone: the handler learns that at its own time."""
         if not (self.closed or self.finishing):
             with contextlib.suppress(WireError):
-                self.channel.send(message)
+                self.channel.send(pack(message))
 
-    def keep(self) -> None:
-        """Takes the deadline away: this is a member."""
+    def ask(self, message: Wire, answers: Any) -> None:
+        """Says something to which these may be the answers, a union of classes."""
+        self.expects = answers
+        self.send(message)
+
+    def keep(self, expects: Any) -> None:
+        """Takes the deadline away: this is a member, from which such messages may come."""
+        self.expects = expects
         self.deadline = math.inf
+
+    @property
+    def is_kept(self) -> bool:
+        return self.deadline == math.inf
 
     def finish(self) -> None:
         """Sends what is unsent, then waits a moment for the other side to close: a reset would eat it."""
@@ -59,7 +73,11 @@ class Handler(Protocol):
     def on_open(self, link: Link) -> None:
         """A connection that we have dialed is proved."""
 
-    def on_message(self, link: Link, message: Message) -> None: ...
+    def on_message(self, link: Link, message: Wire) -> None:
+        """One of the messages that the connection expects has come."""
+
+    def on_other_version(self, link: Link, error: VersionError) -> None:
+        """Something of another version of tf2dist has come, from no member."""
 
     def on_closed(self, link: Link, why: str) -> None: ...
 
@@ -67,10 +85,14 @@ class Handler(Protocol):
 class Links:
     """All connections of a process; everything but `wake` belongs to one thread."""
 
-    def __init__(self, listener: socket.socket, key: bytes, handler: Handler) -> None:
+    def __init__(self, key: bytes, handler: Handler) -> None:
         self.all: list[Link] = []
-        self._listener, self._key, self._handler = listener, key, handler
+        self._key, self._handler = key, handler
         self._nonces = Nonces()
+
+    def open(self, listener: socket.socket) -> None:
+        """Takes calls from now on, until `end`."""
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._awake, self._waker = socket.socketpair()
         for sock in (self._awake, self._waker):
@@ -129,7 +151,7 @@ class Links:
                 time.sleep(0.05)
                 return
             self._add(sock, dialed=False).peer = str(address[0])
-        waiting = [link for link in self.all if not link.dialed and link.deadline < math.inf]
+        waiting = [link for link in self.all if not (link.dialed or link.is_kept)]
         for link in waiting[: max(0, len(waiting) - MAX_WAITING)]:
             self.close(link, "others are waiting")  # the oldest: an honest one needs milliseconds
 
@@ -146,9 +168,9 @@ class Links:
                 link.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             pass
-        except (OSError, WireError) as error:
-            self.close(link, reason(error))
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, WireError, MessageError) as error:
+            self.close(link, plain(reason(error)))
+        except (ValueError, RecursionError) as error:  # an address without a port, a thousand brackets
             self.close(link, f"a message that makes no sense ({error!r:.80})")
 
     def _on_connected(self, link: Link) -> None:
@@ -170,8 +192,18 @@ class Links:
         if link.dialed and link.channel.open and not was_open:
             self._handler.on_open(link)
         for message in messages:
-            if not link.closed and not link.finishing:
-                self._handler.on_message(link, message)
+            if not (link.closed or link.finishing):
+                self._on_message(link, message)
+
+    def _on_message(self, link: Link, data: bytes) -> None:
+        try:
+            message = unpack(data, link.expects)
+        except VersionError as error:
+            if link.is_kept:
+                raise
+            self._handler.on_other_version(link, error)
+        else:
+            self._handler.on_message(link, message)
 
     def close(self, link: Link, why: str) -> None:
         if link.closed:

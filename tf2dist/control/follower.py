@@ -1,12 +1,25 @@
 """The side of everybody else in a meeting: call the leader, be accepted, hear what it says."""
 
-from typing import Any
-
-from tf2dist.control.channel import Message
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.dialer import Dialer
 from tf2dist.control.identity import explain
-from tf2dist.control.member import BEAT_EVERY_SECS, Seat, plain
+from tf2dist.control.member import BEAT_EVERY_SECS, Membership
+from tf2dist.control.messages import (
+    Accepted,
+    Beat,
+    Ended,
+    FromFollower,
+    FromLeader,
+    Go,
+    Held,
+    Join,
+    Lost,
+    Refused,
+    Stop,
+    ToJoin,
+    Wait,
+    plain,
+)
 from tf2dist.control.port import control_address
 from tf2dist.control.token import VARIABLE
 from tf2dist.errors import ClusterError, TaskLostError, TfDistError
@@ -15,97 +28,96 @@ CALL_EVERY_SECS = 0.25
 MAX_DENIALS = 3  # a leader that ends in the middle of a handshake looks the same
 
 
-class Following:
+class Follower:
     """See `meeting.Role`."""
 
-    def __init__(self, seat: Seat, links: Links) -> None:
-        self._seat, self._links = seat, links
-        self._leader = seat.cluster.leader
-        address = control_address(seat.cluster.address(self._leader), seat.port_shift)
-        self._dialer = Dialer(links, *address, CALL_EVERY_SECS)
+    def __init__(self, membership: Membership, links: Links) -> None:
+        self._membership, self._links = membership, links
+        self._leader = membership.place(membership.cluster.leader)
+        self._dialer = Dialer(links, *control_address(self._leader.address, membership.port_shift), CALL_EVERY_SECS)
         self._link: Link | None = None  # once accepted
         self._num_denials = 0
         self._beat_at = 0.0
         self._ended = False  # then the leader closes the connection, and that is no loss
-        self.held: dict[str, Any] | None = None
-        self.waiting_for = seat.at(self._leader)
+        self.held: Held | None = None
+        self.waiting_for = str(self._leader)
 
     def tick(self, now: float) -> None:
         if not self._link:
-            if not self._seat.agreed.is_set() and not self._seat.failure:
-                self._dialer.tick(self._leader)
-                self.waiting_for = self._seat.missing(self._leader, self._dialer.why)
+            if not self._membership.agreed.is_set() and not self._membership.failure:
+                self._dialer.tick(self._leader.task)
+                self.waiting_for = self._membership.missing(self._leader.task, self._dialer.why)
             return
         silent = now - self._link.heard_at
-        if silent > self._seat.lost_after_secs:
+        if silent > self._membership.lost_after_secs:
             self._links.close(self._link, f"silent for {silent:.0f} s")
         elif now - self._beat_at >= BEAT_EVERY_SECS:
             self._beat_at = now
-            self._link.send({"type": "beat"})
+            self._link.send(Beat())
 
-    def say(self, message: Message) -> None:
-        self._ended = self._ended or message["type"] == "ended"
+    def say(self, message: FromFollower) -> None:
+        self._ended = self._ended or isinstance(message, Ended)
         if self._link:
             self._link.send(message)
 
     def on_open(self, link: Link) -> None:
-        link.send(self._seat.hello("join", self._leader))
+        link.ask(self._membership.join(), ToJoin)
 
-    def on_join(self, link: Link, hello: Message) -> None:
+    def on_join(self, link: Link, join: Join) -> None:
         """Somebody takes us for the leader, so the lists differ."""
-        text = f"this is {self._seat.task}, and its leader is {self._seat.at(self._leader)}"
-        lists = self._seat.compare_lists(hello["identity"]["cluster"])
-        caller = f"{hello['job']}-{hello['index']} on host {hello['host']} pid {hello['pid']}"
-        self._seat.line(f"{caller} takes this task for the leader: {lists}")
-        found = f"{text}; where the lists differ (here is {self._seat.task}): {lists}"
-        link.send({"type": "refused", "code": 2, "text": found, "differences": []})
+        membership = self._membership
+        lists = membership.compare_lists(join.cluster)
+        membership.line(f"{join.caller.task} on {join.process} takes this task for the leader: {lists}")
+        text = f"this is {membership.task}, and its leader is {self._leader}"
+        found = f"{text}; where the lists differ (here is {membership.task}): {lists}"
+        link.send(Refused(ClusterError.exit_code, found))
         link.finish()
 
-    def on_message(self, link: Link, message: Message) -> None:
-        match message["type"]:
-            case "accepted":
-                self._link, self.held = link, dict(message["held"])
-                self._num_denials = 0
-                self._seat.lists_differ = False
-                self.waiting_for = f"{self._seat.at(self._leader)} (to say go)"
-                link.keep()
-            case "wait":
-                self._dialer.why = plain(message["text"])
+    def on_message(self, link: Link, message: ToJoin | FromLeader) -> None:
+        match message:
+            case Accepted():
+                self._on_accepted(link, message.held)
+            case Wait():
+                self._dialer.why = plain(message.text)
                 # Those of another job perhaps, whose leader has taken the address: it may leave again.
-                self._seat.lists_differ = bool(message.get("lists_differ"))
+                self._membership.lists_differ = message.lists_differ
                 link.finish()
-            case "refused":
+            case Refused():
                 link.finish()
                 self._on_refused(message)
-            case "go":
-                self._seat.agreed.set()
-            case "beat":
-                self.waiting_for = plain(message["waiting_for"]) or self.waiting_for
-            case "stop":
-                self._seat.stopped(plain(message["task"]), int(message["signum"]))
-            case "ended":
-                self._on_ended(plain(message["task"]), int(message["code"]), plain(message["message"]))
-            case "lost":
-                self._seat.event("lost", plain(message["task"]), why=plain(message["why"]))
-            case other:
-                raise ValueError(other)
+            case Go():
+                self._membership.agreed.set()
+            case Beat():
+                self.waiting_for = plain(message.waiting_for) or self.waiting_for
+            case Stop():
+                self._membership.stopped(message)
+            case Ended():
+                self._on_ended(message)
+            case Lost():
+                self._membership.event(message)
 
-    def _on_refused(self, message: Message) -> None:
-        leader = self._seat.at(self._leader)
-        found = [(str(name), str(theirs), str(mine)) for name, theirs, mine in message["differences"]]
-        if found:
-            text = f"{self._seat.task} differs from {leader}: {explain(found, f'at {self._leader}', 'here')}"
+    def _on_accepted(self, link: Link, held: Held) -> None:
+        self._link, self.held = link, held
+        self._num_denials = 0
+        self._membership.lists_differ = False
+        self.waiting_for = f"{self._leader} (to say go)"
+        link.keep(FromLeader)
+
+    def _on_refused(self, refused: Refused) -> None:
+        if refused.differences:
+            found = explain(refused.differences, f"at {self._leader.task}", "here")
+            text = f"{self._membership.task} differs from {self._leader}: {found}"
         else:
-            text = f"{leader} refuses {self._seat.task}: {message['text']}"
-        self._seat.fail((ClusterError if message["code"] == 2 else TaskLostError)(plain(text)))
+            text = f"{self._leader} refuses {self._membership.task}: {refused.text}"
+        self._membership.fail(_kind_of(refused.code), text)
 
-    def _on_ended(self, task: str, code: int, message: str) -> None:
-        if self._seat.agreed.is_set():
-            self._seat.event("ended", task, code=code, message=message)
-        elif task == str(self._leader):
-            error: type[TfDistError] = ClusterError if code == 2 else TaskLostError
-            self._seat.fail(error(f"{self._seat.at(self._leader)} has ended: {message}"))
-        if task == str(self._leader) and self._link:
+    def _on_ended(self, ended: Ended) -> None:
+        is_leader = ended.task == str(self._leader.task)
+        if self._membership.agreed.is_set():
+            self._membership.event(ended)
+        elif is_leader:
+            self._membership.fail(_kind_of(ended.code), f"{self._leader} has ended: {ended.message}")
+        if is_leader and self._link:
             self._link.finish()
             self._link = None
 
@@ -113,16 +125,21 @@ class Following:
         if link is self._link:
             self._link = self.held = None
             self._dialer.why = why
-            if self._seat.agreed.is_set() and not (self._ended or link.finishing):
-                self._seat.event("lost", self._leader, why=why)
+            if self._membership.agreed.is_set() and not (self._ended or link.finishing):
+                self._membership.event(Lost(str(self._leader.task), why))
         elif link.owner is not None and not link.finishing:
             self._dialer.why = "the job token differs" if link.denied else why
             self._num_denials = self._num_denials + 1 if link.denied else 0
             if self._num_denials >= MAX_DENIALS:
-                self._seat.fail(ClusterError(f"the job token differs from the leader's, {self._token_hint()}"))
+                text = f"the job token differs from the leader's, {self._token_hint()}"
+                self._membership.fail(ClusterError, text)
 
     def _token_hint(self) -> str:
-        leader = self._seat.at(self._leader)
-        if self._seat.has_token:
-            return f"{leader}; give every task the same {VARIABLE}"
-        return f"{leader}: it has one, and this task has none; set {VARIABLE} here too"
+        if self._membership.has_token:
+            return f"{self._leader}; give every task the same {VARIABLE}"
+        return f"{self._leader}: it has one, and this task has none; set {VARIABLE} here too"
+
+
+def _kind_of(code: int) -> type[TfDistError]:
+    """The error that is told of a refusal, or of the leader's end, with this exit code."""
+    return ClusterError if code == ClusterError.exit_code else TaskLostError

@@ -1,20 +1,19 @@
-"""What must be equal on every host of a job, as a value that can be sent, and the differences of two."""
+"""What must be equal on every host of a job, and the differences of two hosts."""
 
 import hashlib
 import importlib.metadata
 import importlib.util
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tf2dist import __version__
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
+from tf2dist.control.messages import Difference, Identity, Jobs
 from tf2dist.data import location
 from tf2dist.errors import ConfigError
-
-Identity = dict[str, Any]
-Difference = tuple[str, str, str]
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 # Each host may choose these for itself. The cluster is compared as the list that it has become.
@@ -37,7 +36,7 @@ MAX_SHOWN = 8
 
 
 def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -> Identity:
-    """The cluster list, the versions, the configuration, the plugins and the data of this host, as JSON.
+    """What is so on this host.
 
     Args:
         task: a ps reads no data, so that of its host is not looked at; nor where the value is None.
@@ -45,13 +44,13 @@ def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -
     Raises:
         ConfigError: a plugin cannot be read.
     """
-    return {
-        "cluster": {job: list(cluster.jobs[job]) for job in sorted(cluster.jobs)},
-        "versions": versions(),
-        "config": _shared(config.as_tree()),
-        "plugins": [_sha256(path) for path in config.plugins],
-        "data": None if task and task.job == "ps" else _data(config),
-    }
+    return Identity(
+        cluster={job: cluster.jobs[job] for job in sorted(cluster.jobs)},
+        versions=versions(),
+        config=_shared(config.as_tree()),
+        plugins=tuple(map(_sha256, config.plugins)),
+        data=None if task and task.job == "ps" else _data(config),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -99,26 +98,35 @@ def _data(config: RunConfig) -> dict[str, int]:
     return {}  # a plugin's own; its code is compared
 
 
-def differences(mine: Any, theirs: Any, path: str = "") -> list[Difference]:
-    """Where two identities differ: the name, the value here, the value there. Lists are compared whole."""
+def differences(mine: Identity, theirs: Identity) -> list[Difference]:
+    """Where two identities differ; lists are compared whole."""
+    return _differences(vars(mine), vars(theirs), "")
+
+
+def list_differences(mine: Jobs, theirs: Jobs) -> list[Difference]:
+    """Where two cluster lists differ."""
+    return _differences(mine, theirs, "cluster")
+
+
+def _differences(mine: Any, theirs: Any, path: str) -> list[Difference]:
     if mine == theirs or (path == "data" and None in (mine, theirs)):
         return []
     if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        return [(path.removeprefix("config."), _shown(mine), _shown(theirs))]
+        return [Difference(path.removeprefix("config."), _shown(mine), _shown(theirs))]
     found = []
     for key in sorted({*mine, *theirs}):
         name = f"{path}.{key}" if path else str(key)
-        found += differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
+        found += _differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
     return found
 
 
 def _shown(value: Any) -> str:
-    text = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    text = f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
-def explain(found: list[Difference], mine_at: str, theirs_at: str) -> str:
+def explain(found: Sequence[Difference], mine_at: str, theirs_at: str) -> str:
     """One line, such as "versions.keras: 3.15.1 at chief-0, 3.14.0 here"."""
-    shown = [f"{name}: {mine} {mine_at}, {theirs} {theirs_at}" for name, mine, theirs in found[:MAX_SHOWN]]
+    shown = [f"{one.name}: {one.mine} {mine_at}, {one.theirs} {theirs_at}" for one in found[:MAX_SHOWN]]
     more = [f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
     return "; ".join(shown + more)

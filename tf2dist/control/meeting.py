@@ -12,26 +12,41 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
 from tf2dist.control import port
-from tf2dist.control.channel import MAX_MESSAGE_BYTES, Message
+from tf2dist.control.channel import MAX_MESSAGE_BYTES
 from tf2dist.control.connections import Link, Links
-from tf2dist.control.follower import Following
-from tf2dist.control.identity import Identity
-from tf2dist.control.leader import Leading
-from tf2dist.control.member import Seat
+from tf2dist.control.follower import Follower
+from tf2dist.control.leader import Leader
+from tf2dist.control.member import Membership
+from tf2dist.control.messages import (
+    MAX_CHARACTERS,
+    Call,
+    Ended,
+    Held,
+    Identity,
+    Join,
+    Lost,
+    MeetingEvent,
+    Probe,
+    Refused,
+    State,
+    Stop,
+    Wire,
+    plain,
+)
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
-
-Event = dict[str, Any]
+from tf2dist.packing import VersionError, pack
 
 TELL_EVERY_SECS = 5.0
 TURN_SECS = 0.1
 CLOSE_SECS = 10.0
-MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4  # as the text of Python; in JSON it may be longer
+MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4
+T = TypeVar("T")
 
 
 class Role(Protocol):
@@ -43,18 +58,21 @@ class Role(Protocol):
     """
 
     waiting_for: str
-    held: dict[str, Any] | None
+
+    @property
+    def held(self) -> Held | None: ...
 
     def tick(self, now: float) -> None: ...
 
-    def say(self, message: Message) -> None:
+    def say(self, message: Stop | Ended) -> None:
         """Brings the message to all others, the followers' by way of the leader."""
 
     def on_open(self, link: Link) -> None: ...
 
-    def on_join(self, link: Link, hello: Message) -> None: ...
+    def on_join(self, link: Link, join: Join) -> None: ...
 
-    def on_message(self, link: Link, message: Message) -> None: ...
+    def on_message(self, link: Link, message: Any) -> None:
+        """One of the messages that the connection expects."""
 
     def on_closed(self, link: Link, why: str) -> None: ...
 
@@ -85,19 +103,22 @@ class Meeting:
         port_shift: int = CONTROL_PORT_SHIFT,
     ) -> None:
         port.check_ports(cluster, port_shift)
-        self._seat = Seat(cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift)
-        self._key, self._tell = key, tell
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended = False
-        if len(repr(self._seat.hello("join", cluster.leader))) > MAX_COMPARED_BYTES:
+        self._membership = membership = Membership(
+            cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
+        )
+        if len(pack(membership.join())) > MAX_COMPARED_BYTES:
             raise ClusterError("cluster: the host list and the configuration are too long to be compared")
+        self._tell = tell
+        self._links = Links(key, self)
+        self._role: Role = (Leader if membership.leads else Follower)(membership, self._links)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._ended = False
 
     def __enter__(self) -> Self:
         """Raises ClusterError if the control port cannot be had."""
-        seat = self._seat
-        self._links = Links(port.listen(seat.cluster, seat.task, seat.port_shift), self._key, self)
-        self._role: Role = (Leading if seat.leads else Following)(seat, self._links)
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        membership = self._membership
+        self._links.open(port.listen(membership.cluster, membership.task, membership.port_shift))
         self._thread.start()
         return self
 
@@ -113,15 +134,17 @@ class Meeting:
             Interrupted: another task was told to stop.
         """
         start = told = time.monotonic()
-        while not self._seat.agreed.wait(TURN_SECS):
+        while not self._membership.agreed.wait(TURN_SECS):
             check()
             self._pass_on_lines()
-            if self._seat.failure:
-                raise self._seat.failure
+            if self._membership.failure:
+                raise self._membership.failure
             now = time.monotonic()
             names = self._role.waiting_for
             if now - start > timeout_secs:
-                conflict = self._seat.conflict or ("; the cluster lists differ" if self._seat.lists_differ else "")
+                conflict = self._membership.conflict or (
+                    "; the cluster lists differ" if self._membership.lists_differ else ""
+                )
                 text = f"after {now - start:.0f} s still waiting for {names}{conflict}"
                 raise (ClusterError if conflict else TaskLostError)(f"{text}; see startup_timeout_secs")
             if now - told > TELL_EVERY_SECS:
@@ -129,23 +152,19 @@ class Meeting:
                 self._tell(f"waiting for {names}, {now - start:.0f} s")
         self._pass_on_lines()
 
-    def events(self) -> list[Event]:
-        """What has happened since the last call; never waits.
-
-        Each has "event" and "task": "lost" with "why", "back" (on the leader), "stop" with "signum" (the task was
-        told to stop, and so should all), "ended" with "code" and "message".
-        """
+    def events(self) -> list[MeetingEvent]:
+        """What has happened to the others since the last call; never waits."""
         self._pass_on_lines()
-        return _drain(self._seat.events)
+        return _drain(self._membership.events)
 
     def stop(self, signum: int) -> None:
         """Tells all others that this task was told to stop by a signal."""
-        self._say({"type": "stop", "task": str(self._seat.task), "signum": signum})
+        self._say(Stop(str(self._membership.task), signum))
 
     def ended(self, code: int, message: str) -> None:
         """Tells all others that this task has ended: its connection will close, and that is no loss."""
         self._ended = True
-        self._say({"type": "ended", "task": str(self._seat.task), "code": code, "message": message[:2000]})
+        self._say(Ended(str(self._membership.task), code, message[:MAX_CHARACTERS]))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not self._ended:
@@ -158,12 +177,12 @@ class Meeting:
         self._thread.join(CLOSE_SECS)
         self._pass_on_lines()
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: Stop | Ended) -> None:
         self._commands.put(lambda: self._role.say(message))
         self._links.wake()
 
     def _pass_on_lines(self) -> None:
-        for line in _drain(self._seat.lines):
+        for line in _drain(self._membership.lines):
             self._tell(line)
 
     # What follows belongs to the meeting's thread.
@@ -178,8 +197,9 @@ class Meeting:
                 self._role.tick(time.monotonic())
                 self._links.turn(TURN_SECS)
         except Exception as error:  # never silently: the run would go on with nobody watching
-            self._seat.fail(TaskLostError(f"the control connection failed: {error!r}"))
-            self._seat.event("lost", self._seat.cluster.leader, why=f"the control connection failed: {error!r}")
+            why = f"the control connection failed: {error!r}"
+            self._membership.fail(TaskLostError, why)
+            self._membership.event(Lost(str(self._membership.cluster.leader), why))
         finally:
             self._links.end()
 
@@ -189,39 +209,47 @@ class Meeting:
     def on_closed(self, link: Link, why: str) -> None:
         self._role.on_closed(link, why)
 
-    def on_message(self, link: Link, message: Message) -> None:
-        if link.owner is not None:
+    def on_message(self, link: Link, message: Wire) -> None:
+        if not isinstance(message, Call):
             self._role.on_message(link, message)
-        elif message["type"] not in ("join", "probe"):
-            raise ValueError(message["type"])
-        elif answer := self._seat.misdirected(message):
+        elif answer := self._membership.misdirected(message):
             link.send(answer)
             link.finish()
-        elif message["type"] == "join":
+        elif isinstance(message, Join):
             self._role.on_join(link, message)
         else:
             self._on_probe(link, message)
 
-    def _on_probe(self, link: Link, probe: Message) -> None:
-        """A leader asks who is here. If it is not ours, and of our own list, one of the two lists is wrong."""
-        seat, leader = self._seat, self._seat.cluster.leader
-        state = {"cluster": seat.identity["cluster"], "leads": seat.leads, "held": self._role.held}
-        link.send({"type": "state", **seat.me, **state})
-        link.finish()
-        taken = seat.agreed.is_set() or (self._role.held and not seat.leads)
-        if taken or probe["address"] == seat.cluster.address(leader):
+    def on_other_version(self, link: Link, error: VersionError) -> None:
+        """Neither side knows more of the other's messages than their version, so every answer is a refusal."""
+        refused = Refused(ClusterError.exit_code, str(error))
+        if link.dialed:
+            self._role.on_message(link, refused)
             return
-        caller = f"{probe['job']}-{probe['index']} at {probe['address']} (host {probe['host']} pid {probe['pid']})"
-        text = f"{caller} claims to lead, and here that is {seat.at(leader)}: {seat.compare_lists(probe['cluster'])}"
-        if probe["address"] in map(seat.cluster.address, seat.cluster.tasks):
-            seat.fail(ClusterError(text))
+        self._membership.line(f"refused a call from {link.peer}: {error}")
+        link.send(refused)
+        link.finish()
+
+    def _on_probe(self, link: Link, probe: Probe) -> None:
+        """A leader asks who is here. If it is not ours, and of our own list, one of the two lists is wrong."""
+        membership, held = self._membership, self._role.held
+        leader = membership.place(membership.cluster.leader)
+        link.send(State(membership.process, membership.identity.cluster, membership.leads, held))
+        link.finish()
+        taken = membership.agreed.is_set() or (held and not membership.leads)
+        if taken or probe.caller.address == leader.address:
+            return
+        caller = f"{probe.caller} ({probe.process})"
+        text = f"{caller} claims to lead, and here that is {leader}: {membership.compare_lists(probe.cluster)}"
+        if probe.caller.address in map(membership.cluster.address, membership.cluster.tasks):
+            membership.fail(ClusterError, text)
         else:
-            seat.conflict = seat.conflict or f"; {text}"
-            seat.line(text)
+            membership.conflict = membership.conflict or plain(f"; {text}")
+            membership.line(text)
 
 
-def _drain(source: "queue.SimpleQueue[Any]") -> list[Any]:
-    found = []
+def _drain(source: "queue.SimpleQueue[T]") -> list[T]:
+    found: list[T] = []
     while not source.empty():
         found.append(source.get_nowait())
     return found

@@ -6,22 +6,36 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Task, canonical
-from tf2dist.control.channel import Message
-from tf2dist.control.identity import Identity, differences, explain
+from tf2dist.control.identity import explain, list_differences
+from tf2dist.control.messages import (
+    Identity,
+    Jobs,
+    Join,
+    MeetingEvent,
+    Place,
+    Probe,
+    Process,
+    Stop,
+    Wait,
+    plain,
+    plainly,
+)
 from tf2dist.control.port import control_address
 from tf2dist.errors import Interrupted, TfDistError
+from tf2dist.packing import MessageError
 
-PROTOCOL = 2  # 2: a call says whom it is meant for
 BEAT_EVERY_SECS = 1.0
 MAX_LINES = 100
-MAX_CHARACTERS = 2000
+
+
+def _this_process() -> Process:
+    return Process(socket.gethostname(), os.getpid(), secrets.token_hex(8))
 
 
 @dataclass
-class Seat:
+class Membership:
     """Shared by the meeting's thread, which writes, and the caller's, which reads.
 
     Attributes:
@@ -38,15 +52,13 @@ class Seat:
     lost_after_secs: float
     port_shift: int
     job_id: str = field(default_factory=lambda: secrets.token_hex(4))
-    me: dict[str, Any] = field(
-        default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid(), "who": secrets.token_hex(8)}
-    )
+    process: Process = field(default_factory=_this_process)
     agreed: threading.Event = field(default_factory=threading.Event)
     failure: TfDistError | None = None
     conflict: str = ""
     lists_differ: bool = False
     lines: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
-    events: "queue.SimpleQueue[dict[str, Any]]" = field(default_factory=queue.SimpleQueue)
+    events: "queue.SimpleQueue[MeetingEvent]" = field(default_factory=queue.SimpleQueue)
     told: set[str] = field(default_factory=set)
 
     @property
@@ -59,70 +71,56 @@ class Seat:
             self.told.add(text)
             self.lines.put(plain(text))
 
-    def event(self, kind: str, task: Task | str, **values: Any) -> None:
-        self.events.put({"event": kind, "task": str(task), **values})
+    def event(self, event: MeetingEvent) -> None:
+        self.events.put(plainly(event))
 
-    def stopped(self, task: Task | str, signum: int) -> None:
+    def stopped(self, stop: Stop) -> None:
         """A task was told to stop, and with it all of them.
 
         Raises:
-            ValueError: there is no such signal.
+            MessageError: there is no such signal.
         """
-        if not 1 <= signum <= 64:
-            raise ValueError(signum)
+        if not 1 <= stop.signum <= 64:
+            raise MessageError(f"a message that makes no sense (Stop.signum: {stop.signum!s:.40})")
         if self.agreed.is_set():
-            self.event("stop", task, signum=signum)
+            self.event(stop)
         else:
-            self.fail(Interrupted(signum))
+            self.failure = self.failure or Interrupted(stop.signum)
 
-    def fail(self, error: TfDistError) -> None:
-        """Ends `Meeting.join` with the error, if that still waits."""
-        self.failure = self.failure or error
+    def fail(self, kind: type[TfDistError], text: str) -> None:
+        """Ends `Meeting.join` with an error, if that still waits."""
+        self.failure = self.failure or kind(plain(text))
 
-    def hello(self, kind: str, to: Task) -> Message:
-        """Who we are: to "join", or only to "probe" who is there; and whom this is meant for."""
-        return {
-            "type": kind,
-            "protocol": PROTOCOL,
-            "to": [str(to), self.cluster.address(to)],
-            "job": self.task.job,
-            "index": self.task.index,
-            "address": self.cluster.address(self.task),
-            **self.me,
-            **({"identity": self.identity} if kind == "join" else {"cluster": self.identity["cluster"]}),
-        }
+    def join(self) -> Join:
+        """Who we are and what we have, for the leader."""
+        return Join(self.place(self.cluster.leader), self.place(self.task), self.process, self.identity)
 
-    def misdirected(self, hello: Message) -> Message | None:
+    def probe(self, task: Task) -> Probe:
+        """The question who is at the address of a task."""
+        return Probe(self.place(task), self.place(self.task), self.process, self.identity.cluster)
+
+    def misdirected(self, call: Join | Probe) -> Wait | None:
         """The answer to a call that has been led here and was meant for another address; it ends nobody.
 
         A call to our address under the name of another task is none: then the two lists differ.
         """
-        if hello["protocol"] != PROTOCOL:  # which is refused for that
+        if canonical(call.to.address) == canonical(self.cluster.address(self.task)):
             return None
-        name, address = hello["to"]
-        if canonical(address) == canonical(self.cluster.address(self.task)):
-            return None
-        theirs = hello["identity"]["cluster"] if hello["type"] == "join" else hello["cluster"]
-        found = differences(self.identity["cluster"], theirs, "cluster")
-        text = f"{self.at(self.task)} answers there, and the call was meant for {name} at {address}"
+        found = list_differences(self.identity.cluster, call.cluster)
+        text = f"{self.place(self.task)} answers there, and the call was meant for {call.to}"
         if found:
             text = f"{text}; {explain(found, 'there', 'here')}"
-        return {"type": "wait", "text": plain(text), "lists_differ": bool(found)}
+        return Wait(plain(text), lists_differ=bool(found))
 
-    def at(self, task: Task) -> str:
-        return f"{task} at {self.cluster.address(task)}"
+    def place(self, task: Task) -> Place:
+        return Place(task, self.cluster.address(task))
 
     def missing(self, task: Task, why: str) -> str:
         """Such as "worker-1 at host:2222 (connection refused, control port 3222)"."""
         port = control_address(self.cluster.address(task), self.port_shift)[1]
-        return f"{self.at(task)} ({why}, control port {port})"
+        return f"{self.place(task)} ({why}, control port {port})"
 
-    def compare_lists(self, theirs: Any) -> str:
+    def compare_lists(self, theirs: Jobs) -> str:
         """Where our cluster list and theirs differ."""
-        found = differences(self.identity["cluster"], theirs, "cluster")
+        found = list_differences(self.identity.cluster, theirs)
         return plain(explain(found, "here", "there")) or "the cluster lists are equal"
-
-
-def plain(text: str) -> str:
-    """What another host says, fit for a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_CHARACTERS])

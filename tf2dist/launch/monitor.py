@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tf2dist.config.schema import RunConfig
+from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError, TrainingError
 from tf2dist.launch.console import Console
@@ -131,16 +132,20 @@ class Watch:
             case "exited":
                 self._on_exit(event)
 
-    def _on_meeting(self, event: Event) -> None:
+    def _on_meeting(self, event: control.MeetingEvent) -> None:
         """What has become of a task on another host."""
-        task, lost = event["task"], TaskLostError.exit_code
-        was_lost = event["event"] == "lost"
-        code, why = (event["code"], event["message"]) if event["event"] == "ended" else (lost, event.get("why", ""))
-        if event["event"] == "stop":
-            self._stop.told = event["signum"]
-        elif event["event"] == "back":
-            self._gone.pop(task, None)
-        elif code == 0 and task == self._leader:
+        match event:
+            case control.Stop():
+                self._stop.told = event.signum
+            case control.Back():
+                self._gone.pop(event.task, None)
+            case control.Lost(task, why):
+                self._on_end_elsewhere(task, TaskLostError.exit_code, why, was_lost=True)
+            case control.Ended(task, code, message):
+                self._on_end_elsewhere(task, code, message, was_lost=False)
+
+    def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
+        if code == 0 and task == self._leader:
             self._is_over, self._leave_by = True, time.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._summary:
             pass
