@@ -40,7 +40,7 @@ from tf2dist.control.messages import (
 from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError
-from tf2dist.packing import pack
+from tf2dist.packing import VERSION, pack
 
 
 def test_a_wrong_token(table: Table) -> None:
@@ -199,11 +199,17 @@ def test_after_garbage_all_is_well(healthy: Healthy) -> None:
 def member_of_sorts(cluster: Cluster) -> tuple[socket.socket, Channel]:
     """One who knows the token and then says what it likes."""
     line, channel = call(cluster), Channel(NO_TOKEN_KEY, dials=True)
-    while not channel.open:
-        channel.receive(line.recv(65536))
+    shake_hands(line, channel)
+    return line, channel
+
+
+def shake_hands(line: socket.socket, channel: Channel) -> None:
+    while True:
         line.sendall(channel.unsent)
         channel.unsent.clear()
-    return line, channel
+        if channel.open:
+            return
+        channel.receive(line.recv(65536))
 
 
 JSON_VALUES = st.recursive(
@@ -214,15 +220,16 @@ JSON_VALUES = st.recursive(
 HERE = "here:2222"  # becomes the leader's address
 TEXTS = st.text(max_size=20) | st.sampled_from(["worker-1", HERE, "\x1b[2J"])
 NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.integers(0, 3)
-PLACES = st.builds(Place, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS)
+PLACES = st.builds(Place, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS | st.just(HERE))
+TO = PLACES | st.just(Place(Task("chief", 0), HERE))
 PROCESSES = st.builds(Process, TEXTS, NUMBERS, TEXTS)
 JOBS = st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=3)
 CONFIGS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
 IDENTITIES = st.builds(Identity, JOBS, st.just({}), CONFIGS, st.just(()), st.none() | st.just({}))
 HELD = st.none() | st.builds(Held, TEXTS, PLACES, PROCESSES)
 MESSAGES: st.SearchStrategy[Wire] = st.one_of(
-    st.builds(Join, PLACES, PLACES, PROCESSES, IDENTITIES),
-    st.builds(Probe, PLACES, PLACES, PROCESSES, JOBS),
+    st.builds(Join, TO, PLACES, PROCESSES, IDENTITIES),
+    st.builds(Probe, TO, PLACES, PROCESSES, JOBS),
     st.builds(State, PROCESSES, JOBS, st.booleans(), HELD),
     st.builds(Refused, NUMBERS, TEXTS),
     st.builds(Stop, TEXTS, NUMBERS),
@@ -285,10 +292,11 @@ def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(
     cluster = cluster_of("async", **ASYNC)
     parties = [table(cluster, str(task)) for task in cluster.tasks[:-1]]
     for message, why in (
-        (Stop("", 99), "a message that makes no sense (Stop.signum: 99)"),
-        (Go(), "a message of unknown type (Go)"),
-        (Escape(), "a message of unknown type (?[2J)"),
-        (Ended("", 3, "\x1b[2J\u202e"), ""),
+        (pack(Stop("", 99)), "a message that makes no sense (Stop.signum: 99)"),
+        (pack(Go()), "a message of unknown type (Go)"),
+        (pack(Escape()), "a message of unknown type (?[2J)"),
+        (other_version(Stop("", 15)), f"another version of tf2dist: protocol 99, here {VERSION}"),
+        (pack(Ended("", 3, "\x1b[2J\u202e")), ""),
     ):
         line, channel = member_of_sorts(cluster)
         with line:
@@ -297,7 +305,7 @@ def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(
             line.sendall(channel.unsent)
             parties[0].go()
             channel.unsent.clear()
-            channel.send(pack(message))
+            channel.send(message)
             line.sendall(channel.unsent)
             for party in parties:
                 if why:
@@ -305,6 +313,25 @@ def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(
                 else:
                     assert party.event(Ended, "worker-1").message == "?[2J?"
                 party.seen.clear()
+
+
+@pytest.mark.parametrize("target", [0, 1], ids=["leader", "follower"])
+def test_an_answer_that_is_none_is_told_without_its_control_characters(table: Table, target: int) -> None:
+    """Target is whom somebody with the token plays."""
+    cluster = cluster_of(worker=2)
+    with socket.create_server(control_address(cluster.jobs["worker"][target])) as server:
+        server.settimeout(WAIT_SECS)
+        party = table(cluster, f"worker-{1 - target}")
+        line, channel = server.accept()[0], Channel(NO_TOKEN_KEY, dials=False)
+        with line:
+            shake_hands(line, channel)
+            channel.send(pack(Escape()))
+            line.sendall(channel.unsent)
+            wait_for(lambda: "a message of unknown type (?[2J), control port" in party.waiting_for)
+
+
+def other_version(message: Wire) -> bytes:
+    return json.dumps(json.loads(pack(message)) | {"version": 99}).encode()
 
 
 @dataclass(frozen=True)
