@@ -142,9 +142,9 @@ class Meeting:
             now = time.monotonic()
             names = self._role.waiting_for
             if now - start > timeout_secs:
-                conflict = self._membership.conflict or (
-                    "; the cluster lists differ" if self._membership.lists_differ else ""
-                )
+                conflict = self._membership.conflict
+                if not conflict and self._membership.lists_differ:
+                    conflict = "; the cluster lists differ"
                 text = f"after {now - start:.0f} s still waiting for {names}{conflict}"
                 raise (ClusterError if conflict else TaskLostError)(f"{text}; see startup_timeout_secs")
             if now - told > TELL_EVERY_SECS:
