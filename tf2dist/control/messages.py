@@ -221,5 +221,5 @@ def plain(text: str) -> str:
 
 def plainly(event: AnEvent) -> AnEvent:
     """The event with all its texts fit for a terminal."""
-    texts = {name: plain(value) for name, value in vars(event).items() if isinstance(value, str)}
+    texts: dict[str, Any] = {name: plain(value) for name, value in vars(event).items() if isinstance(value, str)}
     return dataclasses.replace(event, **texts)

@@ -98,8 +98,8 @@ class Watch:
     def _step(self) -> None:
         for event in self._launcher.events(POLL_SECS):
             self._on_event(event)
-        for event in self._meeting.events() if self._meeting else ():
-            self._on_meeting(event)
+        for heard in self._meeting.events() if self._meeting else ():
+            self._on_meeting(heard)
         self._kill_frozen()
         self._kill_stalled()
 
