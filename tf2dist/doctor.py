@@ -21,9 +21,8 @@ from tf2dist.cluster import addresses, reachability
 from tf2dist.cluster import spec as clusters
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import paths
-from tf2dist.config.checks import MODES
 from tf2dist.config.load import load
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import MODES, RunConfig
 from tf2dist.control import port, token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, RequestError, TaskLostError, TfDistError, first_line

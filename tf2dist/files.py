@@ -78,3 +78,26 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def make_private(folder: Path) -> None:
+    """Makes a directory, and those on the way to it, readable by their owner alone.
+
+    An empty directory that is there already becomes private as well; one that holds something is
+    left as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for path in reversed([folder, *folder.parents]):
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        except OSError:  # a file system that is read-only says so of what is there, too
+            if not path.is_dir():
+                raise
+    if not any(folder.iterdir()):
+        with contextlib.suppress(PermissionError):  # it is another user's, and may be meant for many
+            folder.chmod(0o700)

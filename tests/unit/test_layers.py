@@ -192,7 +192,6 @@ FOREIGN_TEXTS = ("_noinline", "seed_generator_state")
 # Uses that are older than this rule. Each is to move into `INTERNALS`; none may be added.
 STILL_ELSEWHERE = {
     "checkpoint.state: optimizer._trainable_variables",
-    "config.load: cfg._get_node",
     "data.download: gcs_utils._is_gcs_disabled",
     "data.download: mnist._MNIST_URL",
     "data.download: tensorflow_datasets.core.utils.gcs_utils",

@@ -1,15 +1,12 @@
-"""The rules of a configuration that a type cannot express."""
+"""All rules of a configuration: the ranges that its options declare, and by hand what concerns several of them."""
 
-from tf2dist.config import arguments, keras_settings, paths
-from tf2dist.config.rules import Rule, at_least_one, is_pattern, positive_secs
-from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.config.option import Rule, rules_of
+from tf2dist.config.paths import is_folder
+from tf2dist.config.rules import argument_rules, path_rules
+from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.errors import ConfigError
 
-MODES = ("async", "sync")
-CLUSTER_KINDS = ("local", "hosts", "tf_config")
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
-MAX_EPOCHS = 10**6
-MAX_SHIFT = 32_767  # half of all ports: from each of them one of the two directions leads to another
 
 
 def check(config: RunConfig) -> None:
@@ -18,78 +15,40 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: one line for each rule that is broken.
     """
+    builtin = not config.plugins
     rules: list[Rule] = [
-        ("mode", config.mode, config.mode in MODES, "must be async or sync"),
-        *_train(config),
-        *_cluster(config),
+        *rules_of(config),
+        *_length(config),
+        *_mode(config),
         *_hosts(config),
-        *_data_and_devices(config),
-        *keras_settings.rules(config.keras),
-        ("seed", config.seed, 0 <= config.seed < 2**31, "must be from 0 to 2147483647"),
-        positive_secs("startup_timeout_secs", config.startup_timeout_secs),
-        positive_secs("watchdog_secs", config.watchdog_secs),
-        ("max_restarts", config.max_restarts, config.max_restarts >= 0, "must be at least 0"),
-        positive_secs("grace_secs", config.grace_secs),
-        *_checkpoints(config),
-        *arguments.rules("model", config.model, builtin=not config.plugins),
-        *arguments.rules("optimizer", config.optimizer, builtin=not config.plugins),
-        *arguments.rules("data", {"name": config.data.name, **config.data.arguments}, builtin=not config.plugins),
-        *paths.rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
+        *_local(config),
+        *_first_weights(config),
+        *argument_rules("model", config.model, builtin),
+        *argument_rules("optimizer", config.optimizer, builtin),
+        *argument_rules("data", {"name": config.data.name, **config.data.arguments}, builtin),
+        *path_rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
     ]
     broken = [" ".join(f"{name} ({value}): {rule}".split()) for name, value, holds, rule in rules if not holds]
     if broken:
         raise ConfigError("\n".join(broken))
 
 
-def _train(config: RunConfig) -> list[Rule]:
-    train = config.train
-    steps, epochs = train.steps, train.epochs
-    one_of_two = f"train.steps is {steps}; give one of the two"
-    return [
-        at_least_one("train.steps", steps),
-        ("train.epochs", epochs, epochs is None or epochs > 0, "must be more than 0"),
-        ("train.epochs", epochs, not (epochs or 0) > MAX_EPOCHS, f"must be at most {MAX_EPOCHS:,}"),
-        ("train.epochs", epochs, epochs is None or steps is None, one_of_two),
-        at_least_one("train.batch_size_per_worker", train.batch_size_per_worker),
-        at_least_one("train.log_every_steps", train.log_every_steps),
-        at_least_one("train.eval_every_steps", train.eval_every_steps),
-        at_least_one("train.steps_per_execution", train.steps_per_execution),
-    ]
+def _length(config: RunConfig) -> list[Rule]:
+    steps, epochs = config.train.steps, config.train.epochs
+    must = f"train.steps is {steps}; give one of the two"
+    return [("train.epochs", epochs, epochs is None or steps is None, must)]
 
 
-def _cluster(config: RunConfig) -> list[Rule]:
-    cluster = config.cluster
-    kind, num_ps, shift, all_reduce = cluster.kind, cluster.num_ps, cluster.control_port_shift, cluster.all_reduce
-    needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
-    return [
-        ("cluster.kind", kind, kind in CLUSTER_KINDS, f"must be one of {', '.join(CLUSTER_KINDS)}"),
-        at_least_one("cluster.num_workers", cluster.num_workers),
-        ("cluster.num_ps", num_ps, num_ps >= 0, "must be at least 0"),
-        ("cluster.num_ps", num_ps, config.mode != "sync" or num_ps <= 1, "is for mode=async; leave it out"),
-        *_local(config),
-        ("cluster.num_ps", num_ps, config.mode == "sync" or num_ps != 0, needs_ps),
-        ("cluster.control_port_shift", shift, 1 <= shift <= MAX_SHIFT, f"must be from 1 to {MAX_SHIFT}"),
-        ("cluster.all_reduce", all_reduce, all_reduce in ("auto", "tensorflow"), "must be auto or tensorflow"),
-        (
-            "cluster.all_reduce",
-            all_reduce,
-            config.mode != "async" or all_reduce == "auto",
-            "is for mode=sync; leave it out",
-        ),
-    ]
-
-
-def _data_and_devices(config: RunConfig) -> list[Rule]:
-    data, devices = config.data, config.devices
-    fraction, precision = devices.gpu_memory_fraction, devices.precision
-    share = "must be more than 0 and at most 1, such as 0.2"
-    return [
-        ("data.offline", data.offline, data.offline in ("fallback", "fail"), "must be fallback or fail"),
-        ("data.num_validation", data.num_validation, data.num_validation >= 0, "must be at least 0"),
-        positive_secs("data.download_timeout_secs", data.download_timeout_secs),
-        ("devices.gpu_memory_fraction", fraction, fraction is None or 0 < fraction <= 1, share),
-        ("devices.precision", precision, precision in ("float32", "bfloat16"), "must be float32 or bfloat16"),
-    ]
+def _mode(config: RunConfig) -> list[Rule]:
+    """What one of the two modes has no use for, and what it cannot do without."""
+    num_ps, all_reduce = config.cluster.num_ps, config.cluster.all_reduce
+    if config.mode == "async":
+        needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
+        return [
+            ("cluster.num_ps", num_ps, num_ps != 0, needs_ps),
+            ("cluster.all_reduce", all_reduce, all_reduce == "auto", "is for mode=sync; leave it out"),
+        ]
+    return [("cluster.num_ps", num_ps, num_ps <= 1, "is for mode=async; leave it out")]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
@@ -99,9 +58,9 @@ def _hosts(config: RunConfig) -> list[Rule]:
     used = config.cluster.kind == "hosts"
     rules = [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
     for size in ("num_workers", "num_ps"):
-        value = getattr(config.cluster, size)
-        holds = config.cluster.kind == "local" or value == getattr(ClusterConfig(), size)
-        rules.append((f"cluster.{size}", value, holds, "is for cluster=local; leave it out"))
+        name, value = f"cluster.{size}", getattr(config.cluster, size)
+        holds = config.cluster.kind == "local" or value == OPTIONS[name].default
+        rules.append((name, value, holds, "is for cluster=local; leave it out"))
     return rules
 
 
@@ -117,18 +76,10 @@ def _local(config: RunConfig) -> list[Rule]:
     return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]
 
 
-def _checkpoints(config: RunConfig) -> list[Rule]:
+def _first_weights(config: RunConfig) -> list[Rule]:
     source, layers = config.init_from, config.init_layers
+    no_run = "there is no such run directory; name that of a run"
     return [
-        positive_secs("checkpoint.every_secs", config.checkpoint.every_secs),
-        at_least_one("checkpoint.every_steps", config.checkpoint.every_steps),
-        at_least_one("checkpoint.keep", config.checkpoint.keep),
-        (
-            "init_from",
-            source,
-            source is None or paths.is_folder(source),
-            "there is no such run directory; name that of a run",
-        ),
+        ("init_from", source, source is None or is_folder(source), no_run),
         ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
-        ("init_layers", layers, is_pattern(layers), "must be a regular expression, such as 'hidden[123]'"),
     ]

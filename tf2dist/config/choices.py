@@ -4,38 +4,51 @@ import functools
 from importlib import resources
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from tf2dist.config.schema import OPTIONS
 
 CONF_MODULE = "tf2dist.conf"
 PLUGIN_GROUPS = ("model", "data", "optimizer")
-HIDDEN = ("plugin", "default")  # files that are chosen for the user
+HIDDEN = "plugin"  # the file that is chosen for a name that a plugin registers
 
 
 @functools.cache
-def options() -> dict[str, list[str]]:
+def groups() -> dict[str, list[str]]:
     """The names that may follow ``group=`` on the command line, by group."""
-    groups = [entry for entry in resources.files(CONF_MODULE).iterdir() if entry.is_dir()]
+    folders = [entry for entry in resources.files(CONF_MODULE).iterdir() if entry.is_dir()]
     return {
-        group.name: sorted(Path(file.name).stem for file in group.iterdir() if file.name.endswith(".yaml"))
-        for group in groups
-        if group.name != "__pycache__"
+        folder.name: sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+        for folder in folders
+        if folder.name != "__pycache__"
     }
+
+
+def public(group: str) -> list[str]:
+    """The names in a group that a user chooses from."""
+    return [name for name in groups()[group] if name != HIDDEN]
+
+
+@functools.cache
+def values(group: str, name: str) -> dict[str, str]:
+    """What the file of one choice sets, each value as it is written there."""
+    lines = resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text().splitlines()
+    pairs = [line.partition(": ") for line in lines if not line.startswith("#")]
+    return {key: value for key, _, value in pairs}
 
 
 @functools.cache
 def keys(group: str, name: str) -> tuple[str, ...]:
-    """The options in the file of one choice, such as learning_rate; none where the choice is a plugin's."""
-    if name in HIDDEN or name not in options()[group]:
+    """The options that come with one choice, such as learning_rate; none where the choice is a plugin's."""
+    if name not in public(group):
         return ()
-    text = resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text()
-    return tuple(str(key) for key in OmegaConf.create(text) if key != "name")
+    declared = [option.partition(".")[2] for option in OPTIONS if option.startswith(f"{group}.")]
+    return tuple(key for key in dict.fromkeys([*declared, *values(group, name)]) if key != "name")
 
 
 def of_choices() -> dict[str, list[str]]:
     """The options that come with a choice, and the choices: "model.dropout" with "model=cnn"."""
     found: dict[str, list[str]] = {}
     for group in PLUGIN_GROUPS:
-        for name in options()[group]:
+        for name in public(group):
             for key in keys(group, name):
                 found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
     return found

@@ -1,10 +1,10 @@
-"""The text of ``--help``, made from the configuration files and their comments."""
+"""The text of ``--help``, made from the schema and the files in ``conf/``."""
 
-import re
 import textwrap
-from importlib import resources
 
-from tf2dist.config.choices import CONF_MODULE, HIDDEN, options
+from tf2dist.config.choices import groups, keys, public, values
+from tf2dist.config.rules import ARGUMENTS
+from tf2dist.config.schema import OPTIONS, RunConfig
 
 HEAD = """\
 Train a Keras 3 model on many workers.
@@ -22,67 +22,55 @@ TAIL = """
 
 python -m tf2dist.doctor, with the same arguments, starts no training and says what would stand in the way.
 """
-GROUPS_WITH_OPTIONS = {
-    "cluster": "local",
-    "train": "default",
-    "checkpoint": "default",
-    "devices": "default",
-}
+SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all
 OPTION_CHARS = 36
-LINE = re.compile(r"^(\w+):\s*(.*?)\s*(?:#\s*(.*))?$")
 
 
 def help_text(line_chars: int) -> str:
     """The whole text, in lines of at most so many characters where they can be broken."""
-    choices = {group: [name for name in names if name not in HIDDEN] for group, names in sorted(options().items())}
-    lines = [f"  {group:10} {', '.join(names)}\n" for group, names in choices.items() if names]
-    described = [*_described("config.yaml", "")]
-    for group, file in GROUPS_WITH_OPTIONS.items():
-        described += _described(f"{group}/{file}.yaml", f"{group}.")
-    for group, default in (("data", "mnist"), ("model", "dnn"), ("optimizer", "adam")):
-        described += _of_choices(group, sorted(choices[group], key=lambda name: name != default))
-    rows = [_row(option, comment, line_chars) + "\n" for option, comment in described]
-    return "".join([HEAD, *lines, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
+    choices = [f"  {group:10} {', '.join(public(group))}\n" for group in sorted(groups())]
+    described = [row for section in SECTIONS for row in _of_section(section)]
+    chosen = RunConfig()
+    defaults = {"data": chosen.data.name, "model": chosen.model["name"], "optimizer": chosen.optimizer["name"]}
+    for group, default in defaults.items():
+        described += _of_choices(group, sorted(public(group), key=lambda name: name != default))
+    rows = [_row(option, text, line_chars) + "\n" for option, text in described]
+    return "".join([HEAD, *choices, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
 
 
-def _row(option: str, comment: str, line_chars: int) -> str:
-    """The comments stand in a column; a long one goes on below its beginning."""
+def _row(option: str, text: str, line_chars: int) -> str:
+    """The texts stand in a column; a long one goes on below its beginning."""
     column = min(OPTION_CHARS, line_chars // 2)
     indent = " " * (column + 4)
-    text = textwrap.fill(comment, line_chars, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    filled = textwrap.fill(text, line_chars, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     if len(option) > column:
-        return f"  {option}\n{text}".rstrip()
-    return f"  {option:{column}}  {text.lstrip()}".rstrip()
+        return f"  {option}\n{filled}".rstrip()
+    return f"  {option:{column}}  {filled.lstrip()}".rstrip()
+
+
+def _of_section(section: str) -> list[tuple[str, str]]:
+    """The options of a section, as ("name=default", text)."""
+    return [
+        (f"{name}={option.shown}", option.help)
+        for name, option in OPTIONS.items()
+        if name.rpartition(".")[0] == section and not option.is_choice
+    ]
 
 
 def _of_choices(group: str, names: list[str]) -> list[tuple[str, str]]:
     """The options of all choices of a group, with the first's default; whose they are, and other defaults, follow."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    owners: dict[str, dict[str, str]] = {}  # of each option the choices that have it, with their defaults
     for name in names:
-        for option, comment in _described(f"{group}/{name}.yaml", f"{group}."):
-            key, _, default = option.partition("=")
-            found.setdefault(key, []).append((name, default, comment))
+        for key in keys(group, name):
+            declared = OPTIONS.get(f"{group}.{key}")
+            default = values(group, name).get(key) or (declared.shown if declared else "")
+            owners.setdefault(key, {})[name] = default
     described = []
-    for key, owners in found.items():
-        _, default, comment = owners[0]
-        others = [f"{name}: {its}" for name, its, _ in owners if its != default]
-        whose = [name for name, its, _ in owners if its == default] if len(owners) < len(names) else []
+    for key, defaults in owners.items():
+        default = next(iter(defaults.values()))
+        others = [f"{name}: {its}" for name, its in defaults.items() if its != default]
+        whose = [name for name, its in defaults.items() if its == default] if len(defaults) < len(names) else []
         of = f" ({', '.join([*whose, *others])})" if whose or others else ""
-        described.append((f"{key}={default}", f"{comment}{of}".strip()))
+        text = (OPTIONS.get(f"{group}.{key}") or ARGUMENTS[key]).help
+        described.append((f"{group}.{key}={default}", f"{text}{of}".strip()))
     return described
-
-
-def _described(file: str, prefix: str) -> list[tuple[str, str]]:
-    """The options in a configuration file, as ("name=default", comment)."""
-    task, found = "", []
-    for line in resources.files(CONF_MODULE).joinpath(file).read_text().splitlines():
-        match = LINE.match(line.strip())
-        if line.startswith(("defaults", "#", "  -")) or not match or match[1] in ("name", "kind"):
-            continue
-        key, default, comment = match.groups()
-        task = task if line.startswith(" ") else ""
-        if not default:  # a section: what follows it is indented
-            task = f"{key}."
-            continue
-        found.append((f"{prefix}{task}{key}={default}", comment or ""))
-    return found

@@ -7,38 +7,16 @@ The launcher must not import Keras, which takes seconds: this follows keras/src/
 """
 
 import json
-import math
 import os
 import stat
 from dataclasses import asdict, replace
 from typing import Any
 
-from tf2dist.config.rules import Rule
+from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig
 from tf2dist.errors import ConfigError
 
 DEFAULTS = KerasConfig(floatx="float32", image_data_format="channels_last", epsilon=1e-7)
-FLOATX_RULE = (
-    "must be float32, the type in which gradients and updates travel; give keras.floatx=float32, and "
-    "devices.precision=bfloat16 for mixed precision"
-)
-FORMATS = ("channels_last", "channels_first")
-
-
-def rules(settings: KerasConfig) -> list[Rule]:
-    """What values can be trained with; None stands for what keras.json says."""
-    floatx, image_data_format, epsilon = settings.floatx, settings.image_data_format, settings.epsilon
-    is_small = epsilon is None or (math.isfinite(epsilon) and epsilon > 0)
-    return [
-        ("keras.floatx", floatx, floatx in (None, "float32"), FLOATX_RULE),
-        (
-            "keras.image_data_format",
-            image_data_format,
-            image_data_format in (None, *FORMATS),
-            f"must be {' or '.join(FORMATS)}",
-        ),
-        ("keras.epsilon", epsilon, is_small, "must be more than 0 and finite"),
-    ]
 
 
 def resolve(settings: KerasConfig) -> KerasConfig:
@@ -50,7 +28,7 @@ def resolve(settings: KerasConfig) -> KerasConfig:
     found = from_file()
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     resolved = replace(DEFAULTS, **{**found, **given})
-    for name, value, holds, rule in rules(resolved):
+    for name, value, holds, rule in rules_of(resolved, "keras."):
         if not holds:
             raise ConfigError(f"{name} ({value}, as in {path()}): {rule}")
     return resolved

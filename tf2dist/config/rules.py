@@ -1,32 +1,148 @@
-"""A rule as a value, and those for numbers. Without an end a number is a mistake, or a call that fails much later."""
+"""The rules for what is free in name but not in kind: arguments of models and optimizers, paths, plugins."""
 
 import math
-import re
+import os
+from pathlib import Path
 from typing import Any
 
-Rule = tuple[str, Any, bool, str]  # name, value, whether it holds, what must be
+from tf2dist.config.choices import keys
+from tf2dist.config.option import Must, Option, Rule, above, at_least, broken, is_number, one_of, or_null
+from tf2dist.config.paths import is_path
+from tf2dist.files import open_to_read
 
-MAX_COUNT = 10**12  # of steps: far more than anyone trains, far less than 64 bits hold
-MAX_SECS = 366 * 24 * 3600.0  # a year; the system's calls take no endless waits
-
-
-def at_least_one(name: str, value: int | None) -> Rule:
-    if value is None or value < 1:
-        return (name, value, value is None, "must be at least 1")
-    return (name, value, value <= MAX_COUNT, f"must be at most {MAX_COUNT:,}")
+MAX_UNITS = 1_000_000
+MAX_PLUGIN_BYTES = 1 << 24
 
 
-def positive_secs(name: str, value: float | None) -> Rule:
-    if value is None:
-        return (name, value, True, "")
-    if MAX_SECS < value < math.inf:
-        return (name, value, False, f"must be at most {MAX_SECS:.0f}, a year")
-    return (name, value, 0 < value <= MAX_SECS, "must be more than 0 and finite")
+def _are_units(value: Any) -> bool:
+    items = value if isinstance(value, list) else [None]
+    return all(type(item) is int and 0 < item <= MAX_UNITS for item in items)
 
 
-def is_pattern(text: str | None) -> bool:
+UNITS = Must(
+    _are_units, f"must be a list such as [300,50] of whole numbers; each must be more than 0, up to {MAX_UNITS:,}"
+)
+SHARE = Option(musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),))
+SWITCH = Option(musts=(Must(lambda value: isinstance(value, bool), "must be true or false"),))
+
+# The arguments by name, whichever choice in ``conf/`` has them; their defaults stand there.
+RATES = {  # numbers that need not be whole
+    "learning_rate": Option(musts=(above(0),)),
+    "beta_1": SHARE,
+    "beta_2": SHARE,
+    "rho": SHARE,
+    "momentum": SHARE,
+    "dropout": Option(musts=SHARE.musts, help="before the last layer"),
+    "epsilon": Option(musts=(above(0),)),
+    "weight_decay": Option(musts=(or_null(at_least(0)),)),
+    "initial_accumulator_value": Option(musts=(or_null(at_least(0)),)),
+    "clipnorm": Option(musts=(or_null(above(0)),), help="of each gradient"),
+    "clipvalue": Option(musts=(or_null(above(0)),)),
+    "global_clipnorm": Option(musts=(or_null(above(0)),), help="of all gradients together"),
+}
+ARGUMENTS = {
+    **RATES,
+    "schedule": Option(
+        musts=(one_of("constant", "cosine"),),
+        help="of the learning rate: constant, or cosine (up for 5 % of the steps, then down to 0)",
+    ),
+    "amsgrad": SWITCH,
+    "nesterov": SWITCH,
+    "centered": SWITCH,
+    "batch_norm": Option(musts=SWITCH.musts, help="after each convolution"),
+    "hidden_units": Option(musts=(UNITS,)),
+}
+
+
+def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
+    """Arguments are finite numbers, switches, or lists of numbers; those of a plugin may be words, too.
+
+    Args:
+        group: model, optimizer or data.
+        builtin: whether no plugin can have given the names another meaning; if so they have a range, too.
+    """
+    own = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
+    rules: list[Rule] = []
+    for key, value in arguments.items():
+        if key == "name":
+            text = "" if isinstance(value, str) else "must be a name"
+        elif (group, key) == ("optimizer", "schedule"):  # ours, of a plugin's optimizer too
+            text = broken(value, *ARGUMENTS[key].musts)
+        else:
+            text = _problem(key, value, builtin, key in own)
+        rules.append((f"{group}.{key}", value, not text, text))
+    if group == "optimizer" and arguments.get("schedule") == "cosine":
+        rate, must = arguments.get("learning_rate"), "must be a number for optimizer.schedule=cosine"
+        rules.append(("optimizer.learning_rate", rate, is_number(rate) and math.isfinite(rate), must))
+    return rules
+
+
+def _problem(key: str, value: Any, builtin: bool, is_own: bool) -> str:
+    """What an argument must be instead of this value, or ""; `is_own`: the file of the choice in ``conf/`` has it."""
+    text = broken(value, *ARGUMENTS[key].musts) if builtin and key in ARGUMENTS else ""
+    if _is_plain(value, words=not builtin and not is_own):
+        return text
+    if isinstance(value, float):
+        return "must be a finite number"
+    kinds = "a number, true or false, or null" if is_own else "a number, a word, true, false, null, or a list"
+    return text or f"must be {kinds}"
+
+
+def _is_plain(value: Any, words: bool) -> bool:
+    """Whether a value is a number, a switch or nothing, or a word where these may be; or a list of such."""
+    items = value if isinstance(value, list) else [value]
+    return all(
+        item is None or (isinstance(item, int | float) and math.isfinite(item)) or (words and isinstance(item, str))
+        for item in items
+    )
+
+
+def with_floats(group: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same, with 1.0 for 1 where a number need not be whole: Keras takes no whole number for a rate."""
+    fractional = set(RATES) & set(keys(group, arguments["name"]))
+    if group == "optimizer":
+        fractional.add("learning_rate")  # of a plugin's, too
+    return {
+        key: float(value) if key in fractional and type(value) is int else value for key, value in arguments.items()
+    }
+
+
+def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
+    """Paths that the system would not even look up, and plugins that are no Python."""
+    rules: list[Rule] = [
+        (name, path, path is None or is_path(path), "is no name of a directory; leave it out for the default")
+        for name, path in folders.items()
+    ]
+    for path in plugins:
+        there = is_path(path) and os.path.isfile(os.path.expanduser(path))
+        rules.append(("plugins", path, there, "there is no such Python file"))
+        if there and (problem := _syntax_problem(os.path.expanduser(path))):
+            rules.append(("plugins", path, False, f"{problem}; correct the file"))
+    return rules
+
+
+def _syntax_problem(path: str) -> str:
+    """Why a file is no Python, or ""; it is read and not run."""
     try:
-        re.compile(text or "")
-    except (re.error, OverflowError, RecursionError):  # a{99999999999} and 3,000 brackets are the last two
-        return False
-    return True
+        compile(_read_file(path), path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"cannot be read ({error})"
+    return ""
+
+
+def _read_file(path: str) -> bytes:
+    """The bytes of a file on a disk.
+
+    Raises:
+        OSError: it cannot be read, or is one that the system makes up; to read such a one may take for ever.
+    """
+    with open_to_read(Path(path)) as file:
+        size = os.fstat(file.fileno()).st_size  # 0 of a file that the system makes up
+        if size > MAX_PLUGIN_BYTES:
+            raise OSError(f"it has {size:,} bytes")
+        text = file.read(size + 1)  # None if there is nothing yet
+    if text is None or len(text) > size:
+        raise OSError("it is a device")
+    return text

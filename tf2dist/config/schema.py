@@ -1,84 +1,146 @@
-"""The configuration: typed values, and one strict load at the door; see `checks` for the rules between them.
+"""The configuration: every option with its type, default, help text and range, declared here and nowhere else.
 
-Mistakes become one `ConfigError` that names the option, its value, the rule and the way out.
+``conf/`` chooses and overrides. What Hydra composes, ``--help`` and the ranges that are checked are made
+from these fields; `checks` has the rules between several options.
+
 Nothing in a configuration is ever executed or instantiated.
 """
 
-import re
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tf2dist.config.convert import REST, to_dataclass
+from tf2dist.config.option import (
+    COUNT,
+    POSITIVE,
+    SECS,
+    Must,
+    above,
+    at_least,
+    at_most,
+    between,
+    choice,
+    is_pattern,
+    one_of,
+    option,
+    options_of,
+)
 from tf2dist.errors import ConfigError
 
+MODES = ("async", "sync")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to that of its launching process
+MAX_SHIFT = 32_767  # half of all ports: from each of them one of the two directions leads to another
+MAX_EPOCHS = 10**6
+IS_SHARE = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
+IS_PATTERN = Must(is_pattern, "must be a regular expression, such as 'hidden[123]'")
+IS_FLOAT32 = Must(
+    lambda value: value == "float32",
+    "must be float32, the type in which gradients and updates travel; give keras.floatx=float32, and "
+    "devices.precision=bfloat16 for mixed precision",
+)
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    kind: str = "local"
-    num_workers: int = 3
-    num_ps: int = 1
-    chief: list[str] = field(default_factory=list)
-    ps: list[str] = field(default_factory=list)
-    worker: list[str] = field(default_factory=list)
-    evaluator: list[str] = field(default_factory=list)
-    check_address: bool = True
-    allow_public: bool = False
-    control_port_shift: int = CONTROL_PORT_SHIFT
-    all_reduce: str = "auto"
+    kind: str = choice("local", one_of("local", "hosts", "tf_config"))
+    num_workers: int = option(3, *COUNT)
+    num_ps: int = option(1, at_least(0), help="parameter servers, async only")
+    chief: list[str] = option([], help="host:port lists, only with cluster=hosts")
+    ps: list[str] = option([])
+    worker: list[str] = option([])
+    evaluator: list[str] = option([])
+    check_address: bool = option(
+        True, help="refuse an address that is not this host's; false where it is reached through a proxy"
+    )
+    allow_public: bool = option(
+        False, help="take an address that the whole internet can reach; TensorFlow's servers have no password"
+    )
+    control_port_shift: int = option(
+        CONTROL_PORT_SHIFT,
+        between(1, MAX_SHIFT),
+        help="the tasks' own talk uses each port plus this; minus it above 65535",
+    )
+    all_reduce: str = option(
+        "auto",
+        one_of("auto", "tensorflow"),
+        help="sync: our own between CPUs where all can connect, TensorFlow's else; tensorflow: always its",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    type: str | None = None
-    index: int | None = None
+    """Which task this process is; only with cluster=hosts."""
+
+    type: str | None = option(None, help="chief, worker, ps or evaluator")
+    index: int | None = option(None)
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    name: str = "mnist"
-    dir: str | None = None
-    offline: str = "fallback"
-    num_validation: int = 0
-    download_timeout_secs: float = 300.0
-    arguments: dict[str, Any] = field(default_factory=dict)  # what a plugin's data takes beside these
+    name: str = choice("mnist")
+    dir: str | None = option(
+        None, help="where tensorflow-datasets keeps it; null: TFDS_DATA_DIR or ~/tensorflow_datasets"
+    )
+    offline: str = option(
+        "fallback",
+        one_of("fallback", "fail"),
+        help="if it can be neither found nor downloaded: fallback (train on digits), or fail as on hosts",
+    )
+    num_validation: int = option(0, at_least(0), help="the first so many of the training split")
+    download_timeout_secs: float = option(300.0, *SECS)
+    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # what a plugin's data takes beside these
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    steps: int | None = None
-    epochs: float | None = None
-    batch_size_per_worker: int = 100
-    log_every_steps: int = 100
-    eval_every_steps: int | None = None
-    steps_per_execution: int | None = None
+    steps: int | None = option(None, *COUNT, help="global steps; or")
+    epochs: float | None = option(
+        None,
+        above(0),
+        at_most(MAX_EPOCHS),
+        help="passes over the training set by the whole cluster; both null: the data's default",
+    )
+    batch_size_per_worker: int = option(100, *COUNT)
+    log_every_steps: int = option(100, *COUNT, help="of each worker's own steps")
+    eval_every_steps: int | None = option(
+        None, *COUNT, help="validation accuracy every so many global steps; null: only at the end"
+    )
+    steps_per_execution: int | None = option(None, *COUNT, help="steps a worker takes for each call; null: chosen")
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    every_secs: float | None = 600.0
-    every_steps: int | None = None
-    keep: int = 3
+    every_secs: float | None = option(
+        600.0, *SECS, help="save at least this often, at the end and on a signal; null: not by time"
+    )
+    every_steps: int | None = option(None, *COUNT, help="save at every multiple of so many global steps")
+    keep: int = option(3, *COUNT, help="how many stay")
 
 
 @dataclass(kw_only=True, slots=True)
 class DevicesConfig:
-    gpu_memory_fraction: float | None = None
-    xla: bool = False
-    precision: str = "float32"
+    gpu_memory_fraction: float | None = option(
+        None, IS_SHARE, help="a fixed share of each GPU, such as 0.2; null: memory grows as needed"
+    )
+    xla: bool = option(False, help="compile the forward and backward pass with XLA")
+    precision: str = option("float32", one_of("float32", "bfloat16"), help="float32, or bfloat16 for mixed precision")
 
 
 @dataclass(kw_only=True, slots=True)
 class KerasConfig:
-    """See `keras_settings`; None until it is resolved."""
+    """None: as in keras.json, or else as Keras does; see `keras_settings`, which resolves it."""
 
-    floatx: str | None = None
-    image_data_format: str | None = None
-    epsilon: float | None = None
+    floatx: str | None = option(None, IS_FLOAT32, help="float32")
+    image_data_format: str | None = option(
+        None,
+        one_of("channels_last", "channels_first"),
+        help="channels_last or channels_first: what layers take the images for, which stay as they are",
+    )
+    epsilon: float | None = option(None, POSITIVE, help="the small number of Keras's own divisions, 1e-7")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +150,7 @@ class RunConfig:
     In a file, as on the command line, the arguments of the data stand among its options.
     """
 
-    mode: str = "async"
+    mode: str = choice("async", one_of(*MODES))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -98,16 +160,27 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     keras: KerasConfig = field(default_factory=KerasConfig)
-    plugins: list[str] = field(default_factory=list)
-    run_dir: str | None = None
-    init_from: str | None = None
-    init_layers: str | None = None
-    seed: int = 0
-    profile: bool = False
-    startup_timeout_secs: float = 60.0
-    watchdog_secs: float = 120.0
-    max_restarts: int = 3
-    grace_secs: float = 10.0
+    plugins: list[str] = option([], help="Python files that register models, data or optimizers of your own")
+    run_dir: str | None = option(
+        None,
+        help="where everything of the run goes, and where it goes on; null: outputs/DATE_TIME-MODE-MODEL",
+    )
+    init_from: str | None = option(
+        None, help="a run directory whose newest checkpoint gives a new run its first weights"
+    )
+    init_layers: str | None = option(
+        None, IS_PATTERN, help="only those of layers with such names, such as 'hidden[123]'"
+    )
+    seed: int = option(0, between(0, 2**31 - 1), help="the one seed")
+    profile: bool = option(False, help="two seconds of the training for TensorBoard's profiler")
+    startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks")
+    watchdog_secs: float = option(
+        120.0,
+        *SECS,
+        help="how long a task may make no progress (at the start 600 more); frozen, 0.6 of it",
+    )
+    max_restarts: int = option(3, at_least(0), help="of lost tasks")
+    grace_secs: float = option(10.0, *SECS, help="how long tasks may take to save and end after a signal")
 
     @property
     def silence_secs(self) -> float:
@@ -124,6 +197,28 @@ class RunConfig:
         return OmegaConf.to_yaml(OmegaConf.create(self.as_tree()))
 
 
+OPTIONS = dict(options_of(RunConfig))
+SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
+
+
+def defaults() -> dict[str, Any]:
+    """The tree of all options that no choice of a group brings along, with their defaults."""
+    tree = RunConfig().as_tree()
+    del tree["mode"], tree["cluster"]["kind"]
+    for group in ("data", "model", "optimizer"):
+        del tree[group]["name"]
+    return tree
+
+
+def from_tree(tree: Any) -> RunConfig:
+    """The typed configuration; what is not in the tree has its default.
+
+    Raises:
+        ConfigError: there is no such option, or a value is not of its option's type.
+    """
+    return to_dataclass(RunConfig, tree)
+
+
 def from_yaml(text: str) -> RunConfig:
     """The configuration that another process has checked and written.
 
@@ -131,70 +226,12 @@ def from_yaml(text: str) -> RunConfig:
         ConfigError: it is no such configuration; a YAML tag that would make an object is none.
     """
     try:
-        return to_typed(OmegaConf.create(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the configuration is no plain YAML: {one_line(error)}") from None
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the configuration is no plain YAML: {first_line(error)}") from None
+    return from_tree(tree)
 
 
-def to_typed(cfg: Any) -> RunConfig:
-    """Raises ConfigError: a value is not of its option's type."""
-    try:
-        _check_truths(cfg, RunConfig)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), _with_arguments(cfg)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error)) from None
-    assert isinstance(config, RunConfig)
-    return config
-
-
-def _with_arguments(cfg: Any) -> Any:
-    """The same, with the arguments of the data apart from the options that all data has."""
-    if not OmegaConf.is_dict(cfg) or not OmegaConf.is_dict(cfg.get("data")):
-        return cfg
-    own = {option.name for option in fields(DataConfig)} - {"arguments"}
-    tree = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(tree, dict)
-    given = tree["data"]
-    tree["data"] = {key: value for key, value in given.items() if key in own}
-    tree["data"]["arguments"] = {key: value for key, value in given.items() if key not in own}
-    return OmegaConf.create(tree)
-
-
-KINDS = {
-    "int": "a whole number",
-    "Integer": "a whole number",
-    "float": "a number",
-    "Float": "a number",
-    "bool": "true or false",
-    "str": "a word or a path",
-    "list": "a list such as [a,b]",
-}
-
-
-def one_line(error: Exception) -> str:
-    """OmegaConf's and Hydra's messages, shortened to "name (value): rule"."""
-    text = str(error)
-    key = re.search(r"full_key: (\S+)", text)
-    if key:
-        if wrong := re.search(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", text):
-            return f"{key[1]} ({wrong[1]}): must be {KINDS.get(wrong[2], wrong[2])}"
-        if wrong := re.search(r"Incompatible value 'None' for field of type '(\w+)'|NoneType is not a subclass", text):
-            return f"{key[1]} (null): must be {KINDS.get(wrong[1] or 'str', wrong[1])}"
-        if wrong := re.search(r"Cannot convert '\w+' to string: '(.*)'", text):
-            return f"{key[1]} ({wrong[1]}): must be {KINDS['str']}"
-        if "is not a ListConfig" in text or "is not Optional" in text:
-            return f"{key[1]}: must be {KINDS['list']}"
-        if re.search(r"Key '.*' not in '\w+'", text):
-            return f"{key[1]}: there is no such option; see --help"
-    first = " ".join((text.strip().splitlines() or [type(error).__name__])[0].split())
-    return f"{key[1]}: {first}" if key else first
-
-
-def _check_truths(node: Any, section: Any, prefix: str = "") -> None:
-    """OmegaConf takes every whole number for a truth."""
-    for option in fields(section) if OmegaConf.is_dict(node) else ():
-        value = OmegaConf.select(node, option.name)
-        if is_dataclass(option.type):
-            _check_truths(value, option.type, f"{prefix}{option.name}.")
-        elif option.type is bool and type(value) in (int, float) and value not in (0, 1):
-            raise ConfigError(f"{prefix}{option.name} ({value}): must be true or false")
+def first_line(error: Exception) -> str:
+    """What an error of a library says, on one line."""
+    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())

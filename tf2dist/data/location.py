@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tf2dist.config import paths
+from tf2dist.config import choices, paths
+from tf2dist.config.convert import to_dataclass
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError
@@ -16,7 +17,7 @@ from tf2dist.interpreter import child_environment, module_command
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
-DIGITS = DataConfig(name="digits", offline="fail", num_validation=180)  # if there is nothing else
+DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # if there is nothing else
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 

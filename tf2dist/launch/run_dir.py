@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tf2dist import files
-from tf2dist.config.paths import is_path, make_private
+from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 
@@ -36,7 +36,7 @@ def make_run_dir(config: RunConfig) -> Path:
             raise ConfigError(f"run_dir ({run_dir}): is no name in UTF-8; name another directory")
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
-        make_private(run_dir)
+        files.make_private(run_dir)
         _check_contents(run_dir, given)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()

@@ -1,0 +1,120 @@
+"""Each option is declared once: conf/ chooses and overrides, and values get the types of the schema."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+from tf2dist.config.choices import groups, public
+from tf2dist.config.help import help_text
+from tf2dist.config.load import load
+from tf2dist.config.schema import OPTIONS, RunConfig, defaults, from_tree
+from tf2dist.errors import ConfigError
+
+CONF = REPOSITORY / "conf"
+# A file whose name or comment promises a value must keep it when the default changes.
+PROMISED = {"cluster/local3.yaml: cluster.num_workers", "experiment/*: train.batch_size_per_worker"}
+
+
+def settings(group: str, name: str) -> dict[str, Any]:
+    """What a file in conf/ sets, by dotted names."""
+    tree = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    tree.pop("defaults", None)
+    if group not in ("experiment", "mode"):
+        tree = {group: tree}
+    return {
+        f"{section}.{key}" if isinstance(values, dict) else section: value
+        for section, values in tree.items()
+        for key, value in (values.items() if isinstance(values, dict) else [(section, values)])
+    }
+
+
+@pytest.mark.parametrize("group", groups())
+def test_conf_says_nothing_again(group: str) -> None:
+    again = {
+        f"{group}/{'*' if group == 'experiment' else f'{name}.yaml'}: {option}"
+        for name in groups()[group]
+        for option, value in settings(group, name).items()
+        if option in OPTIONS and not OPTIONS[option].is_choice and value == OPTIONS[option].default
+    }
+    assert again <= PROMISED
+
+
+def test_the_default_choices_are_the_defaults_of_the_schema() -> None:
+    made, plain = load([], None).as_tree(), RunConfig().as_tree()
+    for group in ("model", "optimizer", "data"):
+        assert made[group]["name"] == plain[group]["name"]
+        made[group] = plain[group] = None  # the choice brings values along
+    made["keras"] = plain["keras"]  # these are filled in
+    assert made == plain
+
+
+def test_the_defaults_fit_their_types_and_their_ranges() -> None:
+    brought_along = {"model": RunConfig().model, "optimizer": RunConfig().optimizer}
+    assert from_tree(defaults() | brought_along) == RunConfig()
+    for name, option in OPTIONS.items():
+        assert option.default is None or all(must.holds(option.default) for must in option.musts), name
+
+
+def test_help_has_every_option_and_every_choice() -> None:
+    lines = help_text(120).splitlines()
+    for name, option in OPTIONS.items():
+        assert sum(line.startswith(f"  {name}=") for line in lines) == (not option.is_choice), name
+    for group in groups():
+        assert any(line.split() == [group, *", ".join(public(group)).split()] for line in lines), group
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"seed": 1.0}, "seed (1.0): must be a whole number"),
+        ({"seed": True}, "seed (True): must be a whole number"),
+        ({"seed": None}, "seed (null): must be a whole number"),
+        ({"seed": "five"}, "seed (five): must be a whole number"),
+        ({"grace_secs": False}, "grace_secs (False): must be a number"),
+        ({"grace_secs": [1]}, "grace_secs ([1]): must be a number"),
+        ({"devices": {"xla": 2}}, "devices.xla (2): must be true or false"),
+        ({"devices": {"xla": 1.0}}, "devices.xla (1.0): must be true or false"),
+        ({"devices": {"precision": None}}, "devices.precision (null): must be a word or a path"),
+        ({"run_dir": {"a": 1}}, "run_dir ({'a': 1}): must be a word or a path"),
+        ({"plugins": "a.py"}, "plugins: must be a list such as [a,b]"),
+        ({"plugins": ["a.py", None]}, "plugins[1] (null): must be a word or a path"),
+        ({"cluster": {"worker": [["a:1"]]}}, "cluster.worker[0] (['a:1']): must be a word or a path"),
+        ({"keras": 3}, "keras (3): holds several options"),
+        ({"model": 3}, "model (3): holds several options"),
+        ({"train": {"stepss": 3}}, "train.stepss: there is no such option"),
+        ({1: 3}, "1: there is no such option"),
+        ([], "the configuration ([]): holds several options"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_tree(tree)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("tree", "value"),
+    [
+        ({"seed": "5"}, 5),
+        ({"grace_secs": 3}, 3.0),
+        ({"grace_secs": "1e2"}, 100.0),
+        ({"profile": "Yes"}, True),
+        ({"profile": 0}, False),
+        ({"run_dir": 5}, "5"),
+        ({"run_dir": True}, "True"),
+        ({"run_dir": None}, None),
+        ({"plugins": ["a", 1]}, ["a", "1"]),
+    ],
+)
+def test_what_can_only_mean_one_thing_is_taken(tree: dict[str, Any], value: Any) -> None:
+    (name,) = tree
+    made = getattr(from_tree(tree), name)
+    assert made == value
+    assert type(made) is type(value)
+
+
+def test_each_configuration_has_lists_of_its_own() -> None:
+    RunConfig().plugins.append("a.py")
+    assert RunConfig().plugins == OPTIONS["plugins"].default == []

@@ -1,0 +1,151 @@
+"""The command line and ``conf/``, composed by Hydra into one plain tree, or one line that says why not.
+
+Hydra and its parser are used in this module alone.
+"""
+
+import re
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tf2dist.config.choices import CONF_MODULE, HIDDEN, PLUGIN_GROUPS, groups, of_choices, public
+from tf2dist.config.hints import for_unknown
+from tf2dist.config.schema import SECTIONS, defaults, first_line
+from tf2dist.errors import ConfigError, nearest
+
+VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
+MAX_OVERRIDE_CHARS = 4096
+CALL = re.compile(r"\w+\s*\(.*\)\s*")
+FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
+# What Hydra and its parser raise; a name of 4,000 letters, a number of 5,000 digits and 500 brackets are among it.
+UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
+
+
+def compose(overrides: list[str]) -> dict[str, Any]:
+    """The tree of all options: the schema's defaults, what the choices set, and what is given.
+
+    Raises:
+        ConfigError: an override is not one of ours; with the nearest known option.
+    """
+    for override in overrides:
+        _check_form(override)
+    parts = [part for override in overrides for part in _checked_choice(override, overrides)]
+    try:
+        return _hydra(parts)
+    except UNREADABLE as error:
+        raise ConfigError(_explain(error, parts)) from None
+
+
+def _hydra(overrides: list[str]) -> dict[str, Any]:
+    ConfigStore.instance().store("tf2dist_options", defaults())  # the first of the defaults list in conf/config.yaml
+    GlobalHydra.instance().clear()  # of a caller that uses Hydra itself, a test for example
+    with initialize_config_module(CONF_MODULE, version_base="1.3"):
+        tree = OmegaConf.to_container(hydra_compose("config", overrides))
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _check_form(override: str) -> None:
+    """What Hydra would take and this command does not: see each line."""
+    key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
+    group, _, argument = key.partition(".")
+    value = override.partition("=")[2]
+    shown = f"{override[:60]}..." if len(override) > 60 else override
+    if len(override) > MAX_OVERRIDE_CHARS:
+        raise ConfigError(f"{shown}: is longer than {MAX_OVERRIDE_CHARS} characters; shorten it")
+    if override.startswith("~"):
+        raise ConfigError(f"{shown}: options cannot be removed; leave it out for the default")
+    if group.partition("/")[0] == "hydra" or "@" in override.partition("=")[0]:
+        raise ConfigError(f"{shown}: there is no such option; see --help")
+    if override.startswith("+") and key in groups():
+        raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
+    if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
+        raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
+    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # keras={epsilon: 1e-5} is an old form
+        is_task = key == "task"
+        way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
+        raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
+    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, at random maybe
+        raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself")
+
+
+def _checked_choice(override: str, overrides: list[str]) -> list[str]:
+    """One override as Hydra is to get it: paths quoted, ``group=name`` checked, a plugin's name as its group's file."""
+    key, separator, value = override.partition("=")
+    if key == "plugins":
+        return [f"{key}={_quoted_list(value)}"]
+    if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return [f"{key}='{quoted}'"]  # to Hydra's grammar brackets and spaces mean something
+    if override == "experiment=null":
+        return []
+    if not separator or key not in groups() or value in groups()[key]:
+        return [override]
+    names = ", ".join(public(key))
+    if "," in value:
+        raise ConfigError(f"{key} ({value}): must be one of {names}; a run takes one of them, so give one")
+    if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
+        return [f"{key}={HIDDEN}", f"{key}.name={value}"]
+    raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, public(key))}")
+
+
+def _quoted_list(value: str) -> str:
+    """The paths in brackets as Hydra is to get them: quoted, unless somebody has done that already."""
+    inside = value[1:-1].strip() if value[:1] + value[-1:] == "[]" else ""
+    if not inside or any(sign in inside for sign in "'\"\\[]{}"):
+        return value
+    paths = [path.strip() for path in inside.split(",")]
+    return "[" + ",".join(path if path in ("", "null") else f"'{path}'" for path in paths) + "]"
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """One line for what Hydra could not compose, with the nearest known key."""
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except UNREADABLE:
+            return f"{' '.join(text.split())}: cannot be read; {FORM}"
+    try:
+        chosen = _leaves(_hydra([text for text in overrides if text.partition("=")[0] in groups()]))
+    except UNREADABLE:
+        return first_line(error)
+    problems = (_problem(override, chosen, overrides) for override in parsed)
+    return next(filter(None, problems), first_line(error))
+
+
+def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:
+    """What is wrong with one override, or ""; `chosen` are the options that there are with these choices."""
+    key, known = override.key_or_group, [*groups(), *chosen]
+    if override.is_sweep_override():
+        value = str(override.input_line).partition("=")[2]
+        if key in known and not isinstance(chosen.get(key), list):
+            return f"{key} ({value}): has a comma, and a run takes one value; give one, and a number with a point"
+        return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
+    names = [f"{group}.name" for group in PLUGIN_GROUPS]
+    if key in [*known, *names] or override.is_add() or override.is_force_add():
+        return ""
+    group = key.partition(".")[0]
+    meant = for_unknown(key, known, of_choices())
+    if f"{group}={HIDDEN}" in overrides and not (group == "data" and "mean" in meant):
+        return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
+    return f"{key}: there is no such option{meant}"
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All options below a node that a user gives by their dotted names, with their values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= _leaves(value, f"{prefix}{key}.")
+        elif key not in ("name", "kind"):
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,82 @@
+"""Plain values, as the command line and YAML give them, made into the typed ones of a dataclass.
+
+OmegaConf can do this, too, but its words have to be read out of messages in English, and it takes
+every whole number for a bool.
+"""
+
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin
+
+from tf2dist.errors import ConfigError
+
+T = TypeVar("T")
+
+REST = {"rest": True}  # metadata of the field that takes the keys that no other field of its dataclass has
+TRUTHS = {
+    **dict.fromkeys(("true", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "n", "off", "0"), False),
+}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or a path"}
+
+
+def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
+    """An object of the dataclass `made` with the values of a tree; a field that is not there has its default.
+
+    Args:
+        name: of the section that the tree is, for the messages; "" for the whole configuration.
+
+    Raises:
+        ConfigError: one line that names the option and says what must be.
+    """
+    _check_dict(tree, name or "the configuration")
+    known = {each.name: each for each in fields(made)}  # type: ignore[arg-type]
+    rest = next((each.name for each in known.values() if each.metadata.get("rest")), None)
+    values: dict[str, Any] = {rest: {}} if rest else {}
+    for key, value in tree.items():
+        dotted = f"{name}.{key}" if name else str(key)
+        if key in known and key != rest:
+            values[key] = _typed(known[key].type, value, dotted)
+        elif rest:
+            values[rest][key] = value
+        else:
+            raise ConfigError(f"{dotted}: there is no such option; see --help")
+    return made(**values)
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """A value of the type `kind`, which is one that fields of the configuration have."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return to_dataclass(kind, value, name)
+    if get_origin(kind) is dict:
+        _check_dict(value, name)
+        return value
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{name}: must be a list such as [a,b]")
+        return [_typed(get_args(kind)[0], item, f"{name}[{index}]") for index, item in enumerate(value)]
+    kinds = get_args(kind) or (kind,)
+    if value is None and NoneType in kinds:
+        return None
+    try:
+        return _scalar(kinds[0], value)
+    except ValueError:
+        shown = "null" if value is None else value
+        raise ConfigError(f"{name} ({shown}): must be {KINDS[kinds[0]]}") from None
+
+
+def _check_dict(value: Any, name: str) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} ({value}): holds several options; give them one by one, see --help")
+
+
+def _scalar(kind: type, value: Any) -> Any:
+    """Raises ValueError: the value is not of that kind, nor a text that says one."""
+    takes: dict[type, tuple[type, ...]] = {int: (int, str), float: (int, float, str), bool: (bool, int, str)}
+    if type(value) not in takes.get(kind, (bool, int, float, str)):
+        raise ValueError
+    if kind is bool:
+        if (word := str(value).lower()) not in TRUTHS:
+            raise ValueError
+        return TRUTHS[word]
+    return kind(value)

@@ -1,0 +1,124 @@
+"""What is said about an option where it is declared: its default, its help text, and what a value must be."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
+from typing import Any, TypeGuard, TypeVar, cast
+
+T = TypeVar("T")
+Rule = tuple[str, Any, bool, str]  # name, value, whether it holds, what must be
+
+# Without an end a number is a mistake, or a call that fails much later.
+MAX_COUNT = 10**12  # of steps: far more than anyone trains, far less than 64 bits hold
+MAX_SECS = 366 * 24 * 3600.0  # a year; the system's calls take no endless waits
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """A condition for one value, and its words."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What stands in the metadata of an option's field, or in the table of the arguments.
+
+    Attributes:
+        musts: None need not keep them; of those that are broken the first is told.
+        is_choice: it comes with the file in ``conf/`` that is chosen, and cannot be given by itself.
+    """
+
+    default: Any = None
+    help: str = ""
+    musts: tuple[Must, ...] = ()
+    is_choice: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The default as one would give it on the command line."""
+        if self.default is None or isinstance(self.default, bool):
+            return {None: "null", True: "true", False: "false"}[self.default]
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+def option(default: T, *musts: Must, help: str = "", is_choice: bool = False) -> T:
+    """The field of a dataclass that holds an option; each object gets a list of its own."""
+    metadata = {"option": Option(default=default, help=help, musts=musts, is_choice=is_choice)}
+    if isinstance(default, list):
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    return field(default=default, metadata=metadata)
+
+
+def choice(default: T, *musts: Must) -> T:
+    """An option that is chosen with ``group=name``."""
+    return option(default, *musts, is_choice=True)
+
+
+def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """The dotted names of all options of a dataclass and those inside it, in the order of their declaration."""
+    for each in fields(section):
+        if is_dataclass(each.type):
+            yield from options_of(each.type, f"{prefix}{each.name}.")
+        elif "option" in each.metadata:
+            yield f"{prefix}{each.name}", each.metadata["option"]
+
+
+def rules_of(section: Any, prefix: str = "") -> list[Rule]:
+    """What the options of an object must be, each by itself."""
+    rules = []
+    for name, declared in options_of(section):
+        value = attrgetter(name)(section)
+        text = "" if value is None else broken(value, *declared.musts)
+        rules.append((f"{prefix}{name}", value, not text, text))
+    return rules
+
+
+def broken(value: Any, *musts: Must) -> str:
+    """The words of the first condition that a value does not keep, or ""."""
+    return next((must.text for must in musts if not must.holds(value)), "")
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def at_least(low: float) -> Must:
+    return Must(lambda value: is_number(value) and value >= low, f"must be at least {low}")
+
+
+def at_most(high: float, words: str = "") -> Must:
+    return Must(lambda value: is_number(value) and value <= high, words or f"must be at most {high:,}")
+
+
+def above(low: float) -> Must:
+    return Must(lambda value: is_number(value) and value > low, f"must be more than {low}")
+
+
+def between(low: int, high: int) -> Must:
+    return Must(lambda value: low <= value <= high, f"must be from {low} to {high}")
+
+
+def one_of(*words: str) -> Must:
+    listed = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
+    return Must(lambda value: value in words, f"must be {listed}")
+
+
+def or_null(must: Must) -> Must:
+    return Must(lambda value: value is None or must.holds(value), f"{must.text}, or null")
+
+
+def is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):  # a{99999999999} and 3,000 brackets are the last two
+        return False
+    return True
+
+
+COUNT = (at_least(1), at_most(MAX_COUNT))
+POSITIVE = Must(lambda value: 0 < value < math.inf, "must be more than 0 and finite")
+SECS = (POSITIVE, at_most(MAX_SECS, f"must be at most {MAX_SECS:.0f}, a year"))
