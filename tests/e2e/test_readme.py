@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, Command
-from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 
 README = (REPOSITORY / "README.md").read_text()
@@ -34,13 +33,6 @@ def test_the_example_of_a_plugin(command: Command) -> None:
     assert f"python -m tf2dist {arguments}\n" in README
     finished = command(*arguments.split(), "data=digits", "train.steps=20")
     assert finished.code == 0, finished
-
-
-def test_every_option_of_the_readme_exists() -> None:
-    table = README.partition("## Options")[2].partition("## Your own")[0]
-    known = help_text(120)
-    for option in re.findall(r"`([a-z_]+\.[a-z_]+)", table):
-        assert f"{option}=" in known, option
 
 
 @pytest.mark.parametrize("line", re.findall(r"python -m tf2dist (.*mode=\w+.*)", README))
