@@ -240,6 +240,3 @@ class ToLauncher:
 
     def done(self) -> None:
         self._post(Done(self.task))
-
-
-Send = Callable[[dict[str, Any]], None]  # goes when all messages are classes

@@ -22,7 +22,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.location import check_shard
 from tf2dist.errors import CheckpointError, Interrupted, first_line
-from tf2dist.messages import Send
+from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.process import devices, heartbeat, inbox, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
@@ -38,11 +38,13 @@ from tf2dist.training.synchronous.loop import SyncLoop
 LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
 
 
-def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, send: Send, started_at: float) -> None:
+def run_task(
+    config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, to_launcher: ToLauncher, started_at: float
+) -> None:
     """Does what `task` has to do in `cluster`; the leader writes the result into `run_dir`.
 
     Args:
-        send: takes progress, messages and the result to the launcher.
+        to_launcher: takes progress, lines for the user and the result.
         started_at: `time.time()` of the user's command.
     """
     inbox.listen(cluster)
@@ -66,8 +68,8 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "evaluator":
         split = "validation" if len(splits.validation) else "test"
-        evaluator = Evaluator(config, splits, lambda text: send({"event": "warning", "text": text}))
-        with Reporter(run_dir, task, send, started_at) as writer:
+        evaluator = Evaluator(config, splits, to_launcher.warn)
+        with Reporter(run_dir, task, to_launcher, started_at) as writer:
             follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
         return
     if cluster.mode == "async" and task.job == "worker":
@@ -78,7 +80,7 @@ def run_task(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, sen
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(config, cluster, task, splits, run_dir, send, started_at, strategy)
+    train(config, cluster, task, splits, run_dir, to_launcher, started_at, strategy)
 
 
 def train(
@@ -87,7 +89,7 @@ def train(
     task: Task,
     splits: Splits,
     run_dir: Path,
-    send: Send,
+    to_launcher: ToLauncher,
     started_at: float,
     strategy: tf.distribute.Strategy | None,
 ) -> None:
@@ -97,24 +99,18 @@ def train(
         strategy: that of the cluster, where this task has joined it already.
     """
 
-    def tell(text: str) -> None:
-        send({"event": "message", "text": text})
-
-    def warn(text: str) -> None:
-        send({"event": "warning", "text": text})
-
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
-        start = first_snapshot(config, checkpoints, warn)
+        start = first_snapshot(config, checkpoints, to_launcher.warn)
         checkpoints.clean()  # of what a killed run has left; the launcher sees to it that there is no other
-        saver = Saver(checkpoints, config.checkpoint.every_secs, send, facts_of(config))
-        reporter = Reporter(run_dir, task, send, started_at)
+        saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, facts_of(config))
+        reporter = Reporter(run_dir, task, to_launcher, started_at)
     if cluster.mode == "async":
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         still_starting = functools.partial(heartbeat.beat, heartbeat.START_SECS)
-        reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, tell, still_starting)
+        reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, to_launcher.status, still_starting)
     with reporter:
 
         def on_progress(progress: Progress) -> None:
@@ -125,14 +121,18 @@ def train(
         reporter.follow(loop, config)
         if task == cluster.leader:
             if loop.advice:
-                warn(loop.advice)
-            send({"event": "begun", "step": loop.progress.global_step})
+                to_launcher.warn(loop.advice)
+            to_launcher.began(loop.progress.global_step)
         if start and task == cluster.leader:
-            send({"event": "note", "text": loop.begun_with})
+            to_launcher.note(loop.begun_with)
         stop_when_asked()
         wants_profile = config.profile and task == cluster.leader
         try:
-            with profiling.of_run(cluster, task, run_dir, warn) if wants_profile else contextlib.nullcontext():
+            with (
+                profiling.of_run(cluster, task, run_dir, to_launcher.warn)
+                if wants_profile
+                else contextlib.nullcontext()
+            ):
                 drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
         except Interrupted:
             raise  # it has said farewell

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema
 from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
-from tf2dist.messages import Send
+from tf2dist.messages import ToLauncher
 from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
@@ -45,7 +45,7 @@ class LossyLog(io.TextIOWrapper):
             super().flush()
 
 
-def main(payload: dict[str, Any], send: Send) -> int:
+def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Runs the task that `payload` describes; returns the exit code.
 
     Args:
@@ -60,16 +60,16 @@ def main(payload: dict[str, Any], send: Send) -> int:
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
         run_config = schema.from_yaml(payload["config"])
-        heartbeat.start(send, run_config.watchdog_secs)
+        heartbeat.start(to_launcher, run_config.watchdog_secs)
         set_up_keras(run_config.keras)
-        run_task(run_config, cluster, task, run_dir, send, payload["started_at"])
+        run_task(run_config, cluster, task, run_dir, to_launcher, payload["started_at"])
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))
         with contextlib.suppress(OSError):  # a full disk; the launcher sees the exit code
             record.write(run_dir / "logs")
         return record.exit_code
-    send({"event": "done"})  # without it, who ends with code 0 was ended by somebody else's code
+    to_launcher.done()  # without it, who ends with code 0 was ended by somebody else's code
     return 0
 
 

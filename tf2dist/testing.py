@@ -37,6 +37,7 @@ from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.launch.launcher import Launcher
 from tf2dist.linux import unused_ports
+from tf2dist.messages import Exited, ToLauncher
 
 COORDINATOR = Task("chief", 0)
 
@@ -165,17 +166,18 @@ class SyncWorkers:
 
     def _follow(self, deadline: float, awaited: str) -> None:
         for event in self._launcher.events(0.1):
-            ended = event["event"] == "exited" and not self._error_file(event["task"]).exists()
-            if ended and not (self._folder / f"{event['task']}.result").exists():
-                log = (self._folder / f"{event['task']}.log").read_text(errors="replace")
-                text = f"ended with code {event['code']}; its log ends with\n{log[-3000:]}"
-                self._error_file(event["task"]).write_text(text)
+            if not isinstance(event, Exited) or self._error_file(event.task).exists():
+                continue
+            if not (self._folder / f"{event.task}.result").exists():
+                log = (self._folder / f"{event.task}.log").read_text(errors="replace")
+                text = f"ended with code {event.code}; its log ends with\n{log[-3000:]}"
+                self._error_file(event.task).write_text(text)
         if time.monotonic() > deadline:
             logs = "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in self._folder.glob("*.log"))
             raise WorkerError(f"no answer in time from {awaited}\n{logs}")
 
 
-def call_on_worker(payload: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> int:
+def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Entry of a worker's process.
 
     It lasts until all have their results: a worker may still be reading what this one has summed up for it.

@@ -1,70 +1,69 @@
 """What the forked tasks of these tests do; they run without TensorFlow."""
 
 import ctypes
-import json
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Send = Callable[[dict[str, Any]], None]
+from tf2dist.messages import ToLauncher, ToTask
+from tf2dist.packing import unpack
 
 
-def succeed(payload: dict[str, Any], send: Send) -> int:
+def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     print("hello from", payload["name"], os.environ.get("COLOUR"), flush=True)
-    send({"event": "said", "name": payload["name"]})
+    to_launcher.result({"name": payload["name"]})
     return 0
 
 
-def fail(payload: dict[str, Any], send: Send) -> int:
+def fail(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     raise RuntimeError("this target is broken")
 
 
-def leave(payload: dict[str, Any], send: Send) -> int:
+def leave(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     sys.exit(7)
 
 
-def wait(payload: dict[str, Any], send: Send) -> int:
+def wait(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Waits for ever, with a child of its own, and tells when it has begun."""
     if payload.get("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = os.fork()
     if child == 0:
         threading.Event().wait()
-    send({"event": "waiting", "pid": os.getpid(), "child": child})
+    to_launcher.result({"pid": os.getpid(), "child": child})
     threading.Event().wait()
     return 0
 
 
-def listen(payload: dict[str, Any], send: Send) -> int:
+def listen(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Listens on every interface, as TensorFlow's servers do."""
     server = socket.create_server(("", payload["port"]))
     interfaces = [name for _, name in socket.if_nameindex()]
-    send({"event": "waiting", "interfaces": interfaces})
+    to_launcher.result({"interfaces": interfaces})
     server.accept()
     return 0
 
 
-def hear(payload: dict[str, Any], send: Send) -> int:
-    """Waits for one line from the launcher and says it."""
-    send({"event": "waiting"})
-    send({"event": "said", **json.loads(sys.stdin.readline())})
+def hear(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
+    """Waits for one line from the launcher and says whom it is about."""
+    to_launcher.result({})
+    to_launcher.result({"heard": unpack(sys.stdin.readline().encode(), ToTask).task})
     return 0
 
 
-def surroundings(payload: dict[str, Any], send: Send) -> int:
+def surroundings(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Says what the environments of this task and of the fork server hold of ours."""
     server = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode().split("\0")
-    send({"event": "said", "names": [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]})
+    to_launcher.result({"names": [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]})
     return 0
 
 
-def exhaust(payload: dict[str, Any], send: Send) -> int:
+def exhaust(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Asks for more memory than a limit allows, as TensorFlow's C++ code does; nobody there expects a refusal."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -72,19 +71,19 @@ def exhaust(payload: dict[str, Any], send: Send) -> int:
     return 0
 
 
-def compute(payload: dict[str, Any], send: Send) -> int:
+def compute(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Needs more processor time than a limit allows."""
     resource.setrlimit(resource.RLIMIT_CPU, (1, 1 << 20))
     while True:
         pass
 
 
-def stand(payload: dict[str, Any], send: Send) -> int:
+def stand(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Never returns from a function of the user's, as this file is, watched like a task."""
     from tf2dist.process import heartbeat
 
     heartbeat.TELL_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
-    heartbeat.start(send, 0.5)
+    heartbeat.start(to_launcher, 0.5)
     never_returns()
     return 0
 
@@ -93,7 +92,7 @@ def never_returns() -> None:
     threading.Event().wait()
 
 
-def abort(payload: dict[str, Any], send: Send) -> int:
+def abort(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Ends as a library does that has found something it did not expect, without a word of a limit."""
     print("now", flush=True)
     os.abort()

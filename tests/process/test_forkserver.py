@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.process.test_launcher import make, start, wait_for
+from tests.process.test_launcher import make, said, start, wait_for
 from tf2dist.errors import Interrupted, TaskLostError, TrainingError
-from tf2dist.launch.failures import Ends
+from tf2dist.launch.failures import FailureReader
 from tf2dist.launch.launcher import Launcher
+from tf2dist.messages import Began, Exited, Ready
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +30,10 @@ def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with Launcher(tmp_path, preload=("chatty",)) as launcher:
         start(launcher, "worker-0", "wait")
-        event = wait_for(launcher, "waiting")
+        event = said(launcher)
         launcher._server.kill()
         with pytest.raises(TaskLostError) as error:
-            wait_for(launcher, "never")
+            wait_for(launcher, Began)
         psutil.wait_procs([psutil.Process(pid) for pid in (event["pid"],) if psutil.pid_exists(pid)], timeout=5)
     assert "chatter" in (tmp_path / "forkserver.log").read_text()
     assert str(error.value) == "the fork server was killed by SIGKILL"
@@ -42,7 +43,7 @@ def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path, monkeypatch: p
 def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """And is not worth a retry: the same would happen."""
     with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TrainingError) as error:
-        wait_for(launcher, "ready")
+        wait_for(launcher, Ready)
     assert "the fork server failed: ModuleNotFoundError: No module named 'no_such_module'" in str(error.value)
     assert error.value.exit_code == 1
 
@@ -55,10 +56,9 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_a_task_that_ends_at_a_limit_is_not_worth_a_retry(tmp_path: Path, function: str, says: str) -> None:
-    ends = Ends(tmp_path)
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", function)
-        failure = ends.failure(wait_for(launcher, "exited"), "")
+        failure = FailureReader(tmp_path, launcher.log_of).read(wait_for(launcher, Exited))
     assert says in failure.message
     assert failure.exit_code == 1
 
@@ -71,7 +71,7 @@ def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
     monkeypatch.syspath_prepend(tmp_path)
     says = "fork server failed: MemoryError; no more memory may be had; raise the limit"
     with Launcher(tmp_path, preload=("hungry",)) as launcher, pytest.raises(TrainingError, match=says):
-        wait_for(launcher, "ready")
+        wait_for(launcher, Ready)
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "succeed")
-        wait_for(launcher, "said")
-        assert wait_for(launcher, "exited")["code"] == 0
+        said(launcher)
+        assert wait_for(launcher, Exited).code == 0
 
 
 @pytest.mark.parametrize("variable", ["TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE"])
@@ -89,27 +89,26 @@ def test_the_token_stays_with_the_launcher(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(variable, "a secret of many characters")
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "surroundings")
-        assert wait_for(launcher, "said")["names"] == []
-        wait_for(launcher, "exited")
+        assert said(launcher)["names"] == []
+        wait_for(launcher, Exited)
 
 
 def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
-        wait_for(launcher, "ready")
+        wait_for(launcher, Ready)
         server = psutil.Process(launcher._server.pid)
         server.suspend()
         start(launcher, "worker-0", "wait")
         server.kill()
         with pytest.raises(TaskLostError, match="fork server was killed by SIGKILL"):
-            wait_for(launcher, "never")
+            wait_for(launcher, Began)
 
 
 def test_what_an_earlier_start_has_written_is_no_reason(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
-    ends = Ends(tmp_path)
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "abort")
-        failure = ends.failure(wait_for(launcher, "exited"))
+        failure = FailureReader(tmp_path, launcher.log_of).read(wait_for(launcher, Exited))
     assert (failure.message, failure.exit_code) == ("was killed by SIGABRT", 138)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -17,6 +17,9 @@ import pytest
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
+from tf2dist.messages import Exited, PeerGone, Ready, Result
+
+Message = TypeVar("Message")
 
 TIMEOUT_SECS = 30.0
 PTRACE_SEIZE = 0x4206
@@ -31,11 +34,16 @@ def make(tmp_path: Path, **options: Any) -> Launcher:
     return Launcher(tmp_path, preload=(), **options)
 
 
-def wait_for(launcher: Launcher, kind: str, task: str = "") -> dict[str, Any]:
+def wait_for(launcher: Launcher, kind: type[Message], task: str = "") -> Message:
     for event in launcher.events(TIMEOUT_SECS):
-        if event["event"] == kind and task in ("", event["task"]):
+        if isinstance(event, kind) and task in ("", getattr(event, "task", "")):
             return event
-    raise AssertionError(f"no event {kind} in {TIMEOUT_SECS} s")
+    raise AssertionError(f"no {kind.__name__} in {TIMEOUT_SECS} s")
+
+
+def said(launcher: Launcher, task: str = "") -> dict[str, Any]:
+    """What a target tells next."""
+    return wait_for(launcher, Result, task).summary
 
 
 def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:
@@ -47,22 +55,22 @@ def test_what_is_told_reaches_that_task_alone(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for name in ("worker-0", "worker-1"):
             start(launcher, name, "hear")
-            wait_for(launcher, "waiting", name)
-        launcher.tell("nobody-0", {"word": "nothing"})
+            said(launcher, name)
+        launcher.send_to("nobody-0", PeerGone("nothing"))
         for name in ("worker-1", "worker-0"):
-            launcher.tell(name, {"word": f"for {name}"})
-            assert wait_for(launcher, "said", name)["word"] == f"for {name}"
-            wait_for(launcher, "exited", name)
-            launcher.tell(name, {"word": "too late"})
+            launcher.send_to(name, PeerGone(f"for {name}"))
+            assert said(launcher, name) == {"heard": f"for {name}"}
+            wait_for(launcher, Exited, name)
+            launcher.send_to(name, PeerGone("too late"))
 
 
 def test_tasks_run_report_and_log(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for name in ("worker-0", "worker-1"):
             start(launcher, name, "succeed")
-        ends = [wait_for(launcher, "exited") for _ in range(2)]
-        assert {end["task"] for end in ends} == {"worker-0", "worker-1"}
-        assert all(end["code"] == 0 for end in ends)
+        ends = [wait_for(launcher, Exited) for _ in range(2)]
+        assert {end.task for end in ends} == {"worker-0", "worker-1"}
+        assert all(end.code == 0 for end in ends)
         assert launcher.tasks == {}
     assert (tmp_path / "worker-1.log").read_text() == "hello from worker-1 red\n"
 
@@ -71,7 +79,7 @@ def test_exit_codes_and_tracebacks_are_told(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "fail")
         start(launcher, "worker-1", "leave")
-        codes = {end["task"]: end["code"] for end in (wait_for(launcher, "exited") for _ in range(2))}
+        codes = {end.task: end.code for end in (wait_for(launcher, Exited) for _ in range(2))}
     assert codes == {"worker-0": 1, "worker-1": 7}
     assert "this target is broken" in (tmp_path / "worker-0.log").read_text()
 
@@ -80,16 +88,16 @@ def test_a_killed_task_is_told_and_can_be_started_again(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for _ in range(2):
             start(launcher, "worker-0", "wait")
-            wait_for(launcher, "waiting")
+            said(launcher)
             launcher.signal("worker-0", signal.SIGKILL)
-            assert wait_for(launcher, "exited")["code"] == -signal.SIGKILL
+            assert wait_for(launcher, Exited).code == -signal.SIGKILL
 
 
 def test_a_stopped_task_does_not_run(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         assert not launcher.runs("worker-0")
         start(launcher, "worker-0", "wait")
-        event = wait_for(launcher, "waiting")
+        event = said(launcher)
         child = psutil.Process(event["child"])
         assert launcher.runs("worker-0")
         for signum, alone, runs in (
@@ -105,7 +113,7 @@ def test_a_stopped_task_does_not_run(tmp_path: Path) -> None:
                 time.sleep(0.01)  # between two looks
             if alone:
                 assert child.status() != psutil.STATUS_STOPPED
-        wait_for(launcher, "exited")
+        wait_for(launcher, Exited)
 
 
 def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +121,7 @@ def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(launcher_module, "KILL_TIMEOUT_SECS", 1.0)
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "wait")
-        pid = wait_for(launcher, "waiting")["pid"]
+        pid = said(launcher)["pid"]
         if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, None) != 0:
             pytest.skip("no process may trace another here")
         try:
@@ -127,7 +135,7 @@ def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: py
 def test_leaving_stops_tasks_and_their_children(tmp_path: Path, stubborn: bool) -> None:
     with make(tmp_path, grace_secs=0.5) as launcher:
         start(launcher, "worker-0", "wait", stubborn=stubborn)
-        event = wait_for(launcher, "waiting")
+        event = said(launcher)
     assert not psutil.pid_exists(event["pid"])
 
 
@@ -135,7 +143,7 @@ def test_an_exception_in_the_block_stops_everything(tmp_path: Path) -> None:
     def run() -> None:
         with make(tmp_path) as launcher:
             start(launcher, "worker-0", "wait")
-            wait_for(launcher, "waiting")
+            said(launcher)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -149,9 +157,9 @@ import pathlib
 from tests.process import test_launcher as t
 with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
     t.start(launcher, "worker-0", "wait", stubborn=True)
-    event = t.wait_for(launcher, "waiting")
+    event = t.said(launcher)
     print(event["pid"], flush=True)
-    t.wait_for(launcher, "never")
+    t.wait_for(launcher, t.Began)  # which never comes
 """
     path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
     with subprocess.Popen(
@@ -173,6 +181,9 @@ def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Pat
     code = f"""
 import pathlib, time
 from tf2dist.launch.launcher import Launcher
+from tf2dist.messages import Began, Exited, PeerGone, Ready, Result, Started
+
+Message = TypeVar("Message")
 with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
     while not {at_once} and not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
         time.sleep(0.01)
@@ -205,11 +216,11 @@ def own_addresses() -> list[str]:
 @pytest.mark.parametrize("isolate", [True, False])
 def test_ports_of_an_isolated_cluster_cannot_be_reached(tmp_path: Path, isolate: bool) -> None:
     with make(tmp_path, isolate=isolate) as launcher:
-        wait_for(launcher, "ready")
+        wait_for(launcher, Ready)
         if isolate and not launcher.isolated:
             pytest.skip("this system allows no private network")
         start(launcher, "worker-0", "listen", port=launcher.ports[0])
-        event = wait_for(launcher, "waiting")
+        event = said(launcher)
         assert (event["interfaces"] == ["lo"]) or not isolate
         # Without isolation the same port is open on every address: the test can tell the difference.
         found = [reachable(address, launcher.ports[0]) for address in own_addresses()]
@@ -218,5 +229,5 @@ def test_ports_of_an_isolated_cluster_cannot_be_reached(tmp_path: Path, isolate:
 
 def test_ports_are_all_different(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
-        wait_for(launcher, "ready")
+        wait_for(launcher, Ready)
         assert len(set(launcher.ports)) == len(launcher.ports) >= 32

@@ -15,7 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskFailure
 from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.monitor import Watch
+from tf2dist.launch.monitor import Monitor, Tasks
 
 
 def test_a_function_of_the_users_that_never_returns(
@@ -27,9 +27,9 @@ def test_a_function_of_the_users_that_never_returns(
         def start(task: str, restarts: int) -> None:
             launcher.start(task, "tests.process.targets:stand", {}, sys_path=sys.path)
 
-        watch = Watch(launcher, Console(), RunConfig(watchdog_secs=5.0), None, [], lambda: None)
+        monitor = Monitor(launcher, Console(), RunConfig(watchdog_secs=5.0), None, [], lambda: None)
         with pytest.raises(TaskFailure) as caught:
-            watch.run(["chief-0"], "chief-0", start)
+            monitor.run(Tasks(["chief-0"], "chief-0", start))
     assert caught.value.exit_code == 1
     where = r"never_returns \(targets.py:\d+\)"
     error = rf"chief-0: made no progress for [3-9] s in {where}, see the stacks in its log"

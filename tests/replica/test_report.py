@@ -12,6 +12,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from tests.replica.small_runs import run_config
 from tf2dist.cluster.spec import Task
+from tf2dist.messages import Note, ToLauncher
 from tf2dist.training.report import Reporter
 
 
@@ -22,14 +23,14 @@ def test_tensorboard_has_more_than_the_loss(
     monkeypatch.setattr("tf2dist.training.report.WRITE_EVERY_SECS", 0.0)
     config = run_config("dnn", hidden_units=[20])
     config.train.steps, config.optimizer["schedule"] = 60, schedule
-    loop, sent = async_loop(config), list[dict[str, Any]]()
-    with Reporter(tmp_path, Task("chief", 0), sent.append, 0.0) as reporter:
+    loop, sent = async_loop(config), list[Any]()
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 0.0) as reporter:
         reporter.follow(loop, config)
         for step in (30, 60):
             loop.train(step)
             reporter.on_progress(loop.progress)
             reporter.on_evaluation("validation", step, loop.evaluate("validation"))
-    notes = [event["text"] for event in sent if event["event"] == "note"]
+    notes = [message.text for message in sent if isinstance(message, Note)]
     assert len(notes) == 1, "the last one is part of the result"
     assert notes[0].startswith("step 30: validation accuracy 0.")
 

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ from tf2dist.errors import FailureRecord, TaskFailure
 from tf2dist.launch import console
 from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked
+from tf2dist.messages import Progress
 
-EVENT = {"step": 1200, "target_step": 2750, "loss": 0.31213, "accuracy": 0.9}
+PROGRESS = Progress("chief-0", step=1200, target_step=2750, loss=0.31213, accuracy=0.9)
 
 
 def all_of(descriptor: int) -> str:
@@ -42,8 +44,8 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     stream = io.StringIO()
     with Console(stream) as plain:
         plain.status("starting")
-        plain.progress(EVENT)
-        plain.progress({**EVENT, "step": 2750})
+        plain.progress(PROGRESS)
+        plain.progress(replace(PROGRESS, step=2750))
         plain.warn("look out")
     lines = stream.getvalue().splitlines()
     assert lines[0] == "starting"
@@ -58,7 +60,7 @@ def test_the_rate_is_that_of_this_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with Console(stream) as plain:
         for step in (1, 1001, 501, 1501):
-            plain.progress({**EVENT, "step": step})
+            plain.progress(replace(PROGRESS, step=step))
     assert "step 1,501/2,750  loss 0.3121  100 steps/s  0:12 left" in stream.getvalue()
 
 
@@ -66,7 +68,7 @@ def test_a_narrow_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "40")
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as stream, Console(stream) as live:
-        live.progress(EVENT)
+        live.progress(PROGRESS)
         live.note("going on")
         live.warn("[look] out")
     output = all_of(master)
@@ -104,9 +106,9 @@ def test_a_full_disk_behind_it_is_no_reason_to_stop() -> None:
     with open("/dev/full", "w", encoding="utf-8") as stream, Console(stream) as plain:
         plain.status("starting")
         plain.warn("look out")
-        plain.progress(EVENT)
+        plain.progress(PROGRESS)
         plain._plain_at -= console.PLAIN_EVERY_SECS
-        plain.progress(EVENT)
+        plain.progress(PROGRESS)
         plain.note("still here")
 
 
@@ -119,7 +121,7 @@ def test_what_a_terminal_would_obey_is_spelled_out(is_terminal: bool) -> None:
     with os.fdopen(slave, "w") as stream, Console(stream) as shown:
         for say in (shown.status, shown.note, shown.warn):
             say(f"{SEQUENCE}\nnext")
-        shown.progress(EVENT)
+        shown.progress(PROGRESS)
     output = all_of(master)
     assert r"a\x1b[2J\x9b1m\rb\x00\u202ec\udcff" in output
     assert not [part for part in ("\x1b[2J", "\x9b", "\x00", "\u202e") if part in output]

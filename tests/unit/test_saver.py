@@ -12,6 +12,9 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.errors import TrainingError
 from tf2dist.launch.supervisor import check_saved
+from tf2dist.messages import Saved, ToLauncher, Warned
+
+NOBODY = ToLauncher("chief-0", lambda message: None)
 
 
 class Disk(Checkpoints):
@@ -27,26 +30,22 @@ class Disk(Checkpoints):
 
 def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     now = [0.0]
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
     disk = Disk(tmp_path)
-
-    def send(event: dict[str, Any]) -> None:
-        sent.append(event)
-
-    saver = Saver(disk, 600.0, send, {"data": "digits"}, clock=lambda: now[0])
+    saver = Saver(disk, 600.0, ToLauncher("chief-0", sent.append), {"data": "digits"}, clock=lambda: now[0])
     now[0] = 599.0
     assert not saver.due()
     now[0] = 600.0
     assert saver.due()
     saver.save(lambda: snapshot(1))
-    assert sent[-1]["event"] == "warning"
-    assert "step 1 could not be saved (No space left on device)" in sent[-1]["text"]
+    assert "step 1 could not be saved (No space left on device)" in sent[-1].text
+    assert [type(message) for message in sent] == [Warned]
     assert not saver.due()
     now[0] += 30.0
     assert saver.due(), "tried again soon"
     disk.full = False
     saver.save(lambda: snapshot(2))
-    assert sent[-1] == {"event": "saved", "step": 2, "stopping": False}
+    assert sent[-1] == Saved("chief-0", 2, stopping=False)
     assert not saver.due()
     found = disk.newest(fail)
     assert found
@@ -55,7 +54,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
 
 def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    saver = Saver(disk, None, lambda event: None, {})
+    saver = Saver(disk, None, NOBODY, {})
     saver.save(lambda: snapshot(9))
     saver.insist(9, lambda: snapshot(9))
     assert saver.saved_step is None
@@ -85,9 +84,9 @@ def steps_on(disk: Checkpoints) -> list[int]:
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_older_ones_make_room_for_the_last(tmp_path: Path, stopping: bool) -> None:
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
     disk = SmallDisk(tmp_path, keep=5)
-    saver = Saver(disk, None, sent.append, {})
+    saver = Saver(disk, None, ToLauncher("chief-0", sent.append), {})
     for step in (1, 2, 3, 4):
         saver.save(lambda: snapshot(step))  # noqa: B023
     assert steps_on(disk) == [1, 2, 3], "on the way nothing makes room"
@@ -98,7 +97,7 @@ def test_older_ones_make_room_for_the_last(tmp_path: Path, stopping: bool) -> No
         saver.insist(4, lambda: snapshot(4))
     assert steps_on(disk) == [2, 3, 4]
     text = "step-0000000001 was removed: the disk is full, and step 4 needs its room"
-    assert sent == [{"event": "warning", "text": text}, {"event": "saved", "step": 4, "stopping": stopping}]
+    assert sent == [Warned("chief-0", text), Saved("chief-0", 4, stopping)]
     assert_same(disk.newest(fail), snapshot(4))
 
 
@@ -116,4 +115,4 @@ def test_the_newest_whole_one_makes_room_for_nothing(tmp_path: Path) -> None:
 
 
 def test_never_by_time(tmp_path: Path) -> None:
-    assert not Saver(Checkpoints(tmp_path), None, lambda event: None, {}, clock=lambda: 1e9).due()
+    assert not Saver(Checkpoints(tmp_path), None, NOBODY, {}, clock=lambda: 1e9).due()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Tell
-from tf2dist.messages import Send
+from tf2dist.messages import ToLauncher
 
 RETRY_SECS = 30.0  # after an attempt to save that failed
 
@@ -42,18 +42,18 @@ class Saver(NoSaver):
 
     Args:
         every_secs: None for never by time.
-        send: takes {"event": "saved", "step", "stopping"} to the launcher, and warnings.
+        to_launcher: learns what has been saved, and what could not be.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         every_secs: float | None,
-        send: Send,
+        to_launcher: ToLauncher,
         facts: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._checkpoints, self._send, self._facts, self._clock = checkpoints, send, facts, clock
+        self._checkpoints, self._to_launcher, self._facts, self._clock = checkpoints, to_launcher, facts, clock
         self._every_secs = math.inf if every_secs is None else every_secs
         self._due_at = clock() + self._every_secs
 
@@ -61,7 +61,7 @@ class Saver(NoSaver):
         return self._clock() >= self._due_at
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        self._save(take, stopping, self._warn if stopping else None)
+        self._save(take, stopping, self._to_launcher.warn if stopping else None)
 
     def _save(self, take: Callable[[], Snapshot], stopping: bool, tell_room: Tell | None) -> None:
         snapshot = take()
@@ -72,14 +72,11 @@ class Saver(NoSaver):
         except OSError as error:  # a full disk: what was saved before stays, and may have company later
             self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
             reason = error.strerror or error
-            self._warn(f"step {snapshot.step} could not be saved ({reason}); what was saved before stays")
+            self._to_launcher.warn(f"step {snapshot.step} could not be saved ({reason}); what was saved before stays")
         else:
             self.saved_step = snapshot.step
-            self._send({"event": "saved", "step": snapshot.step, "stopping": stopping})
+            self._to_launcher.saved(snapshot.step, stopping)
 
     def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
         if self.saved_step != step:
-            self._save(take, stopping=False, tell_room=self._warn)
-
-    def _warn(self, text: str) -> None:
-        self._send({"event": "warning", "text": text})
+            self._save(take, stopping=False, tell_room=self._to_launcher.warn)

@@ -8,6 +8,7 @@ from typing import Any, Self, TextIO, cast
 
 from tf2dist.errors import printable
 from tf2dist.launch.unblocked import Unblocked
+from tf2dist.messages import Progress
 
 PLAIN_EVERY_SECS = 5.0
 LAST_WORDS_SECS = 1.0  # for a reader that is slow
@@ -29,7 +30,8 @@ class Console:
     def __enter__(self) -> Self:
         if self._stream.isatty():
             from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+            from rich.progress import BarColumn, SpinnerColumn, TextColumn
+            from rich.progress import Progress as LiveProgress
             from rich.table import Column
 
             terminal = RichConsole(file=cast(TextIO, self._stream))
@@ -39,7 +41,7 @@ class Console:
                 BarColumn(bar_width=bar, table_column=Column(min_width=bar)),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             )
-            self._live = Progress(*columns, console=terminal, transient=True)
+            self._live = LiveProgress(*columns, console=terminal, transient=True)
             self._task = self._live.add_task("", total=None)
             self._live.start()
         return self
@@ -68,14 +70,13 @@ class Console:
     def warn(self, text: str) -> None:
         self._print(f"tf2dist: warning: {text}")
 
-    def progress(self, event: dict[str, Any]) -> None:
-        """Shows a progress event: step, target_step, loss."""
-        now, step, target = time.monotonic(), event["step"], event["target_step"]
+    def progress(self, progress: Progress) -> None:
+        now, step, target = time.monotonic(), progress.step, progress.target_step
         if self._first is None or step < self._step:  # a restart goes back
             self._first = (now, step)
         self._step = step
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
-        line = progress_line(step, target, event["loss"], rate)
+        line = progress_line(step, target, progress.loss, rate)
         if self._live:
             self._live.update(self._task, total=target, completed=step, description=line)
         elif now - self._plain_at >= PLAIN_EVERY_SECS:

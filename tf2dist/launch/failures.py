@@ -2,61 +2,60 @@
 
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from tf2dist.errors import FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
 from tf2dist.launch.deaths import OomKills, limit, signal_name
-from tf2dist.launch.launcher import Event
+from tf2dist.launch.task_record import Kill
+from tf2dist.messages import Exited
 
 TAIL_LINES = 30
-NO_SIGNALS = (RequestError.exit_code, NotFiniteError.exit_code)  # what no task makes of a signal that cuts a call short
+# No kill and no call that a signal cuts short makes these of a task, so its own word is believed.
+NEVER_OF_A_KILL = (RequestError.exit_code, NotFiniteError.exit_code)
 
 
-class Ends:
-    """Reads what the tasks of a launcher have left.
+class FailureReader:
+    """Tells the cause of a task's end from what it has left.
 
     Args:
-        log_dir: where their logs and records are.
+        log_dir: where the tasks' records are.
+        log_of: what a task has written since it was started.
     """
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir, self._oom_kills = log_dir, OomKills()
+    def __init__(self, log_dir: Path, log_of: Callable[[str], str]) -> None:
+        self._log_dir, self._log_of = log_dir, log_of
+        self._oom_kills = OomKills()
 
-    def failure(self, event: Event, why: str = "", worth: int = TaskLostError.exit_code) -> FailureRecord:
+    def read(self, exited: Exited, kill: Kill | None = None) -> FailureRecord:
         """The record that the task left, or what can be said of one that could not leave any.
 
         Args:
-            event: that it has exited; "log_start" is where the log of this start begins, in bytes.
-            why: we have killed it; empty if we have not.
-            worth: the exit code for that.
+            kill: that we have killed it; None if we have not.
         """
-        task, code = event["task"], event["code"]
+        task, code = exited.task, exited.code
         record = FailureRecord.read(self._log_dir, task)
-        if why and not (record and record.exit_code in NO_SIGNALS):
-            return FailureRecord(task, event["time"], worth, why, by_signal=True)
+        if kill and not (record and record.exit_code in NEVER_OF_A_KILL):
+            return FailureRecord(task, exited.time, kill.exit_code, kill.why, by_signal=True)
         if record:
             return record
         if code == 0:  # some library or the user's code has ended the process
             what = "ended with exit code 0 before the end of the run"
-            return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
+            return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
         if code > 0:
-            return FailureRecord(task, event["time"], code, f"ended with exit code {code}", self._tail(event))
+            return FailureRecord(task, exited.time, code, f"ended with exit code {code}", self._tail(task))
         what = f"was killed by {signal_name(-code)}"
-        if reached := limit(code, self._tail(event)):
-            return FailureRecord(task, event["time"], TrainingError.exit_code, f"{what}: {reached}", by_signal=True)
+        if reached := limit(code, self._tail(task)):
+            return FailureRecord(task, exited.time, TrainingError.exit_code, f"{what}: {reached}", by_signal=True)
         if -code == signal.SIGKILL and self._oom_kills.has_more():
             what = f"{what}: out of memory"
-        return FailureRecord(task, event["time"], TaskLostError.exit_code, what, by_signal=True)
+        return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
 
-    def _tail(self, event: Event) -> str:
-        path = self._log_dir / f"{event['task']}.log"
-        if not path.exists():
-            return ""
-        text = path.read_bytes()[event.get("log_start", 0) :].decode(errors="replace")
-        return "\n".join(text.splitlines()[-TAIL_LINES:])
+    def _tail(self, task: str) -> str:
+        return "\n".join(self._log_of(task).splitlines()[-TAIL_LINES:])
 
 
-def complains(failure: FailureRecord) -> bool:
+def is_echo(failure: FailureRecord) -> bool:
     """Whether it is of another task's end."""
     return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
 
@@ -67,6 +66,6 @@ def blames_another(task: str, message: str) -> bool:
     return named is not None and named[1] != task
 
 
-def rank(failure: FailureRecord) -> tuple[int, float]:
-    """Puts the cause before the complaints of others about it, also if those were earlier."""
-    return (0 if failure.by_signal else 2 if complains(failure) else 1, failure.time)
+def cause_order(failure: FailureRecord) -> tuple[int, float]:
+    """Sorts the cause before its echoes: survivors often report first."""
+    return (0 if failure.by_signal else 2 if is_echo(failure) else 1, failure.time)

@@ -1,16 +1,15 @@
 """The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
 
 Runs with the arguments FD ISOLATE PRELOAD PARENT below a `launcher.Launcher`. It may import TensorFlow
-but must run no op and start no thread before it forks. Launcher and server exchange one JSON object
-a packet over the Unix socket FD; the tasks inherit the socket and send their own packets (progress,
-results) the same way, and read on their standard input, a JSON object a line, what the launcher
-tells them. Whoever holds the other end may die in any way: the end of the socket makes the server
-kill every task and leave, and the death of the server kills the tasks.
+but must run no op and start no thread before it forks. Launcher and server exchange one message (see
+`messages`) a packet over the Unix socket FD; the tasks inherit the socket and send their own packets
+the same way, and read on their standard input, a message a line, what the launcher tells them. Whoever
+holds the other end may die in any way: the end of the socket makes the server kill every task and
+leave, and the death of the server kills the tasks.
 """
 
 import contextlib
 import importlib
-import json
 import os
 import select
 import signal
@@ -18,51 +17,56 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tf2dist import linux
 from tf2dist.files import open_log
-from tf2dist.messages import Send
+from tf2dist.messages import OF_A_MOMENT, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer
+from tf2dist.packing import pack, unpack
 
 MAX_PACKET_BYTES = 1 << 17
 MAX_PORTS = 64
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def sender(sock: socket.socket, name: str) -> Send:
-    """Returns a function that sends one packet marked with the task's `name`.
+Post = Callable[[Any], None]
+
+
+def poster(sock: socket.socket) -> Post:
+    """Returns a function that sends one message.
 
     A task must not wait for a launcher that somebody has stopped for a while: what will be said
     again anyway is dropped then.
     """
 
-    def send(packet: dict[str, Any]) -> None:
-        flags = socket.MSG_DONTWAIT if packet["event"] in ("alive", "progress") else 0
+    def post(message: Any) -> None:
+        flags = socket.MSG_DONTWAIT if isinstance(message, OF_A_MOMENT) else 0
         with contextlib.suppress(BlockingIOError):
-            sock.send(json.dumps({"task": name, **packet}).encode(), flags)
+            sock.send(pack(message), flags)
 
-    return send
+    return post
 
 
-def run_child(request: dict[str, Any], sock: socket.socket, parent_pid: int, inbox: int) -> int:
-    """The forked child: log file, environment, then ``target(payload, send) -> exit code``."""
+def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) -> int:
+    """The forked child: log file, environment, then ``target(payload, to_launcher) -> exit code``."""
     os.setpgid(0, 0)
     linux.die_with_parent(parent_pid)
     for number in (signal.SIGCHLD, *LAUNCHERS_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    log = open_log(request["log"])
+    log = open_log(request.log)
     os.dup2(inbox, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(request["env"])
-    sys.path[:] = request.get("sys_path") or sys.path
-    module, function = request["target"].split(":")
+    os.environ.update(request.env)
+    sys.path[:] = request.sys_path or sys.path
+    module, function = request.target.split(":")
     target = getattr(importlib.import_module(module), function)
-    return int(target(request["payload"], sender(sock, request["task"])))
+    return int(target(request.payload, ToLauncher(request.task, poster(sock))))
 
 
-def fork_task(request: dict[str, Any], sock: socket.socket) -> tuple[int, int]:
+def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
     """Forks one task; returns its process id, and the end of a pipe that leads to its standard input."""
     parent_pid = os.getpid()
     read_end, write_end = os.pipe()
@@ -88,14 +92,14 @@ def fork_task(request: dict[str, Any], sock: socket.socket) -> tuple[int, int]:
             os._exit(code)  # the destructors of a TensorFlow server may wait for peers that are gone
 
 
-def tell(inbox: int | None, packet: dict[str, Any]) -> None:
+def forward(inbox: int | None, line: str) -> None:
     """Writes a line for a task; one that has ended, or that reads nothing, misses it."""
     if inbox is not None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(inbox, json.dumps(packet).encode() + b"\n")
+            os.write(inbox, line.encode() + b"\n")
 
 
-def reap(tasks: dict[int, str], inboxes: dict[str, int], send: Send) -> None:
+def reap(tasks: dict[int, str], inboxes: dict[str, int], post: Post) -> None:
     """Reports every task that has ended; a negative code is the signal that killed it."""
     while tasks:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -106,7 +110,7 @@ def reap(tasks: dict[int, str], inboxes: dict[str, int], send: Send) -> None:
         if pid in tasks:
             name = tasks.pop(pid)
             os.close(inboxes.pop(name))
-            send({"event": "exited", "task": name, "code": code, "time": time.time()})
+            post(Exited(name, code, time.time()))
 
 
 def kill_group(pid: int) -> None:
@@ -116,7 +120,7 @@ def kill_group(pid: int) -> None:
 
 def serve(sock: socket.socket, wakeup: int) -> int:
     """Forks tasks until the launcher's end of the socket closes, then kills what still runs; returns the exit code."""
-    send = sender(sock, "forkserver")
+    post = poster(sock)
     tasks: dict[int, str] = {}
     inboxes: dict[str, int] = {}
     try:
@@ -124,22 +128,22 @@ def serve(sock: socket.socket, wakeup: int) -> int:
             ready, _, _ = select.select([sock.fileno(), wakeup], [], [])
             if wakeup in ready:
                 os.read(wakeup, 4096)
-                reap(tasks, inboxes, send)
+                reap(tasks, inboxes, post)
             if sock.fileno() in ready:
                 packet = sock.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return 0
-                request = json.loads(packet)
-                if "tell" in request:
-                    tell(inboxes.get(request["task"]), request["tell"])
+                request = unpack(packet, ToServer)
+                if isinstance(request, Forward):
+                    forward(inboxes.get(request.task), request.line)
                     continue
                 try:
-                    pid, inboxes[request["task"]] = fork_task(request, sock)
+                    pid, inboxes[request.task] = fork_task(request, sock)
                 except OSError as error:  # no more processes or memory
-                    print(f"cannot start {request['task']}: {error}", file=sys.stderr, flush=True)
+                    print(f"cannot start {request.task}: {error}", file=sys.stderr, flush=True)
                     return 1
-                tasks[pid] = request["task"]
-                send({"event": "started", "task": request["task"], "pid": pid})
+                tasks[pid] = request.task
+                post(Started(request.task, pid))
     except OSError:  # the launcher is gone
         return 0
     finally:
@@ -162,7 +166,6 @@ def main() -> None:
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
-    ready = {"event": "ready", "pid": os.getpid(), "isolated": isolated, "ports": ports}
-    sender(sock, "forkserver")(ready)
+    poster(sock)(Ready(isolated, tuple(ports)))
     code = serve(sock, read_end)
     os._exit(code)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody

@@ -2,7 +2,7 @@
 
     with Launcher(log_dir) as launcher:
         launcher.start("worker-0", "package.module:function", {"any": "json"})
-        for event in launcher.events(timeout_secs=1.0):
+        for message in launcher.events(timeout_secs=1.0):
             ...
 
 Leaving the block stops everything: TERM to all, one deadline for all, KILL to the rest.
@@ -10,7 +10,6 @@ Leaving the block stops everything: TERM to all, one deadline for all, KILL to t
 
 import contextlib
 import errno
-import json
 import os
 import select
 import signal
@@ -27,8 +26,8 @@ from tf2dist.launch import deaths
 from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import open_log
-
-Event = dict[str, Any]
+from tf2dist.messages import Event, Exited, Forward, Ready, Start, Started, ToTask
+from tf2dist.packing import pack, unpack
 
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
 READY_POLL_SECS = 0.2
@@ -125,7 +124,7 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         sys_path: list[str] | None = None,
     ) -> None:
-        """Forks a task that calls ``target`` ("module:function") with ``(payload, send)``.
+        """Forks a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``, a `ToLauncher`.
 
         Raises:
             ConfigError: it can have no log.
@@ -133,22 +132,15 @@ class Launcher:
         with os.fdopen(open_log(self.log_dir, name), "ab") as log:  # the task itself could tell nobody that it cannot
             self._log_starts[name] = log.tell()  # what stands before it is of an earlier start
         (self.log_dir / f"{name}.error.json").unlink(missing_ok=True)  # of an earlier run
-        request = {
-            "task": name,
-            "target": target,
-            "payload": payload,
-            "env": dict(env or {}),
-            "log": str(self.log_dir / f"{name}.log"),
-            "sys_path": sys_path,
-        }
+        log_path, path = str(self.log_dir / f"{name}.log"), None if sys_path is None else tuple(sys_path)
         self.tasks[name] = 0
         try:
-            self._sock.send(json.dumps(request).encode())
+            self._sock.send(pack(Start(name, target, payload, dict(env or {}), log_path, path)))
         except OSError:
             self._give_up()
 
     def events(self, timeout_secs: float) -> Iterator[Event]:
-        """Yields what tasks and server report, each a dict with "event" and "task", for `timeout_secs`.
+        """Yields what tasks and server say, for `timeout_secs`.
 
         Raises:
             TaskLostError: the fork server was killed, and the tasks with it.
@@ -168,16 +160,20 @@ class Launcher:
                 packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
                 self._give_up()
-            event: Event = json.loads(packet)
-            match event["event"]:
-                case "ready":
-                    self.ready, self.isolated, self.ports = True, event["isolated"], event["ports"]
-                case "started" if event["task"] in self.tasks:
-                    self.tasks[event["task"]] = event["pid"]
-                case "exited":
-                    self.tasks.pop(event["task"], None)
-                    event["log_start"] = self._log_starts.get(event["task"], 0)
+            event: Event = unpack(packet, Event)
+            match event:
+                case Ready():
+                    self.ready, self.isolated, self.ports = True, event.isolated, list(event.ports)
+                case Started() if event.task in self.tasks:
+                    self.tasks[event.task] = event.pid
+                case Exited():
+                    self.tasks.pop(event.task, None)
             yield event
+
+    def log_of(self, name: str) -> str:
+        """What the task has written since it was started."""
+        path = self.log_dir / f"{name}.log"
+        return path.read_bytes()[self._log_starts.get(name, 0) :].decode(errors="replace") if path.exists() else ""
 
     def runs(self, name: str) -> bool:
         """Whether the kernel lets the task run: it has started, and is neither stopped nor dead."""
@@ -217,11 +213,11 @@ class Launcher:
         log = path.read_bytes()[self._log_start :].decode(errors="replace")
         raise deaths.of_fork_server(code, log, path, self._oom_kills)
 
-    def tell(self, name: str, packet: dict[str, Any]) -> None:
-        """Writes one JSON object to the task's standard input, if it still runs."""
+    def send_to(self, name: str, message: ToTask) -> None:
+        """Writes a message to the task's standard input, if it still runs."""
         if name in self.tasks:
             with contextlib.suppress(OSError):  # the server is gone, and `events` will say so
-                self._sock.send(json.dumps({"task": name, "tell": packet}).encode())
+                self._sock.send(pack(Forward(name, pack(message).decode())))
 
     def signal(self, name: str, signum: int, alone: bool = False) -> None:
         """Sends a signal to the task and to what it has started, or to it alone, if it still runs."""
@@ -254,8 +250,8 @@ class Launcher:
         while self.tasks and time.monotonic() < deadline:
             for event in self.events(0.1):
                 told.append(event)
-                if event["event"] == "started":  # it was on its way when the signal went out
-                    self.signal(event["task"], signum)
+                if isinstance(event, Started):  # it was on its way when the signal went out
+                    self.signal(event.task, signum)
         return told
 
     def __exit__(self, *_: object) -> None:

@@ -1,32 +1,75 @@
-"""Follows the tasks of a launcher: shows what they tell, restarts the lost, stops all in order."""
+"""Follows the tasks of a launcher: shows what they say, restarts the lost, stops all in order."""
 
-import signal
+import enum
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
-from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError, TrainingError
+from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
+from tf2dist.launch.clock import Clock
 from tf2dist.launch.console import Console
-from tf2dist.launch.failures import Ends, blames_another, complains, rank
-from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Event, Launcher
-from tf2dist.launch.restarts import RestartPolicy, Verdict, Vitals
-from tf2dist.launch.shutdown import Stop
-from tf2dist.launch.stalls import Stalls
-from tf2dist.process.heartbeat import STACKS_SIGNAL
+from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
+from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.restarts import RestartPolicy, Verdict
+from tf2dist.launch.shutdown import Shutdown
+from tf2dist.launch.watchdog import Watchdog
+from tf2dist.messages import Began, Done, Event, Exited, Note, PeerGone, Progress, Result, Saved, Status, Warned
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
-STACKS_SECS = 0.5  # for a task to write them
 ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
 CAUSE_SECS = 3.0  # the same for another host's
 LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
 
 
-class Watch:
+class Phase(enum.Enum):
+    """Where a run stands, as seen from its launching process."""
+
+    RUNNING = "running"  # from the first start on; what has failed may be started again
+    STOPPING = "stopping"  # a signal has come, to this process or to another host's
+    DONE = "done"  # the result is there; what fails now is of no account
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What is to be run.
+
+    Attributes:
+        names: of the tasks of this host.
+        leader: the task that saves and makes the result; it may be on another host.
+        start: starts the task of a name; told how often all have been started again.
+    """
+
+    names: list[str]
+    leader: str
+    start: Callable[[str, int], None]
+
+    @property
+    def has_leader(self) -> bool:
+        return self.leader in self.names
+
+
+@dataclass
+class Life:
+    """What has been seen since all tasks were last started together.
+
+    Attributes:
+        summary: the leader's result; empty before.
+        leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
+        failures: those that nothing has been done about, in order.
+    """
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    leave_by: float = float("inf")
+    failures: list[FailureRecord] = field(default_factory=list)
+
+
+class Monitor:
     """One run, from the first task's start to the last one's end.
 
     Args:
@@ -43,31 +86,21 @@ class Watch:
         meeting: Meeting | None,
         received: list[int],
         on_begun: Callable[[], None],
+        clock: Clock = time,
     ) -> None:
-        self._launcher, self._console, self._received, self._on_begun = launcher, console, received, on_begun
-        self._watchdog_secs, self._silence_secs = config.watchdog_secs, config.silence_secs
+        self._launcher, self._console, self._meeting, self._clock = launcher, console, meeting, clock
+        self._mode, self._on_begun = config.mode, on_begun
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
-        self._mode, self._meeting = config.mode, meeting
-        self._stop = Stop(launcher, meeting, received, config.grace_secs, console.status)
-        self._vitals = Vitals(launcher.runs, config.silence_secs)
-        self._failures: list[FailureRecord] = []
-        self._killed: dict[str, tuple[str, int]] = {}  # by us: why, and the exit code that this is worth
-        self._killed_at: dict[str, float] = {}
-        self._stalls = Stalls(console.status)
-        self._done: set[str] = set()  # those that have done all that they had to do
-        self._gone: dict[str, str] = {}  # on other hosts, and why
-        self._restarted_at, self._generation = -float("inf"), 0
-        self._summary: dict[str, Any] = {}
-        self._saved_step: int | None = None
-        self._leader = ""
-        self._leave_by, self._is_over = float("inf"), False  # over: the leader is done, on another host
-        self._ends = Ends(launcher.log_dir)
+        self._shutdown = Shutdown(launcher, meeting, received, config.grace_secs, console.status, clock)
+        self._watchdog = Watchdog(launcher, config, console.status, clock)
+        self._reader = FailureReader(launcher.log_dir, launcher.log_of)
+        self._life = Life()
+        self._num_lives = 0
+        self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
+        self._leader_is_done = False  # on another host
 
-    def run(self, tasks: list[str], leader: str, start: Callable[[str, int], None]) -> dict[str, Any]:
+    def run(self, tasks: Tasks) -> dict[str, Any]:
         """Starts the tasks, and follows them to the end.
-
-        Args:
-            start: starts the task of this name; told how often all have been restarted.
 
         Returns:
             What the leader has sent as the result; empty if it runs elsewhere.
@@ -76,67 +109,99 @@ class Watch:
             TaskFailure: a task failed for good.
             Interrupted: by a signal; what could be saved is saved.
         """
-        self._leader, self._tasks, self._start = leader, tasks, start
-        for task in tasks:
-            self._start_task(task)
-        while self._launcher.tasks or (self._failures and not self._summary):
+        self._tasks = tasks
+        self._start_all()
+        while self._launcher.tasks or (self._life.failures and self._phase() is not Phase.DONE):
             self._step()
-            if self._stop.is_asked and not self._summary:
-                signum = self._stop.go_on(tasks, leader)
-                if signum and (self._launcher.tasks or self._failures):  # otherwise all were done before it came
-                    raise self._stop.outcome(signum, self._saved_step, leader, self._failures)
-            elif self._failures and not self._summary:
-                self._restart_or_fail()
-            if leader in tasks and (leader not in self._launcher.tasks or leader in self._killed_at):
-                self._leave_by = min(self._leave_by, time.monotonic() + LEAVE_SECS)
-            if self._summary and (self._received or time.monotonic() > self._leave_by):
+            self._answer()
+            self._limit_leaving()
+            if self._phase() is Phase.DONE and (self._shutdown.is_signalled or self._is_time_to_leave):
                 break  # the result is whole; leaving the launcher stops who does not leave
-            if leader not in tasks and time.monotonic() > self._leave_by:
-                raise TaskLostError(f"{leader} was done {FOLLOW_END_SECS:.0f} s ago, and {tasks[0]} does not end")
-        return self._summary
+        return self._life.summary
+
+    def _phase(self) -> Phase:
+        if self._life.summary:
+            return Phase.DONE
+        return Phase.STOPPING if self._shutdown.is_asked else Phase.RUNNING
 
     def _step(self) -> None:
+        """Takes what has come within `POLL_SECS`, and looks for tasks that are lost or stuck."""
         for event in self._launcher.events(POLL_SECS):
             self._on_event(event)
-        for heard in self._meeting.events() if self._meeting else ():
-            self._on_meeting(heard)
-        self._kill_frozen()
-        self._kill_stalled()
+        for news in self._meeting.events() if self._meeting else ():
+            self._on_meeting(news)
+        self._watchdog.look(self._phase() is Phase.DONE, self._gone)
+
+    def _answer(self) -> None:
+        """Does what the phase and the failures ask for.
+
+        Raises:
+            TaskFailure: a task failed for good.
+            Interrupted: the stop is over.
+        """
+        if self._phase() is Phase.STOPPING:
+            signum = self._shutdown.go_on(self._tasks.names, self._tasks.leader)
+            if signum and (self._launcher.tasks or self._life.failures):  # otherwise all were done before it came
+                raise self._shutdown.outcome(signum, self._tasks.leader, self._life.failures)
+        elif self._phase() is Phase.RUNNING and self._life.failures:
+            self._restart_or_fail()
+
+    def _limit_leaving(self) -> None:
+        """Gives the others a time to leave once the leader has ended.
+
+        Raises:
+            TaskLostError: the leader, on another host, was done long ago.
+        """
+        leader = self._tasks.leader
+        if self._tasks.has_leader:
+            if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
+                self._life.leave_by = min(self._life.leave_by, self._clock.monotonic() + LEAVE_SECS)
+        elif self._is_time_to_leave:
+            ended = f"{leader} was done {FOLLOW_END_SECS:.0f} s ago"
+            raise TaskLostError(f"{ended}, and {self._tasks.names[0]} does not end")
+
+    @property
+    def _is_time_to_leave(self) -> bool:
+        return self._clock.monotonic() > self._life.leave_by
 
     def _on_event(self, event: Event) -> None:
-        task = event["task"]
-        if task in self._launcher.tasks:
-            self._vitals.saw(task, time.monotonic(), event.get("silent_secs"))
-        match event["event"]:
-            case "started" if task in self._killed_at:
-                self._launcher.signal(task, signal.SIGKILL)  # it had no process then
-            case "progress":
+        self._watchdog.heard(event)
+        match event:
+            case Progress():
                 self._console.progress(event)
-            case "begun":
-                self._saved_step, self._stop.has_begun = event["step"] or self._saved_step, True
+            case Began():
+                self._shutdown.leader_began(event.step)
                 self._on_begun()
-            case "message":
-                self._console.status(event["text"])
-            case "note":
-                self._console.note(event["text"])
-            case "warning":
-                self._console.warn(event["text"])
-            case "saved":
-                self._saved_step, self._stop.has_saved = event["step"], event["stopping"]
-            case "standing" | "stalled" if task in self._launcher.tasks:
-                self._stalls.heard(event, time.monotonic())
-            case "result":
-                self._summary = {**event["summary"], "restarts": self._policy.restarts}
-            case "done":
-                self._done.add(task)
-            case "exited":
+            case Status():
+                self._console.status(event.text)
+            case Note():
+                self._console.note(event.text)
+            case Warned():
+                self._console.warn(event.text)
+            case Saved():
+                self._shutdown.leader_saved(event.step, event.stopping)
+            case Result():
+                self._life.summary = {**event.summary, "restarts": self._policy.restarts}
+            case Done():
+                self._watchdog.records[event.task].is_done = True
+            case Exited():
                 self._on_exit(event)
+
+    def _on_exit(self, exited: Exited) -> None:
+        task, code = exited.task, exited.code
+        kill = self._watchdog.exited(task)
+        has_result = self._phase() is Phase.DONE
+        if has_result and code != 0:
+            self._console.warn(f"{task} ended with code {code} after the result was known")
+        is_too_early = task == self._tasks.leader or not self._watchdog.records[task].is_done
+        if not has_result and (code != 0 or is_too_early):
+            self._life.failures.append(self._reader.read(exited, kill))
 
     def _on_meeting(self, event: control.MeetingEvent) -> None:
         """What has become of a task on another host."""
         match event:
             case control.Stop():
-                self._stop.told = event.signum
+                self._shutdown.asked_by_peer(event.signum)
             case control.Back():
                 self._gone.pop(event.task, None)
             case control.Lost(task, why):
@@ -145,70 +210,28 @@ class Watch:
                 self._on_end_elsewhere(task, code, message, was_lost=False)
 
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
-        if code == 0 and task == self._leader:
-            self._is_over, self._leave_by = True, time.monotonic() + FOLLOW_END_SECS
-        elif code == 0 or self._summary:
+        if code == 0 and task == self._tasks.leader:
+            self._leader_is_done = True
+            self._life.leave_by = self._clock.monotonic() + FOLLOW_END_SECS
+        elif code == 0 or self._phase() is Phase.DONE:
             pass
         elif self._may_be_missed(task, code) and not blames_another(task, why):
             self._go_on_without(task, why)
-        elif not (self._failures and blames_another(task, why)):  # an echo of what is known
+        elif not (self._life.failures and blames_another(task, why)):  # an echo of what is known
             what = f"is gone ({why})" if was_lost else why
-            self._failures.append(FailureRecord(task, time.time(), code, what, by_signal=was_lost))
+            self._life.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
 
     def _go_on_without(self, task: str, why: str) -> None:
         self._gone[task] = why
-        if not self._failures:
+        if not self._life.failures:
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
         for own in self._launcher.tasks:  # the call of one may wait for another's
-            self._launcher.tell(own, {"event": "gone", "task": task})
+            self._launcher.send_to(own, PeerGone(task))
 
     def _may_be_missed(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
         is_worker = self._mode == "async" and task.startswith("worker-")
         return task.startswith("evaluator-") or (is_worker and code == TaskLostError.exit_code)
-
-    def _on_exit(self, event: Event) -> None:
-        task, code = event["task"], event["code"]
-        self._vitals.forget(task)
-        self._stalls.forget(task)
-        self._killed_at.pop(task, None)
-        if self._summary and code != 0:
-            self._console.warn(f"{task} ended with code {code} after the result was known")
-        elif code != 0 or (not self._summary and (task == self._leader or task not in self._done)):
-            self._failures.append(self._ends.failure(event, *self._killed.pop(task, ("", TaskLostError.exit_code))))
-
-    def _why_stalled(self, event: Event) -> str:
-        """What is said of a task that makes no progress; without its workers a coordinator can make none."""
-        gone = ", ".join(f"{task} is gone ({why})" for task, why in self._gone.items())
-        while_gone = f" while {gone}" if gone else ""
-        where = f" in {event['where']}" if event.get("where") else ""
-        return f"made no progress for {event['secs']} s{where}{while_gone}, see the stacks in its log"
-
-    def _kill_frozen(self) -> None:
-        for task in self._vitals.lost(time.monotonic()):
-            if self._launcher.runs(task):
-                self._launcher.signal(task, STACKS_SIGNAL, alone=True)
-                time.sleep(STACKS_SECS)
-            self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s")
-        for task, killed_at in self._killed_at.items():
-            if time.monotonic() - killed_at > KILL_TIMEOUT_SECS and not self._summary:
-                self._launcher.give_up_on(task)
-
-    def _kill_stalled(self) -> None:
-        """Kills who made no progress by its own fault; it says so again as long as it makes none."""
-        now = time.monotonic()
-        excused = now - max(self._restarted_at, self._vitals.awake_since) < self._watchdog_secs
-        for event in self._stalls.look(now):
-            if not (excused or (self._killed_at and not self._summary) or self._vitals.any_silent):
-                # The user's own code would stand there again.
-                code = (TrainingError if event.get("is_users") else TaskLostError).exit_code
-                self._kill(event["task"], self._why_stalled(event), code)
-
-    def _kill(self, task: str, why: str, code: int = TaskLostError.exit_code) -> None:
-        if task in self._launcher.tasks:  # it may have ended since then
-            self._killed[task], self._killed_at[task] = (why, code), time.monotonic()
-            self._vitals.forget(task)
-            self._launcher.signal(task, signal.SIGKILL)
 
     def _restart_or_fail(self) -> None:
         """Answers the failures since the last look.
@@ -217,60 +240,70 @@ class Watch:
             TaskFailure: no restart helps.
         """
         self._await_cause()
-        if self._summary or self._stop.is_asked:
+        failures = self._life.failures
+        if self._phase() is not Phase.RUNNING:
             return  # since then
-        if self._is_over and all(map(complains, self._failures)):
-            self._failures.clear()  # the others are not lost but done: it was started again too late
+        if self._leader_is_done and all(map(is_echo, failures)):
+            failures.clear()  # the others are not lost but done: it was started again too late
             return
-        verdict = self._policy.judge(self._failures[0])
+        verdict = self._policy.judge(failures[0])
         if verdict is Verdict.FAIL and not self._meeting:
-            self._collect_echo()
-            if self._summary or (self._stop.is_asked and complains(self._failures[0])):
+            self._collect_echoes()
+            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_echo(failures[0])):
                 return
-            verdict = self._policy.judge(self._failures[0])
+            verdict = self._policy.judge(failures[0])
         if verdict is Verdict.FAIL:
-            if any(failure.exit_code - 128 in NAMES for failure in self._failures):
-                raise self._stop.interrupted(signal.SIGTERM, self._saved_step)  # another host was told to stop
-            used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
-            raise TaskFailure(self._failures, used_up)
-        lost, self._restarted_at = self._failures.pop(0), time.monotonic()
+            self._fail()
+        lost = failures.pop(0)
+        self._watchdog.excuse_all()
         if verdict is Verdict.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
-            self._start_task(lost.task)
+            self._start(lost.task)
         else:
             self._restart_all(lost)
 
-    def _restart_all(self, lost: FailureRecord) -> None:
-        saved = [event["step"] for event in self._launcher.kill_all() if event["event"] == "saved"]
-        self._saved_step = max(saved, default=self._saved_step)
-        for known in (self._vitals, self._failures, self._killed, self._stalls):
-            known.clear()
-        self._summary, self._leave_by, self._stop.has_begun = {}, float("inf"), False
-        where = "" if self._saved_step is None else f" from the checkpoint at step {self._saved_step}"
-        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
-        self._generation += 1
-        for task in self._tasks:
-            self._start_task(task)
+    def _fail(self) -> None:
+        """Raises what the failures come to, TaskFailure or Interrupted."""
+        for failure in self._life.failures:
+            if (signum := failure.exit_code - 128) in NAMES:  # another host was told to stop
+                raise self._shutdown.interrupted(signum)
+        used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
+        raise TaskFailure(self._life.failures, used_up)
 
-    def _start_task(self, task: str) -> None:
-        self._start(task, self._generation)
-        self._done.discard(task)
-        self._killed_at.pop(task, None)
-        self._vitals.saw(task, time.monotonic())  # not yet, but soon
+    def _restart_all(self, lost: FailureRecord) -> None:
+        for event in self._launcher.kill_all():
+            if isinstance(event, Saved):
+                self._shutdown.leader_saved(event.step, event.stopping)
+        self._watchdog.clear()
+        self._shutdown.all_start_again()
+        self._life = Life()
+        step = self._shutdown.saved_step
+        where = "" if step is None else f" from the checkpoint at step {step}"
+        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
+        self._num_lives += 1
+        self._start_all()
+
+    def _start_all(self) -> None:
+        for task in self._tasks.names:
+            self._start(task)
+
+    def _start(self, task: str) -> None:
+        self._tasks.start(task, self._num_lives)
+        self._watchdog.started(task)
 
     def _await_cause(self) -> None:
-        """A task may complain before it is known what has become of the other: of one that is silent, soon."""
-        deadline = time.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while all(map(complains, self._failures)) and (self._meeting or self._launcher.tasks):
-            suspects = self._killed_at or self._vitals.any_silent
-            if self._summary or self._stop.is_asked or (time.monotonic() > deadline and not suspects):
+        """Waits for the root failure: survivors often report first, and a frozen task is only found after a while."""
+        deadline = self._clock.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
+        while all(map(is_echo, self._life.failures)) and (self._meeting or self._launcher.tasks):
+            is_late = self._clock.monotonic() > deadline and not self._watchdog.has_suspects
+            if self._phase() is not Phase.RUNNING or is_late:
                 break
             self._step()
-        self._failures.sort(key=rank)
+        self._life.failures.sort(key=cause_order)
 
-    def _collect_echo(self) -> None:
-        """Hears the others out."""
-        deadline = time.monotonic() + ECHO_SECS
-        while self._launcher.tasks and time.monotonic() < deadline:
+    def _collect_echoes(self) -> None:
+        """Collects secondary failures for the report."""
+        deadline = self._clock.monotonic() + ECHO_SECS
+        while self._launcher.tasks and self._clock.monotonic() < deadline:
             self._step()
-        self._failures.sort(key=rank)
+        self._life.failures.sort(key=cause_order)

@@ -17,7 +17,7 @@ from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import write_whole
 from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.monitor import Watch
+from tf2dist.launch.monitor import Monitor, Tasks
 from tf2dist.signals import Signals
 
 ENVIRONMENT = {
@@ -65,7 +65,7 @@ def supervise(
         TrainingError: the result could not be written, or its weights not be saved.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
-    # What is left when the watch ends has nothing to save.
+    # What is left when the monitor ends has nothing to save.
     launcher = Launcher(run_dir / "logs", isolate=this is None, env=ENVIRONMENT, grace_secs=0.0)
     with contextlib.ExitStack() as stack:
         received = stack.enter_context(signals.held())
@@ -76,7 +76,7 @@ def supervise(
         meeting = stack.enter_context(meeting_of(config, *this, console)) if this else None
         begun = functools.partial(note_begin, config, run_dir, console)
         check = functools.partial(check_signals, received)
-        watch = Watch(launcher, console, config, meeting, received, begun)
+        monitor = Monitor(launcher, console, config, meeting, received, begun)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
@@ -91,7 +91,7 @@ def supervise(
         names = [str(this[1])] if this else [str(task) for task in cluster.tasks]
         where = f" at {cluster.address(this[1])}" if this else ""
         console.status(f"starting {', '.join(names)}{where}")
-        summary = watch.run(names, str(cluster.leader), start)
+        summary = monitor.run(Tasks(names, str(cluster.leader), start))
         if summary:
             write_summary(run_dir, summary)
             check_saved(summary)

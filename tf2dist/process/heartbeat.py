@@ -12,9 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from tf2dist.messages import Send
+from tf2dist.messages import ToLauncher
 from tf2dist.process.whereabouts import whereabouts
 
 STACKS_SIGNAL = signal.SIGUSR1  # writes the stacks of all threads, even while one keeps Python's lock
@@ -26,17 +25,18 @@ _deadline = float("inf")
 _progress_at = 0.0
 _excused_until = -float("inf")
 _watchdog_secs = float("inf")
-_send: Send = lambda packet: None  # noqa: E731
+_to_launcher = ToLauncher("nobody", lambda message: None)  # until `start`
 
 
-def start(send: Send, watchdog_secs: float) -> None:
+def start(to_launcher: ToLauncher, watchdog_secs: float) -> None:
     """Begins to report; `beat` must be called every `watchdog_secs` from now on."""
-    global _watchdog_secs, _send
-    _watchdog_secs, _send = watchdog_secs, send
+    global _watchdog_secs, _to_launcher
+    _watchdog_secs = watchdog_secs
+    _to_launcher = to_launcher
     beat(START_SECS)
     faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)
     every_secs = min(ALIVE_EVERY_SECS, watchdog_secs / 10)
-    threading.Thread(target=_report, args=(send, every_secs), name="pulse", daemon=True).start()
+    threading.Thread(target=_report, args=(to_launcher, every_secs), name="pulse", daemon=True).start()
 
 
 def beat(allowance_secs: float = 0.0) -> None:
@@ -63,31 +63,28 @@ def mute(secs: float) -> Iterator[None]:
     """Around a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
     global _deadline
     _deadline = max(_deadline, time.monotonic() + _watchdog_secs + secs)
-    _send({"event": "mute", "silent_secs": secs})
+    _to_launcher.silence(secs)
     try:
         yield
     finally:
-        _send({"event": "mute", "silent_secs": 0.0})
+        _to_launcher.silence(0.0)
 
 
-def _report(send: Send, every_secs: float) -> None:
+def _report(to_launcher: ToLauncher, every_secs: float) -> None:
     told_at = 0.0
     while True:
         now = time.monotonic()
-        packet: dict[str, Any] = {"event": "alive"}
+        secs = now - _progress_at
         if now > _deadline:
-            _write_stacks(now - _progress_at)
+            _write_stacks(secs)
             _wait()  # says it again after as long a time
-            packet = _standing("stalled", now)
+            to_launcher.stalled(secs, *whereabouts())
         elif now - max(told_at, _progress_at) >= TELL_EVERY_SECS:
-            told_at, packet = now, _standing("standing", now)
-        send(packet)
+            told_at = now
+            to_launcher.standing(secs, *whereabouts())
+        else:
+            to_launcher.alive()
         time.sleep(every_secs)
-
-
-def _standing(event: str, now: float) -> dict[str, Any]:
-    where, is_users = whereabouts()
-    return {"event": event, "secs": int(now - _progress_at), "where": where, "is_users": is_users}
 
 
 def _write_stacks(secs: float) -> None:

@@ -1,4 +1,4 @@
-"""What the launcher tells a running task, on its standard input, a JSON object a line.
+"""What the launcher tells a running task, on its standard input, a message a line.
 
 So far one thing: that another task is gone. TensorFlow notices the end of a process by its
 connections; when a whole host is cut off nothing closes them, and a call to it waits for ever.
@@ -6,7 +6,6 @@ connections; when a whole host is cut off nothing closes them, and a call to it 
 
 import contextlib
 import ipaddress
-import json
 import os
 import socket
 import stat
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from tf2dist.cluster.addresses import split
 from tf2dist.cluster.listening import resolve
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.messages import ToTask
+from tf2dist.packing import unpack
 from tf2dist.process import heartbeat
 
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
@@ -35,11 +36,10 @@ def listen(cluster: Cluster) -> None:
 
 def _listen(cluster: Cluster, pipe: int) -> None:
     for line in _lines(pipe):
-        message = json.loads(line)
-        if message["event"] == "gone":
-            address = cluster.address(Task.parse(message["task"]))
-            heartbeat.excuse(RECONNECT_SECS)
-            print(f"{message['task']} is gone: {sever(address)} connections to {address} are cut", flush=True)
+        gone = unpack(line, ToTask).task
+        address = cluster.address(Task.parse(gone))
+        heartbeat.excuse(RECONNECT_SECS)
+        print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
 
 
 def _lines(pipe: int) -> Iterator[bytes]:

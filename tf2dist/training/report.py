@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.messages import Send
+from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.training.about import About, LearningRate, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress
@@ -57,8 +57,8 @@ class Reporter(NoReporter):
         started_at: `time.time()` of the user's command, from which start-up is counted.
     """
 
-    def __init__(self, run_dir: Path, task: Task, send: Send, started_at: float) -> None:
-        self._task, self._send, self._started_at = task, send, started_at
+    def __init__(self, run_dir: Path, task: Task, to_launcher: ToLauncher, started_at: float) -> None:
+        self._task, self._to_launcher, self._started_at = task, to_launcher, started_at
         self.target_step = 0
         self._loop: Loop | None = None
         self._rate: LearningRate | None = None
@@ -68,7 +68,7 @@ class Reporter(NoReporter):
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
             lambda: TensorBoardWriter(folder, self._about),
         )
-        self._writers = [PatientWriter(make, lambda text: send({"event": "warning", "text": text})) for make in makes]
+        self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
         self._first_at: float | None = None
         self._previous: tuple[float, Progress] | None = None  # the last look, unless it was interrupted
         self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between looks
@@ -95,7 +95,7 @@ class Reporter(NoReporter):
         scalars = {"loss": progress.loss, "accuracy": progress.accuracy}
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
-            self._send({"event": "progress", "step": step, "target_step": self.target_step, **scalars})
+            self._to_launcher.progress(step, self.target_step, **scalars)
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
             rate = self.steps_per_sec()
@@ -110,7 +110,7 @@ class Reporter(NoReporter):
         print(f"{self._task}, global_step={step}, {split} accuracy={evaluation.accuracy:.4f}", flush=True)
         if step != self.target_step:  # the launcher shows the last one with the result
             text = f"step {step:,}: {split} accuracy {evaluation.accuracy:.4f}, loss {evaluation.loss:.4f}"
-            self._send({"event": "note", "text": text})
+            self._to_launcher.note(text)
         scalars = {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss}
         self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})
 
@@ -161,4 +161,4 @@ class Reporter(NoReporter):
                 "keras": keras.__version__,
             },
         }
-        self._send({"event": "result", "summary": summary})
+        self._to_launcher.result(summary)

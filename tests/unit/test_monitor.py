@@ -8,33 +8,44 @@ from typing import Any
 
 import pytest
 
-from tests.unit.play import COMPLAINT, TASKS, Play, complain, ended, follow, run, start_with_complaint
+from tests.unit.play import (
+    COMPLAINT,
+    TASKS,
+    EndedEarly,
+    Play,
+    complain,
+    ended,
+    follow,
+    start_with_complaint,
+    warnings_of,
+)
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.messages import Ended, Lost, MeetingEvent
 from tf2dist.errors import TaskFailure
 from tf2dist.launch import deaths
+from tf2dist.messages import Result, Saved
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_result_after_a_complaint_is_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int
 ) -> None:
-    result = {"event": "result", "task": TASKS[0], "summary": {"done": True}}
+    result = Result(TASKS[0], {"done": True})
     play = Play(tmp_path, [(104.0, ended("worker-1", 138)), (104.5, result), (106.0, ended(TASKS[0], 0))])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync", max_restarts=max_restarts))
-    assert watched.run(TASKS, TASKS[0], partial(start_with_complaint, play, "worker-1"))["done"]
+    config = RunConfig(mode="sync", max_restarts=max_restarts)
+    assert follow(play, config, start=partial(start_with_complaint, play, "worker-1"))["done"]
     assert "again" not in capsys.readouterr().err
 
 
 def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here that of a task which is frozen, and whose end nobody tells."""
-    result = {"event": "result", "task": "chief-0", "summary": {"done": True}}
+    result = Result("chief-0", {"done": True})
     script = [(104.0, ended("worker-1", 138)), (104.5, result), (105.0, ended("chief-0", 0))]
     play = Play(tmp_path, script, silent="worker-2")
     play.reaps = False
-    watched = follow(play, monkeypatch, RunConfig(mode="async"))
+    config = RunConfig(mode="async")
     tasks = ["chief-0", "worker-1", "worker-2"]
-    assert watched.run(tasks, tasks[0], partial(start_with_complaint, play, "worker-1"))["done"]
+    assert follow(play, config, tasks, start=partial(start_with_complaint, play, "worker-1"))["done"]
     assert play.now < 130
 
 
@@ -61,9 +72,9 @@ def test_a_worker_that_ends_since_a_ps_is_gone_is_not_the_one_that_is_missed(
     """Whichever of the two ends is heard of first."""
     play = Play(tmp_path, [])
     script: list[tuple[float, MeetingEvent]] = [(order[0], PS_LOST), (order[1], WORKER_ENDED)]
-    watched = follow(play, monkeypatch, RunConfig(mode="async"), Elsewhere(play, script))
+    meeting = Elsewhere(play, script)
     with pytest.raises(TaskFailure, match=r"^ps-0: is gone \(the connection was closed\)") as caught:
-        watched.run(["worker-0"], "chief-0", play.start)
+        follow(play, RunConfig(mode="async"), ["worker-0"], "chief-0", meeting=meeting)
     assert caught.value.exit_code == 138
     assert "the others go on" not in capsys.readouterr().err
 
@@ -81,11 +92,12 @@ def test_a_task_that_ends_too_early_with_code_0_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, task: str, told: str
 ) -> None:
     tasks = TASKS if mode == "sync" else ["chief-0", "ps-0", "worker-0"]
-    end = ended(task, 0) | {"early": True}
-    result = {"event": "result", "task": tasks[0], "summary": {"done": True}}
+    end = EndedEarly(task, 0, 0.0)
+    result = Result(tasks[0], {"done": True})
     script = [(103.0, end), (110.0, result), *((111.0, ended(name, 0)) for name in tasks)]
-    watched = follow(play := Play(tmp_path, script), monkeypatch, RunConfig(mode=mode))
-    assert watched.run(tasks, tasks[0], lambda name, _: play.tasks.update({name: 1}))["restarts"] == 1
+    play = Play(tmp_path, script)
+    found = follow(play, RunConfig(mode=mode), tasks, start=lambda name, _: play.tasks.update({name: 1}))
+    assert found["restarts"] == 1
     said = f"tf2dist: warning: {task} ended with exit code 0 before the end of the run; {told}\n"
     assert capsys.readouterr().err == said
 
@@ -96,11 +108,11 @@ def test_a_task_that_finds_nobody_since_the_run_is_done_has_not_failed(
 ) -> None:
     complain(tmp_path, "worker-0")
     play = Play(tmp_path, [(104.0, ended("worker-0", 138))])
-    meeting = Elsewhere(play, [(ended_at, Ended("chief-0", 0, ""))])
-    watched = follow(play, monkeypatch, RunConfig(mode="async"), meeting)
+    leader_is_done = Ended("chief-0", 0, "")
+    meeting = Elsewhere(play, [(ended_at, leader_is_done)])
     start = partial(start_with_complaint, play, "worker-0")
     with pytest.raises(TaskFailure, match="worker-0") if fails else contextlib.nullcontext():
-        assert watched.run(["worker-0"], "chief-0", start) == {}
+        assert follow(play, RunConfig(mode="async"), ["worker-0"], "chief-0", start, meeting) == {}
 
 
 def test_a_complaint_waits_for_a_frozen_culprit(
@@ -109,7 +121,7 @@ def test_a_complaint_waits_for_a_frozen_culprit(
     complain(tmp_path, "worker-0")
     play = Play(tmp_path, [(104.0, ended("worker-0", 138))], silent="worker-1")
     monkeypatch.setattr(play, "start", partial(start_with_complaint, play, "worker-0"))
-    told = run(play, monkeypatch, capsys)
+    told = warnings_of(play, capsys)
     assert told == "tf2dist: warning: worker-1 showed no sign of life for 6 s; starting all tasks again\n"
 
 
@@ -118,7 +130,7 @@ def test_a_complaint_waits_for_the_end_of_the_culprit(
 ) -> None:
     play = Play(tmp_path, [(104.0, ended("worker-0", 138)), (104.7, ended("worker-1", -9))])
     monkeypatch.setattr(play, "start", partial(start_with_complaint, play, "worker-0"))
-    told = run(play, monkeypatch, capsys)
+    told = warnings_of(play, capsys)
     assert told == "tf2dist: warning: worker-1 was killed by SIGKILL; starting all tasks again\n"
 
 
@@ -128,12 +140,12 @@ def test_a_complaint_alone_is_told(
     play = Play(
         tmp_path,
         [
-            (102.0, {"event": "saved", "task": "worker-0", "step": 7, "stopping": False}),
+            (102.0, Saved("worker-0", 7, False)),
             (104.0, ended("worker-0", 138)),
         ],
     )
     monkeypatch.setattr(play, "start", partial(start_with_complaint, play, "worker-0"))
-    told = run(play, monkeypatch, capsys)
+    told = warnings_of(play, capsys)
     assert told == f"tf2dist: warning: worker-0 {COMPLAINT}; starting all tasks again from the checkpoint at step 7\n"
 
 
@@ -146,10 +158,10 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_named(
     play = Play(tmp_path, [(104.0, ended("worker-1", -9))])
     monkeypatch.setattr(play, "events", lambda secs: _run_out_of_memory(play, secs, events))
     with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL: out of memory"):
-        run(play, monkeypatch, capsys, max_restarts=0)
+        warnings_of(play, capsys, max_restarts=0)
 
 
-def _run_out_of_memory(play: Play, timeout_secs: float, events: Path) -> Iterator[dict[str, Any]]:
+def _run_out_of_memory(play: Play, timeout_secs: float, events: Path) -> Iterator[Any]:
     if play.now > 103:
         events.write_text("pgfault 0\noom_kill 2\n")
     yield from Play.events(play, timeout_secs)

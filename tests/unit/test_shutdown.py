@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.play import TASKS, Play, complain, ended, follow, start_with_complaint
+from tests.unit.play import TASKS, Play, Signalled, complain, ended, follow, start_with_complaint
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Interrupted, TaskFailure
 from tf2dist.launch import monitor, shutdown
+from tf2dist.messages import Began, Saved
 
-BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
+BEGUN = Began(TASKS[0], 0)
 
 
 @pytest.mark.parametrize(
@@ -27,14 +28,14 @@ BEGUN = {"event": "begun", "task": TASKS[0], "step": 0}
 def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    script: list[tuple[float, dict[str, Any]]],
+    script: list[tuple[float, Any]],
     patience: float,
     told: str,
 ) -> None:
-    play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""})])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    play = Play(tmp_path, [*script, (104.5, Signalled())])
+    config = RunConfig(mode="sync")
     with pytest.raises(Interrupted, match=f"^stopped by SIGTERM{told}$"):
-        watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
+        follow(play, config, start=lambda task, restarts: play.tasks.update({task: 1}))
     assert play.now - 104.5 == pytest.approx(patience, abs=2 * monitor.POLL_SECS)
 
 
@@ -43,12 +44,12 @@ def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
 def test_a_stop_says_whether_it_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_at: float, stopping: bool, told: str
 ) -> None:
-    saved = {"event": "saved", "task": TASKS[0], "step": 40, "stopping": stopping}
-    script: list[tuple[float, dict[str, Any]]] = [(102.0, BEGUN), (saved_at, saved)]
-    play = Play(tmp_path, [*script, (104.5, {"event": "SIGTERM", "task": ""}), (106.0, ended(TASKS[0], 143))])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    saved = Saved(TASKS[0], 40, stopping)
+    script: list[tuple[float, Any]] = [(102.0, BEGUN), (saved_at, saved)]
+    play = Play(tmp_path, [*script, (104.5, Signalled()), (106.0, ended(TASKS[0], 143))])
+    config = RunConfig(mode="sync")
     with pytest.raises(Interrupted, match=f"; {told}, where the same command with run_dir goes on"):
-        watched.run(TASKS, TASKS[0], lambda task, restarts: play.tasks.update({task: 1}))
+        follow(play, config, start=lambda task, restarts: play.tasks.update({task: 1}))
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
@@ -57,37 +58,37 @@ def test_a_stop_after_a_complaint_is_a_stop(
 ) -> None:
     """While the launching process waits for the cause it hears of other things, too."""
     complain(tmp_path, "worker-1")
-    play = Play(tmp_path, [(104.0, ended("worker-1", 138)), (104.3, {"event": "SIGTERM", "task": ""})])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync", max_restarts=max_restarts))
+    play = Play(tmp_path, [(104.0, ended("worker-1", 138)), (104.3, Signalled())])
+    config = RunConfig(mode="sync", max_restarts=max_restarts)
     start = partial(start_with_complaint, play, "worker-1")
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
-        watched.run(TASKS, TASKS[0], start)
+        follow(play, config, start=start)
     assert "again" not in capsys.readouterr().err
 
 
 def test_a_fault_is_told_though_a_stop_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script: list[tuple[float, dict[str, Any]]] = [(104.0, ended("worker-1", 2))]
-    play = Play(tmp_path, [*script, (104.4, {"event": "SIGTERM", "task": ""})])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    script: list[tuple[float, Any]] = [(104.0, ended("worker-1", 2))]
+    play = Play(tmp_path, [*script, (104.4, Signalled())])
+    config = RunConfig(mode="sync")
     with pytest.raises(TaskFailure) as caught:
-        watched.run(TASKS, TASKS[0], play.start)
+        follow(play, config)
     assert caught.value.exit_code == 2
 
 
 def test_a_stop_that_finds_the_own_task_done_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader, on another host, may be writing the result at that time."""
-    play = Play(tmp_path, [(104.0, {"event": "SIGTERM", "task": ""}), (105.0, ended("worker-1", 0))])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
-    assert watched.run(["worker-1"], "worker-0", play.start) == {}
+    play = Play(tmp_path, [(104.0, Signalled()), (105.0, ended("worker-1", 0))])
+    config = RunConfig(mode="sync")
+    assert follow(play, config, ["worker-1"], "worker-0") == {}
 
 
 @pytest.mark.parametrize(("code", "fails"), [(3, True), (1, True), (143, False), (138, False)])
 def test_a_fault_of_the_leader_while_it_stops_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
 ) -> None:
-    stop_at: tuple[float, dict[str, Any]] = (104.0, {"event": "SIGTERM", "task": ""})
+    stop_at: tuple[float, Any] = (104.0, Signalled())
     play = Play(tmp_path, [(103.0, BEGUN), stop_at, (105.0, ended(TASKS[0], code))])
-    watched = follow(play, monkeypatch, RunConfig(mode="sync"))
+    config = RunConfig(mode="sync")
     with pytest.raises(TaskFailure if fails else Interrupted) as caught:
-        watched.run(TASKS, TASKS[0], play.start)
+        follow(play, config)
     assert caught.value.exit_code == (code if fails else 143)

@@ -1,0 +1,81 @@
+"""Which tasks show no sign of life for so long that they must be taken for lost: pure logic, without processes."""
+
+from collections.abc import Callable, Mapping
+
+from tf2dist.launch.task_record import TaskRecord
+
+SILENT_SECS = 2.5  # a task says every second that it lives
+
+
+class LivenessTracker:
+    """Watches the signs of life of the tasks of a host.
+
+    Whether the kernel lets a task run tells who is frozen. One that runs and is silent may be stuck in
+    code that keeps Python's lock, or only wait there for another.
+
+    Attributes:
+        awake_since: when the launcher itself last came back from being suspended.
+        any_silent: whether some task showed no sign of life at the last look; the others may wait for it.
+
+    Args:
+        records: of the tasks by their names; the caller adds and removes them.
+        runs: whether the kernel lets the task of this name run.
+        silence_secs: how long one may show no sign of life.
+    """
+
+    def __init__(self, records: Mapping[str, TaskRecord], runs: Callable[[str], bool], silence_secs: float) -> None:
+        self._records, self._runs, self._silence_secs = records, runs, silence_secs
+        self._looked_at: float | None = None
+        self.awake_since = -float("inf")
+        self.any_silent = False
+
+    def heard(self, task: str, now: float) -> None:
+        """Notes a sign of life; a silence that was announced goes on."""
+        record = self._records[task]
+        record.heard_at = max(record.heard_at, now)
+        record.ran_at = now
+
+    def announced(self, task: str, now: float, silent_secs: float) -> None:
+        """Notes that the task will say nothing for so long; 0 ends such a silence."""
+        record = self._records[task]
+        record.heard_at = now + silent_secs
+        record.ran_at = now
+
+    def lost(self, now: float) -> list[str]:
+        """The tasks that have shown no sign of life for too long; to be asked all the time."""
+        watched = {task: record for task, record in self._records.items() if record.is_expected_to_live}
+        self._forgive_own_sleep(watched, now)
+        for task, record in watched.items():
+            if self._runs(task):
+                record.ran_at = now
+        frozen = {task: record for task, record in watched.items() if record.ran_at < now}
+        self.any_silent = bool(frozen) or any(now - record.heard_at > SILENT_SECS for record in watched.values())
+        if frozen:
+            # The others may wait for these, and have as much time once more.
+            for record in watched.values():
+                record.heard_at = max(record.heard_at, now)
+            return [task for task, record in frozen.items() if now - record.ran_at > self._silence_secs]
+        return self._mute(watched, now)
+
+    def _forgive_own_sleep(self, watched: Mapping[str, TaskRecord], now: float) -> None:
+        """The launcher may have been suspended: what it could not hear does not count as silence."""
+        looked_at, self._looked_at = self._looked_at, now
+        if looked_at is None or (asleep_secs := now - looked_at) <= self._silence_secs / 2:
+            return
+        self.awake_since = now
+        for record in watched.values():
+            record.heard_at = max(record.heard_at, min(record.heard_at + asleep_secs, now))
+            record.ran_at = max(record.ran_at, min(record.ran_at + asleep_secs, now))
+
+    def _mute(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
+        """Of those that run and are silent, one at a time, since one may wait for another."""
+        suspects = [task for task, record in watched.items() if now - record.heard_at > self._silence_secs / 2]
+        # The coordinator calls all others, and cannot be blamed while one of them is silent too.
+        blamed = [task for task in suspects if not task.startswith("chief-")] or suspects
+        first = min(blamed, key=lambda task: watched[task].heard_at, default=None)
+        if first is None or now - watched[first].heard_at <= self._silence_secs:
+            return []
+        for task in suspects:
+            if task != first:
+                watched[task].heard_at = now
+        return [first]

@@ -1,0 +1,44 @@
+"""What the launching process knows of one of its tasks, from its start to its end."""
+
+from dataclasses import dataclass
+
+from tf2dist.errors import TaskLostError
+
+
+@dataclass(frozen=True)
+class Kill:
+    """That the launching process has killed a task.
+
+    Attributes:
+        at: when, in seconds of the monotonic clock.
+        why: what the user reads.
+        exit_code: of the failure that this is.
+    """
+
+    at: float
+    why: str
+    exit_code: int = TaskLostError.exit_code
+
+
+@dataclass
+class TaskRecord:
+    """One task of this host; a task that is started again has a new one.
+
+    Attributes:
+        heard_at: when it gave its last sign of life, in seconds of the monotonic clock. Later than now while a
+            silence that it has announced lasts.
+        ran_at: when the kernel was last seen to let it run.
+        is_done: whether it has said that it did all that it had to do.
+        has_exited: whether its process has ended.
+        kill: that it was killed.
+    """
+
+    heard_at: float
+    ran_at: float
+    is_done: bool = False
+    has_exited: bool = False
+    kill: Kill | None = None
+
+    @property
+    def is_expected_to_live(self) -> bool:
+        return not self.has_exited and self.kill is None

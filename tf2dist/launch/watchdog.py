@@ -1,0 +1,131 @@
+"""Finds the tasks of this host that are frozen, mute or without progress, and kills them."""
+
+import signal
+from collections.abc import Callable, Mapping
+
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import TaskLostError, TrainingError
+from tf2dist.launch.clock import Clock
+from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Launcher
+from tf2dist.launch.liveness import LivenessTracker
+from tf2dist.launch.stalls import Stalls
+from tf2dist.launch.task_record import Kill, TaskRecord
+from tf2dist.messages import Event, Ready, Silence, Stalled, Standing, Started
+from tf2dist.process.heartbeat import STACKS_SIGNAL
+
+STACKS_SECS = 0.5  # for a task to write them
+
+
+class Watchdog:
+    """Keeps a record of each task of this host.
+
+    Attributes:
+        records: by the tasks' names.
+
+    Args:
+        notify: takes a line for the user.
+    """
+
+    def __init__(self, launcher: Launcher, config: RunConfig, notify: Callable[[str], None], clock: Clock) -> None:
+        self._launcher, self._clock = launcher, clock
+        self._watchdog_secs, self._silence_secs = config.watchdog_secs, config.silence_secs
+        self.records: dict[str, TaskRecord] = {}
+        self._liveness = LivenessTracker(self.records, launcher.runs, config.silence_secs)
+        self._stalls = Stalls(notify)
+        self._restarted_at = -float("inf")
+
+    def started(self, task: str) -> None:
+        """A task has been started: the time until its first sign of life counts from now."""
+        now = self._clock.monotonic()
+        self.records[task] = TaskRecord(heard_at=now, ran_at=now)
+
+    def excuse_all(self) -> None:
+        """Something is started again: who waits for it makes no progress meanwhile."""
+        self._restarted_at = self._clock.monotonic()
+
+    def clear(self) -> None:
+        """All tasks have ended."""
+        self.records.clear()
+        self._stalls.clear()
+
+    def heard(self, message: Event) -> None:
+        """Takes every message of a task or about one."""
+        if isinstance(message, Ready) or message.task not in self._launcher.tasks:
+            return
+        now = self._clock.monotonic()
+        if isinstance(message, Silence):
+            self._liveness.announced(message.task, now, message.secs)
+        else:
+            self._liveness.heard(message.task, now)
+        if isinstance(message, Standing):
+            self._stalls.heard(message, now)
+        elif isinstance(message, Started) and self.records[message.task].kill:
+            self._launcher.signal(message.task, signal.SIGKILL)  # it had no process then
+
+    def exited(self, task: str) -> Kill | None:
+        """A task's process has ended; returns that it was killed here, if it was."""
+        self._stalls.forget(task)
+        record = self.records[task]
+        record.has_exited = True
+        return record.kill
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a task is silent, or was killed and has not ended: the cause of what others complain of."""
+        return self._liveness.any_silent or self._is_killing
+
+    @property
+    def _is_killing(self) -> bool:
+        return any(record.kill and not record.has_exited for record in self.records.values())
+
+    def look(self, is_over: bool, gone: Mapping[str, str]) -> None:
+        """Kills those that are lost or stuck; to be called several times a second.
+
+        Args:
+            is_over: whether the run has its result: then a killed task that does not end is of no account.
+            gone: the tasks of other hosts that are gone, and why.
+
+        Raises:
+            TaskLostError: a killed task does not end.
+        """
+        self._kill_lost()
+        if not is_over:
+            self._give_up_on_the_unkillable()
+        self._kill_stalled(is_over, gone)
+
+    def _kill_lost(self) -> None:
+        for task in self._liveness.lost(self._clock.monotonic()):
+            if self._launcher.runs(task):
+                self._launcher.signal(task, STACKS_SIGNAL, alone=True)
+                self._clock.sleep(STACKS_SECS)
+            self._kill(task, f"showed no sign of life for {self._silence_secs:.0f} s", TaskLostError.exit_code)
+
+    def _give_up_on_the_unkillable(self) -> None:
+        for task, record in self.records.items():
+            if record.has_exited or record.kill is None:
+                continue
+            if self._clock.monotonic() - record.kill.at > KILL_TIMEOUT_SECS:
+                self._launcher.give_up_on(task)
+
+    def _kill_stalled(self, is_over: bool, gone: Mapping[str, str]) -> None:
+        """Kills who made no progress by its own fault; it says so again as long as it makes none."""
+        now = self._clock.monotonic()
+        excused = now - max(self._restarted_at, self._liveness.awake_since) < self._watchdog_secs
+        for message in self._stalls.look(now):
+            if not (excused or (self._is_killing and not is_over) or self._liveness.any_silent):
+                # The user's own code would stand there again.
+                code = (TrainingError if message.is_users else TaskLostError).exit_code
+                self._kill(message.task, why_stalled(message, gone), code)
+
+    def _kill(self, task: str, why: str, exit_code: int) -> None:
+        if task in self._launcher.tasks:  # it may have ended since then
+            self.records[task].kill = Kill(self._clock.monotonic(), why, exit_code)
+            self._launcher.signal(task, signal.SIGKILL)
+
+
+def why_stalled(message: Stalled, gone: Mapping[str, str]) -> str:
+    """What is said of a task that makes no progress; without its workers a coordinator can make none."""
+    names = ", ".join(f"{task} is gone ({why})" for task, why in gone.items())
+    while_gone = f" while {names}" if names else ""
+    where = f" in {message.where}" if message.where else ""
+    return f"made no progress for {message.secs} s{where}{while_gone}, see the stacks in its log"
