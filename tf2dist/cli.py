@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 from tf2dist import __version__
-from tf2dist.cluster import spec
+from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import check_not_public, exposure
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import keras_settings
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
@@ -98,8 +98,8 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     if "--cfg" in flags:
         show(config.to_yaml())
         return
-    this = None if config.cluster.kind == "local" else spec.from_config(config, tf_config)
-    train(config, this, started_at, signals)
+    host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
+    train(config, host_task, started_at, signals)
 
 
 def show(text: str) -> None:
@@ -117,30 +117,30 @@ def show(text: str) -> None:
         raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None
 
 
-def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: float, signals: Signals) -> None:
+def train(config: RunConfig, host_task: HostTask | None, started_at: float, signals: Signals) -> None:
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
-    num_workers = this[0].num_workers if this else config.cluster.num_workers
+    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     location.check_batch_size(config, num_workers)
-    check_size(config, this)
+    check_size(config, host_task)
     console = Console()
-    if this:
-        check_place(config, *this, console)
+    if host_task:
+        check_place(config, *host_task, console)
     for text in keras_settings.notes(config.keras):
         console.note(text)
-    if this:
-        if text := exposure(*this):
+    if host_task:
+        if text := exposure(*host_task):
             console.warn(text)
         # Every host sees its own data alone: to fall back is for all of them or none.
         config.data = replace(config.data, offline="fail")
-    if this is None or this[1].job != "ps":
+    if host_task is None or host_task.task.job != "ps":
         config.data = location.resolve(config.data, console.warn)
     location.check_batch_size(config, num_workers)  # again: the data may have become another
-    leads = this is None or this[1] == this[0].leader
+    leads = host_task is None or host_task.task == host_task.cluster.leader
     run_dir = make_run_dir(config)
     if text := why_not_private(run_dir):
         console.warn(text)
     with the_only_run(run_dir) if leads else contextlib.nullcontext():
-        summary = supervise(config, run_dir, this, console, started_at, signals)
+        summary = supervise(config, run_dir, host_task, console, started_at, signals)
     if summary:
         try:
             say(result_lines(summary, str(run_dir)), sys.stdout)
@@ -150,15 +150,15 @@ def train(config: RunConfig, this: tuple[Cluster, Task] | None, started_at: floa
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
 
 
-def check_size(config: RunConfig, this: tuple[Cluster, Task] | None) -> None:
+def check_size(config: RunConfig, host_task: HostTask | None) -> None:
     """What a task is told travels in one packet, and what hosts compare in one message.
 
     Raises:
         ConfigError: it would be too long.
     """
-    jobs = this[0].jobs if this else {}
+    jobs = host_task.cluster.jobs if host_task else {}
     length = len(json.dumps([config.to_yaml(), jobs]).encode())
-    largest = MAX_SHOWN_BYTES if this else MAX_TOLD_BYTES
+    largest = MAX_SHOWN_BYTES if host_task else MAX_TOLD_BYTES
     if length > largest:
         raise ConfigError(
             f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "

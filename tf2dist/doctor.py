@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from tf2dist.cluster import addresses, reachability
-from tf2dist.cluster import spec as clusters
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster import addresses, parsing, reachability
+from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
 from tf2dist.config.load import load
 from tf2dist.config.schema import MODES, RunConfig
@@ -70,19 +69,23 @@ def report(arguments: list[str]) -> int:
 
 def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
     """All findings, the quick ones first."""
-    config, this, mistakes = request(overrides, tf_config)
+    config, host_task, mistakes = request(overrides, tf_config)
     yield from mistakes
     local = config is not None and config.cluster.kind == "local"
     checks: list[Check] = [machine.versions]
     if config:
-        checks += [lambda: data(config, this), lambda: machine.run_folder(config.run_dir)]
+        checks += [lambda: data(config, host_task), lambda: machine.run_folder(config.run_dir)]
         checks += [lambda: of_plugins(config)] if config.plugins else []
-    if config and this:
-        checks += [lambda: own_address(config, *this), lambda: meeting(config, *this), lambda: other_addresses(*this)]
+    if config and host_task:
+        checks += [
+            lambda: own_address(config, *host_task),
+            lambda: meeting(config, *host_task),
+            lambda: other_addresses(*host_task),
+        ]
     if config and local:
         checks += [lambda: machine.processors(*num_local_tasks(config)), machine.isolation]
-    elif this:
-        checks += [lambda: machine.processors(1, int(this[1] in this[0].training_tasks))]
+    elif host_task:
+        checks += [lambda: machine.processors(1, int(host_task.task in host_task.cluster.training_tasks))]
     for check in [*checks, machine.gpus]:
         try:
             yield from check()
@@ -90,11 +93,9 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
             yield Finding("warn", "doctor", f"could not look: {type(error).__name__}: {first_line(str(error))}")
 
 
-def request(
-    overrides: list[str], tf_config: str | None
-) -> tuple[RunConfig | None, tuple[Cluster, Task] | None, list[Finding]]:
+def request(overrides: list[str], tf_config: str | None) -> tuple[RunConfig | None, HostTask | None, list[Finding]]:
     """The configuration and this process's task, as far as they can be read, and what is wrong with them."""
-    config, this, found = None, None, []
+    config, host_task, found = None, None, []
     try:
         config = load(overrides, tf_config)
         location.check_dir(config.data)
@@ -108,12 +109,12 @@ def request(
     try:
         asked = config or RunConfig(mode=mode, run_dir=".")  # what it is has been told above
         asked.cluster.kind = kind
-        this = clusters.from_config(asked, tf_config)
-        counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(this[0].jobs.items()))
-        found.append(Finding("ok", "cluster", f"{counts}; this is {this[1]}"))
+        host_task = parsing.from_config(asked, tf_config)
+        counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(host_task.cluster.jobs.items()))
+        found.append(Finding("ok", "cluster", f"{counts}; this is {host_task.task}"))
     except RequestError as error:
         found += failures("cluster", error)
-    return config, this, found
+    return config, host_task, found
 
 
 def failures(topic: str, error: TfDistError) -> list[Finding]:
@@ -128,15 +129,15 @@ def num_local_tasks(config: RunConfig) -> tuple[int, int]:
     return workers + (1 + config.cluster.num_ps if config.mode == "async" else 0), workers
 
 
-def data(config: RunConfig, this: tuple[Cluster, Task] | None) -> Iterator[Finding]:
+def data(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
     """The data, and whether each worker's share of it fills a batch."""
     try:
-        location.check_batch_size(config, this[0].num_workers if this else config.cluster.num_workers)
+        location.check_batch_size(config, host_task.cluster.num_workers if host_task else config.cluster.num_workers)
     except RequestError as error:
         yield from failures("data", error)
-    if this is None:
+    if host_task is None:
         yield from machine.training_data(config.data)
-    elif this[1].job != "ps":  # hosts fall back all or none, so this one does not
+    elif host_task.task.job != "ps":  # hosts fall back all or none, so this one does not
         yield from machine.training_data(replace(config.data, offline="fail"))
 
 
@@ -182,15 +183,15 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         yield from failures("meeting", error)
 
 
-def other_addresses(cluster: Cluster, this: Task) -> Iterator[Finding]:
+def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
     """Who answers, all asked at once; who has not answered in time is told as such."""
-    others = [task for task in cluster.tasks if task != this]
+    others = [task for task in cluster.tasks if task != own]
     answers: dict[Task, tuple[list[addresses.Ip], str]] = {}
-    at_home = loopback(addresses.resolve(addresses.split(cluster.address(this))[0]))
+    at_home = loopback(addresses.resolve(addresses.split(cluster.address(own))[0]))
 
     def ask(task: Task) -> None:
         ips = addresses.resolve(addresses.split(cluster.address(task))[0])
-        answers[task] = (ips, reachability.problem(cluster.address(task)))
+        answers[task] = (ips, reachability.why_unreachable(cluster.address(task)))
 
     threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in others]
     for thread in threads:

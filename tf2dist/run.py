@@ -31,7 +31,7 @@ from tf2dist.training.asynchronous import serving
 from tf2dist.training.asynchronous.examples import publish
 from tf2dist.training.asynchronous.loop import AsyncLoop
 from tf2dist.training.evaluator import Evaluator, follow
-from tf2dist.training.loop import Loop, Progress, Wish, WorkersAway
+from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
 
@@ -109,12 +109,12 @@ def train(
         reporter = Reporter(run_dir, task, to_launcher, started_at)
     if cluster.mode == "async":
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
-        still_starting = functools.partial(heartbeat.beat, heartbeat.START_SECS)
+        still_starting = functools.partial(heartbeat.progress, heartbeat.START_SECS)
         reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, to_launcher.status, still_starting)
     with reporter:
 
         def on_progress(progress: Progress) -> None:
-            heartbeat.beat()
+            heartbeat.progress()
             reporter.on_progress(progress)
 
         loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress, strategy)
@@ -124,7 +124,7 @@ def train(
                 to_launcher.warn(loop.advice)
             to_launcher.began(loop.progress.global_step)
         if start and task == cluster.leader:
-            to_launcher.note(loop.begun_with)
+            to_launcher.note(loop.restored_from)
         stop_when_asked()
         wants_profile = config.profile and task == cluster.leader
         try:
@@ -179,23 +179,24 @@ def drive(
         Interrupted: a task was asked to stop; the run is saved.
     """
 
-    def wish() -> Wish:
-        return (Wish.STOP if asked_to_stop() else Wish.NOTHING) | (Wish.SAVE if saver.due() else Wish.NOTHING)
+    def pause_request() -> PauseRequest:
+        stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
+        return stop | (PauseRequest.SAVE if saver.due() else PauseRequest.NOTHING)
 
-    def stop_if(wished: Wish) -> None:
-        if Wish.STOP in wished:
+    def stop_if(requested: PauseRequest) -> None:
+        if PauseRequest.STOP in requested:
             saver.save(loop.snapshot, stopping=True)
             loop.finish(None)
             raise Interrupted(signal.SIGTERM)
 
     def evaluate(split: str) -> Evaluation:
         try:
-            evaluation = loop.evaluate(split, wish)
+            evaluation = loop.evaluate(split, pause_request)
         except WorkersAway:
-            stop_if(Wish.STOP)
+            stop_if(PauseRequest.STOP)
             raise
         reporter.on_evaluation(split, loop.progress.global_step, evaluation)
-        stop_if(loop.agree(wish()))
+        stop_if(loop.combine(pause_request()))
         return evaluation
 
     # Train; save and evaluate wherever that is due.
@@ -203,12 +204,12 @@ def drive(
     evaluate_every, save_every = config.train.eval_every_steps or target, config.checkpoint.every_steps or target
     while (step := loop.progress.global_step) < target:
         boundaries = [(step // every + 1) * every for every in (evaluate_every, save_every)]
-        wished = loop.train(min(target, *boundaries), wish)
+        requested = loop.train(min(target, *boundaries), pause_request)
         step = loop.progress.global_step
-        if Wish.SAVE in wished or step == target or step % save_every == 0:
+        if PauseRequest.SAVE in requested or step == target or step % save_every == 0:
             saver.save(loop.snapshot)
-            heartbeat.beat()
-        stop_if(wished)
+            heartbeat.progress()
+        stop_if(requested)
         if step < target and step % evaluate_every == 0 and has_validation:
             evaluate("validation")
 

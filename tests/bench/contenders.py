@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.bench.workload import Workload
-from tf2dist.cluster.reachability import problem
+from tf2dist.cluster.reachability import why_unreachable
 from tf2dist.linux import unused_ports
 
 TIMEOUT_SECS = 300.0
@@ -83,7 +83,7 @@ def _tails(logs: Path) -> str:
 
 def _wait_for(addresses: list[str]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_SECS
-    while missing := [address for address in addresses if problem(address)]:
+    while missing := [address for address in addresses if why_unreachable(address)]:
         if time.monotonic() > deadline:
             raise ContenderError(f"{', '.join(missing)} did not answer in {START_TIMEOUT_SECS:.0f} s")
         time.sleep(0.1)

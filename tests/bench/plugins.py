@@ -16,9 +16,9 @@ from tf2dist.training.asynchronous.counters import Counters
 wanted = os.environ["TF2DIST_BENCH"]
 
 
-def count_only(self: Counters, places: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
+def count_only(self: Counters, indices: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
     """Like `Counters.add`, without staleness, loss, accuracy and examples."""
-    self._values.scatter_nd_add(places, tf.constant([1.0, 0, 1, 0, 0, 0], tf.float64))  # of all, and of its worker
+    self._values.scatter_nd_add(indices, tf.constant([1.0, 0, 1, 0, 0, 0], tf.float64))  # of all, and of its worker
 
 
 def sleeping(rows: tf.data.Dataset, take: pipeline.Take) -> tf.data.Dataset:

@@ -29,7 +29,7 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
         ((INT, TERM), [INT, TERM]),
     ],
 )
-def test_a_signal_that_is_repeated_at_once_is_the_same_wish(pair: tuple[int, int], counted: list[int]) -> None:
+def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, int], counted: list[int]) -> None:
     with Signals() as caught, caught.held() as received:
         for number in pair:
             os.kill(os.getpid(), number)

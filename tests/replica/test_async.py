@@ -109,7 +109,7 @@ def test_a_ps_that_is_one_update_behind_is_waited_for(async_loop: MakeLoop) -> N
     loop.train(150)
     behind = loop._graphs.servers[1]
     counts = behind.counters.now()
-    behind.begin(counts._replace(applied=counts.applied - 1))  # its worker died between its pushes to the two
+    behind.restore(counts._replace(applied=counts.applied - 1))  # its worker died between its pushes to the two
     loop.train(150)
     assert [server.counters.now().applied for server in loop._graphs.servers] == [150, 150]
     assert loop.progress.global_step == 150

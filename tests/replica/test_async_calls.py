@@ -18,7 +18,7 @@ from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.asynchronous import calls
 from tf2dist.training.asynchronous import step as async_step
-from tf2dist.training.loop import Wish, WorkersAway
+from tf2dist.training.loop import PauseRequest, WorkersAway
 
 MakeLoop = Callable[..., Any]
 
@@ -128,9 +128,9 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, wh
     try:
         if what == "evaluating":
             with pytest.raises(WorkersAway):
-                loop.evaluate("test", lambda: Wish.STOP)
+                loop.evaluate("test", lambda: PauseRequest.STOP)
         else:
-            assert loop.train(300, lambda: Wish.STOP) is Wish.STOP
+            assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(loop._train_function, args=(loop._iterator, tf.constant(300, tf.int64)))
         assert time.monotonic() - begun < 10
     finally:
@@ -148,7 +148,7 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
     loop.train(50)
     behind = loop._graphs.servers[1]
     counts = behind.counters.now()
-    behind.begin(counts._replace(applied=49))
+    behind.restore(counts._replace(applied=49))
     with pytest.raises(TaskLostError, match=r"the ps have applied \[50, 49\] updates: this cannot be saved"):
         calls.shut(loop._graphs.servers, 50)
 
@@ -169,11 +169,11 @@ def test_what_the_ps_are_applying_is_part_of_what_is_saved(async_loop: MakeLoop)
     loop = async_loop(config, num_workers=2)
     servers = loop._graphs.servers
 
-    def stop_in_an_update() -> Wish:
+    def stop_in_an_update() -> PauseRequest:
         has_begun = all(admitted > applied for admitted, applied in calls.counts_of(servers))
-        return Wish.STOP if has_begun else Wish.NOTHING
+        return PauseRequest.STOP if has_begun else PauseRequest.NOTHING
 
-    assert loop.train(20, stop_in_an_update) is Wish.STOP
+    assert loop.train(20, stop_in_an_update) is PauseRequest.STOP
     saved, counts = loop.snapshot(), calls.counts_of(servers)
     assert 0 < saved.step < 20
     loop._coordinator.join()
@@ -238,7 +238,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(loop._coordinator, "schedule", note)
-    loop.train(1_000, lambda: Wish.STOP if len(ahead) > 100 else Wish.NOTHING)
+    loop.train(1_000, lambda: PauseRequest.STOP if len(ahead) > 100 else PauseRequest.NOTHING)
     assert 0 < max(ahead) <= max(windows) + 10
     assert len(ahead) <= 102, "none for what is done"
 

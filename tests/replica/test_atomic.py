@@ -56,8 +56,8 @@ def push_at_once(loop: Any) -> np.ndarray:
     def push(gradient: tf.Tensor) -> None:
         for server in servers:
             packed = tf.concat([tf.fill([server.packing.size], gradient), tf.zeros([FOOTER])], 0)
-            places = server.counters.places(tf.constant(0, tf.int64))
-            server.push(packed, places, tf.constant(NUM_PUSHES, tf.int64))
+            indices = server.counters.indices(tf.constant(0, tf.int64))
+            server.push(packed, indices, tf.constant(NUM_PUSHES, tf.int64))
 
     function = tf.function(push, autograph=False).get_concrete_function(tf.TensorSpec([], tf.float32))
     before = [variable.numpy() for variable in loop.model.trainable_variables]
@@ -85,8 +85,8 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = ParameterServer("CPU:0", [keras.Variable([1.0, 2.0])], [], arguments, num_workers=1, total_steps=1)
     server.trace_push({})
-    size, places = tf.TensorSpec([2 + FOOTER], tf.float32), tf.TensorSpec([ADDED, 1], tf.int64)
-    push = tf.function(server._push, autograph=False).get_concrete_function(size, places, tf.TensorSpec([], tf.int64))
+    size, indices = tf.TensorSpec([2 + FOOTER], tf.float32), tf.TensorSpec([ADDED, 1], tf.int64)
+    push = tf.function(server._push, autograph=False).get_concrete_function(size, indices, tf.TensorSpec([], tf.int64))
     graph = push.graph.as_graph_def()
     nodes = [node for function in graph.library.function for node in function.node_def]
     kernels = [node for node in nodes if node.op.startswith("ResourceApply")]
@@ -116,7 +116,7 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     arguments = {"name": "halving", "learning_rate": 1.0}
     server = ParameterServer("CPU:0", [weight], [], arguments, num_workers=1, total_steps=3)
     server.trace_push({})
-    places = server.counters.places(tf.constant(0, tf.int64))
+    indices = server.counters.indices(tf.constant(0, tf.int64))
     for _ in range(3):
-        server.push(tf.concat([[-1.0], tf.zeros([FOOTER])], 0), places, tf.constant(3, tf.int64))
+        server.push(tf.concat([[-1.0], tf.zeros([FOOTER])], 0), indices, tf.constant(3, tf.int64))
     np.testing.assert_allclose(weight, [1 + 0.5 + 0.25])

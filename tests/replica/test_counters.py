@@ -9,8 +9,8 @@ NUM_WORKERS = 3
 
 
 def add(counters: Counters, worker: int, staleness: int, sums: list[float]) -> None:
-    places = counters.places(tf.constant(worker, tf.int64))
-    counters.add(places, tf.constant(staleness, tf.int64), tf.constant([*ONES, *sums]))
+    indices = counters.indices(tf.constant(worker, tf.int64))
+    counters.add(indices, tf.constant(staleness, tf.int64), tf.constant([*ONES, *sums]))
 
 
 def test_an_update_is_counted_in_its_place() -> None:
@@ -31,7 +31,7 @@ def test_an_update_is_counted_in_its_place() -> None:
 def test_they_go_on_where_another_run_ended() -> None:
     counters = Counters(NUM_WORKERS)
     begun = Counts(2**40 + 1, np.arange(12.0).reshape(3, 4), np.arange(MAX_STALENESS + 1))
-    counters.begin(begun)
+    counters.restore(begun)
     add(counters, 1, 3, [0.0, 0.0, 0.0])
     now = counters.now()
     assert now.applied == 2**40 + 2, "a float64 counts on exactly"
@@ -42,7 +42,7 @@ def test_they_go_on_where_another_run_ended() -> None:
 def test_an_update_is_counted_by_one_operation_that_locks() -> None:
     """Two that meet in an operation that shares its lock lose a count too rarely for a test to see it."""
     counters = Counters(NUM_WORKERS)
-    places, scalar = tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+    indices, scalar = tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
     added = tf.TensorSpec([ADDED], tf.float32)
-    graph = tf.function(counters.add, autograph=False).get_concrete_function(places, scalar, added).graph
+    graph = tf.function(counters.add, autograph=False).get_concrete_function(indices, scalar, added).graph
     assert [op.type for op in graph.get_operations() if op.op_def.is_stateful] == ["ResourceScatterNdAdd"]

@@ -57,7 +57,7 @@ def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_worker
     assert "model/norm1/moving_mean" in snapshot.arrays
 
     second = async_loop(config, num_workers=num_workers, num_ps=num_ps, start=snapshot)
-    assert second.begun_with == "going on at step 40"
+    assert second.restored_from == "going on at step 40"
     assert_same_arrays(taken(second), snapshot, ("model/", "optimizer/"))
     assert second.progress.global_step == second.updates_applied() == 40
     assert second.progress.examples == first.progress.examples
@@ -83,21 +83,24 @@ def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
     assert taken(fewer).facts["input"]["positions"] == [expected, expected], "the same part of the same pass"
 
 
-def test_a_wish_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
-    from tf2dist.training.loop import Wish
+def test_a_request_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
+    from tf2dist.training.loop import PauseRequest
 
     loop = async_loop(run_config(steps_per_execution=5))
-    assert loop.train(100_000, lambda: Wish.SAVE if loop.progress.global_step > 50 else Wish.NOTHING) is Wish.SAVE
+    assert (
+        loop.train(100_000, lambda: PauseRequest.SAVE if loop.progress.global_step > 50 else PauseRequest.NOTHING)
+        is PauseRequest.SAVE
+    )
     step = loop.progress.global_step
     assert 50 < step < 100_000
     assert {server.counters.now().applied for server in loop._graphs.servers} == {step}
-    assert loop.train(step + 20) is Wish.NOTHING
+    assert loop.train(step + 20) is PauseRequest.NOTHING
     assert loop.progress.global_step == loop.updates_applied() == step + 20
 
 
 def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     """A worker that dies between its pushes to two ps has updated one of them only."""
-    from tf2dist.training.loop import Wish
+    from tf2dist.training.loop import PauseRequest
 
     loop = async_loop(run_config(steps_per_execution=5))
     loop.train(20)
@@ -105,7 +108,7 @@ def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     first.admitted.assign_add(1)
     zero = tf.constant(0, tf.int64)
     first.counters.add(first.counters.places(zero), zero, tf.constant([*ONES, 0.0, 0.0, 0.0]))
-    assert loop.train(100, lambda: Wish.SAVE) is Wish.SAVE
+    assert loop.train(100, lambda: PauseRequest.SAVE) is PauseRequest.SAVE
     assert {server.counters.now().applied for server in loop._graphs.servers} == {loop.progress.global_step}
 
 
@@ -171,7 +174,7 @@ def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
     config.seed, config.init_from, config.init_layers = 1, "elsewhere", "hidden[12]"
     fresh = taken(async_loop(replace(config, init_from=None, init_layers=None)))
     loop = async_loop(config, start=weights)
-    assert loop.begun_with == "weights of hidden1, hidden2 from elsewhere"
+    assert loop.restored_from == "weights of hidden1, hidden2 from elsewhere"
     assert loop.progress.global_step == 0
     begun = taken(loop)
     assert_same_arrays(begun, trained, ("model/hidden1/", "model/hidden2/"))
@@ -198,20 +201,20 @@ def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
 def sync_run(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
 ) -> dict[str, Any]:
-    """Trains on from `start`, which the first worker alone has; worker `stopper` wishes to stop soon."""
+    """Trains on from `start`, which the first worker alone has; worker `stopper` asks to stop soon."""
     from tf2dist import data
-    from tf2dist.training.loop import Wish
+    from tf2dist.training.loop import PauseRequest
     from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
     loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)
-    wish = Wish.STOP if worker.index == stopper else Wish.NOTHING
-    wished = loop.train(until, lambda: wish if loop.progress.global_step >= 10 else Wish.NOTHING)
+    request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
+    requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()
-    agreed = loop.agree(Wish.SAVE if worker.index == 0 else Wish.NOTHING)
+    agreed = loop.combine(PauseRequest.SAVE if worker.index == 0 else PauseRequest.NOTHING)
     return {
         "snapshot": replace(snapshot, facts=snapshot.facts | DATA),
-        "wished": wished.name,
+        "requested": requested.name,
         "agreed": agreed.name,
         "updates": loop.updates_applied(),
     }
@@ -235,9 +238,9 @@ def test_sync_goes_on_as_if_it_had_never_stopped(sync_workers: SyncWorkers) -> N
         assert result["snapshot"].facts == straight.facts
 
 
-def test_one_workers_wish_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
+def test_one_workers_request_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
     results = sync_workers(sync_run, 3, (run_config(steps_per_execution=4), None, 1000, 1))
-    assert {result["wished"] for result in results} == {"STOP"}
+    assert {result["requested"] for result in results} == {"STOP"}
     assert {result["agreed"] for result in results} == {"SAVE"}
     steps = {result["snapshot"].step for result in results}
     assert len(steps) == 1
@@ -261,6 +264,6 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     position = back["snapshot"].facts["input"]["positions"][0]
     assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1
     counters = loop._graphs.servers[0].counters
-    counters.begin(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1, 1]))
+    counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1, 1]))
     with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_epoch};"):
         loop.train(1000)

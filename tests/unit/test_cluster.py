@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tf2dist.cluster import spec
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster import parsing
+from tf2dist.cluster.spec import Cluster, Task, local
 from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
 
@@ -15,7 +15,7 @@ SYNC = {"worker": ["h2:1", "h3:1"]}
 
 
 def parse(text: str | None, mode: str, run_dir: str | None = None) -> tuple[Cluster, Task]:
-    return spec.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
+    return parsing.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
 
 
 def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
@@ -114,23 +114,23 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_host_lists_say_the_same_as_tf_config() -> None:
     lists = ClusterConfig(kind="hosts", **ASYNC)  # type: ignore[arg-type]
     config = RunConfig(cluster=lists, task=TaskConfig(type="ps", index=0))
-    assert spec.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
+    assert parsing.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
 
 
 def test_host_lists_need_a_task() -> None:
     config = RunConfig(mode="sync", cluster=ClusterConfig(kind="hosts", worker=["a:1"]))
     with pytest.raises(ClusterError, match=r"task\.type and task\.index"):
-        spec.from_config(config, None)
+        parsing.from_config(config, None)
 
 
 def test_a_local_cluster_has_an_address_for_everyone() -> None:
-    made = spec.local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
+    made = local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
     assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert len({made.address(task) for task in made.tasks}) == 6
     assert {made.address(task).partition(":")[0] for task in made.tasks} == {"127.0.0.1"}, "no name to look up"
-    assert set(spec.local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
+    assert set(local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
 
 
 def test_a_local_cluster_has_an_end() -> None:
     with pytest.raises(ClusterError, match="use several hosts"):
-        spec.local("sync", ClusterConfig(num_workers=100), list(range(64)))
+        local("sync", ClusterConfig(num_workers=100), list(range(64)))

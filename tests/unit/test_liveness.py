@@ -125,7 +125,7 @@ def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(heartbeat, "_to_launcher", ToLauncher("worker-0", said.append))
     monkeypatch.setattr(heartbeat, "_deadline", time.monotonic())
     monkeypatch.setattr(heartbeat, "_watchdog_secs", 10.0)
-    with contextlib.suppress(KeyError), heartbeat.mute(30.0):
+    with contextlib.suppress(KeyError), heartbeat.announce_silence(30.0):
         assert heartbeat._deadline > time.monotonic() + 35.0, "it need not make progress either"
         raise KeyError
     assert said == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]

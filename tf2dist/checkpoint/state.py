@@ -167,7 +167,7 @@ def chosen(named: Named, source: Snapshot, layers: str | None) -> dict[str, np.n
     return arrays
 
 
-def begin(named: Named, start: Snapshot | None, config: RunConfig) -> str:
+def restore(named: Named, start: Snapshot | None, config: RunConfig) -> str:
     """Puts a snapshot into the variables, whole or the layers asked for; returns what to tell of it.
 
     Raises:

@@ -127,7 +127,7 @@ def _bind_error(family: int, address: Any) -> int:
     return 0
 
 
-def problem(address: str) -> str:
+def why_unreachable(address: str) -> str:
     """Why nobody answers at "host:port", or "" if somebody does."""
     try:
         socket.create_connection(split(address), timeout=PROBE_SECS).close()
@@ -161,7 +161,7 @@ def wait_for_peers(
     start, told = time.monotonic(), time.monotonic()
     missing = dict.fromkeys(tasks, "")
     while True:
-        found = {task: problem(cluster.address(task)) for task in missing}
+        found = {task: why_unreachable(cluster.address(task)) for task in missing}
         missing = {task: why for task, why in found.items() if why}
         if not missing:
             return
@@ -179,5 +179,5 @@ def wait_for_peers(
 def wait_until_gone(cluster: Cluster, tasks: list[Task], timeout_secs: float) -> None:
     """Waits until no task listens any more, or until the time is over."""
     deadline = time.monotonic() + timeout_secs
-    while any(not problem(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
+    while any(not why_unreachable(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
         time.sleep(0.02)

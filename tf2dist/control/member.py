@@ -7,7 +7,8 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
-from tf2dist.cluster.spec import Cluster, Task, canonical
+from tf2dist.cluster.parsing import canonical
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.identity import explain, list_differences
 from tf2dist.control.messages import (
     Identity,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
@@ -230,8 +231,8 @@ class Monitor:
 
     def _may_be_missed(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
-        is_worker = self._mode == "async" and task.startswith("worker-")
-        return task.startswith("evaluator-") or (is_worker and code == TaskLostError.exit_code)
+        job = Task.parse(task).job
+        return can_lose(self._mode, job) and (job == "evaluator" or code == TaskLostError.exit_code)
 
     def _restart_or_fail(self) -> None:
         """Answers the failures since the last look.

@@ -2,6 +2,7 @@
 
 import enum
 
+from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.errors import FailureRecord, TaskLostError
 
 
@@ -33,7 +34,8 @@ class RestartPolicy:
         """What the end of one task asks for; a restart counts."""
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
             return Verdict.FAIL
-        if self._mode == "async" and failure.task.startswith("worker-") and failure.by_signal:
+        job = Task.parse(failure.task).job
+        if job == "worker" and can_lose(self._mode, job) and failure.by_signal:
             verdict = Verdict.RESTART_TASK
         elif self._whole_cluster:
             verdict = Verdict.RESTART_ALL

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.cluster import spec as clusters
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.identity import identity_of
 from tf2dist.control.meeting import Meeting
@@ -46,7 +46,7 @@ def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Clust
 def supervise(
     config: RunConfig,
     run_dir: Path,
-    this: tuple[Cluster, Task] | None,
+    host_task: HostTask | None,
     console: Console,
     started_at: float,
     signals: Signals,
@@ -54,7 +54,7 @@ def supervise(
     """Runs a whole local cluster, or this host's one task, to its end.
 
     Args:
-        this: the cluster and this process's task in it; None for a local cluster.
+        host_task: the cluster and this process's task in it; None for a local cluster.
 
     Returns:
         The summary, which is in summary.json too; empty if the task that makes it runs elsewhere.
@@ -66,30 +66,30 @@ def supervise(
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     # What is left when the monitor ends has nothing to save.
-    launcher = Launcher(run_dir / "logs", isolate=this is None, env=ENVIRONMENT, grace_secs=0.0)
+    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=ENVIRONMENT, grace_secs=0.0)
     with contextlib.ExitStack() as stack:
         received = stack.enter_context(signals.held())
         stack.enter_context(launcher)
         stack.enter_context(console)
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
-        meeting = stack.enter_context(meeting_of(config, *this, console)) if this else None
+        meeting = stack.enter_context(meeting_of(config, *host_task, console)) if host_task else None
         begun = functools.partial(note_begin, config, run_dir, console)
         check = functools.partial(check_signals, received)
         monitor = Monitor(launcher, console, config, meeting, received, begun)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
-        cluster = this[0] if this else local_cluster(config, launcher, 0)
-        if not this and not launcher.isolated:
+        cluster = host_task.cluster if host_task else local_cluster(config, launcher, 0)
+        if not host_task and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
 
         def start(name: str, restarts: int) -> None:
-            now = this[0] if this else local_cluster(config, launcher, restarts)
+            now = host_task.cluster if host_task else local_cluster(config, launcher, restarts)
             launcher.start(name, "tf2dist.task:main", payload_of(config, now, Task.parse(name), run_dir, started_at))
 
-        names = [str(this[1])] if this else [str(task) for task in cluster.tasks]
-        where = f" at {cluster.address(this[1])}" if this else ""
+        names = [str(host_task.task)] if host_task else [str(task) for task in cluster.tasks]
+        where = f" at {cluster.address(host_task.task)}" if host_task else ""
         console.status(f"starting {', '.join(names)}{where}")
         summary = monitor.run(Tasks(names, str(cluster.leader), start))
         if summary:

@@ -29,17 +29,17 @@ _to_launcher = ToLauncher("nobody", lambda message: None)  # until `start`
 
 
 def start(to_launcher: ToLauncher, watchdog_secs: float) -> None:
-    """Begins to report; `beat` must be called every `watchdog_secs` from now on."""
+    """Begins to report; `progress` must be called every `watchdog_secs` from now on."""
     global _watchdog_secs, _to_launcher
     _watchdog_secs = watchdog_secs
     _to_launcher = to_launcher
-    beat(START_SECS)
+    progress(START_SECS)
     faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)
     every_secs = min(ALIVE_EVERY_SECS, watchdog_secs / 10)
     threading.Thread(target=_report, args=(to_launcher, every_secs), name="pulse", daemon=True).start()
 
 
-def beat(allowance_secs: float = 0.0) -> None:
+def progress(allowance_secs: float = 0.0) -> None:
     """Notes progress; what comes next may take `allowance_secs` more than usual."""
     global _progress_at
     _progress_at = time.monotonic()
@@ -51,15 +51,15 @@ def _wait(allowance_secs: float = 0.0) -> None:
     _deadline = max(time.monotonic() + _watchdog_secs + allowance_secs, _excused_until)
 
 
-def excuse(secs: float) -> None:
+def extend_deadline(secs: float) -> None:
     """Expects no progress before so long a time has passed, whatever progress there is until then."""
     global _excused_until
     _excused_until = time.monotonic() + secs
-    beat()
+    progress()
 
 
 @contextlib.contextmanager
-def mute(secs: float) -> Iterator[None]:
+def announce_silence(secs: float) -> Iterator[None]:
     """Around a call of TensorFlow that waits for others and keeps Python's lock: our thread cannot report then."""
     global _deadline
     _deadline = max(_deadline, time.monotonic() + _watchdog_secs + secs)

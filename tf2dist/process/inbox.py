@@ -38,7 +38,7 @@ def _listen(cluster: Cluster, pipe: int) -> None:
     for line in _lines(pipe):
         gone = unpack(line, ToTask).task
         address = cluster.address(Task.parse(gone))
-        heartbeat.excuse(RECONNECT_SECS)
+        heartbeat.extend_deadline(RECONNECT_SECS)
         print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
 
 

@@ -63,7 +63,7 @@ def multi_worker_mirrored_strategy(
     )
     context.context()._coordination_service_config.cluster_register_with_barrier = True
     try:
-        with heartbeat.mute(timeout_secs):
+        with heartbeat.announce_silence(timeout_secs):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
@@ -108,5 +108,5 @@ def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values
 
 def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
-    with heartbeat.mute(timeout_secs):
+    with heartbeat.announce_silence(timeout_secs):
         context.context().wait_at_barrier(name, int(timeout_secs * 1000))

@@ -1,7 +1,7 @@
 """How many steps one call of TensorFlow takes: enough to hide what a call costs, few enough to pause soon."""
 
 MAX_STEPS = 50  # more would hide little, and in mode async they are unrolled, which takes its time
-CALL_SECS = 0.4  # a wish to stop or save waits for two calls in mode async; longer ones make no run faster
+CALL_SECS = 0.4  # a request to stop or save waits for two calls in mode async; longer ones make no run faster
 TRIAL_SECS = 0.3
 TRIAL_STEPS = 3  # of each worker
 # In mode async, measured with models of 2 to 158 trainable variables, on two cores:

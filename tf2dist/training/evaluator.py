@@ -76,7 +76,7 @@ class Evaluator:
         sums = tf.zeros([3], tf.float64)
         for first, last in chunks(len(arrays), self._chunk_size):
             sums += self._evaluate(*values, arrays.images[first:last], arrays.labels[first:last])
-            heartbeat.beat()
+            heartbeat.progress()
         return Evaluation.of_sums(sums.numpy(), len(arrays))
 
 
@@ -94,7 +94,7 @@ def follow(
     checkpoints = Checkpoints(run_dir / "checkpoints")
     done = -1
     while True:
-        heartbeat.beat()
+        heartbeat.progress()
         snapshot = evaluator.newest(checkpoints, done)
         if snapshot is None:
             time.sleep(POLL_SECS)

@@ -42,7 +42,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-class Wish(enum.Flag):
+class PauseRequest(enum.Flag):
     """Why a training should pause."""
 
     NOTHING = 0
@@ -51,16 +51,23 @@ class Wish(enum.Flag):
 
     def to_floats(self) -> list[float]:
         """Something that can be added up: the sum is not zero where one worker's is not."""
-        return [float(one in self) for one in Wish]
+        return [float(one in self) for one in PauseRequest]
 
     @classmethod
-    def of_sums(cls, sums: list[float]) -> "Wish":
-        wished = [one for one, total in zip(Wish, sums, strict=True) if total > 0]
-        return functools.reduce(operator.or_, wished, cls.NOTHING)
+    def of_sums(cls, sums: list[float]) -> "PauseRequest":
+        requested = [one for one, total in zip(PauseRequest, sums, strict=True) if total > 0]
+        return functools.reduce(operator.or_, requested, cls.NOTHING)
+
+
+PauseRequests = Callable[[], PauseRequest]  # asked every now and then during a training or an evaluation
+
+
+def never() -> PauseRequest:
+    return PauseRequest.NOTHING
 
 
 class WorkersAway(Exception):
-    """A stop is wished, and no worker does what it was given."""
+    """A stop is requested, and no worker does what it was given."""
 
 
 def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -> int:
@@ -92,7 +99,7 @@ class Loop(Protocol):
     `strategy` may be None: then the loop joins the cluster itself, before the first operation of TensorFlow.
 
     Attributes:
-        begun_with: how it has made use of `start`, for the user.
+        restored_from: how it has made use of `start`, for the user.
         advice: a warning about the model, for the user; empty for none.
     """
 
@@ -100,25 +107,25 @@ class Loop(Protocol):
     sharding: Sharding
     progress: Progress
     target_step: int
-    begun_with: str
+    restored_from: str
     advice: str
 
     @property
     def optimizer(self) -> keras.Optimizer:
         """One that has the learning rate of all."""
 
-    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
-        """Trains until exactly `until_step` updates have been applied, or until a wish.
+    def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
+        """Trains until exactly `until_step` updates have been applied, or until a pause is requested.
 
         Args:
-            wish: asked every now and then; answered soon, at an exact step where all tasks stand.
+            pause_request: asked every now and then; answered soon, at an exact step where all tasks stand.
 
         Returns:
-            What was wished for by whatever task; nothing if `until_step` was reached.
+            What was requested for by whatever task; nothing if `until_step` was reached.
         """
 
-    def agree(self, wish: Wish) -> Wish:
-        """The wishes of all tasks that drive the training; to be called by all while none trains."""
+    def combine(self, request: PauseRequest) -> PauseRequest:
+        """The requests of all tasks that drive the training; to be called by all while none trains."""
 
     def snapshot(self) -> Snapshot:
         """The state at `progress.global_step`; on the leader, while none trains."""
@@ -129,11 +136,11 @@ class Loop(Protocol):
         To be called by all tasks that drive the training.
         """
 
-    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
+    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Evaluates "test" or "validation", every example exactly once.
 
         Raises:
-            WorkersAway: a stop is wished, and this cannot come to an end.
+            WorkersAway: a stop is requested, and this cannot come to an end.
         """
 
     def updates_applied(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tf2dist.errors import TaskLostError
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.loop import Wish, WorkersAway
+from tf2dist.training.loop import PauseRequest, PauseRequests, WorkersAway
 
 POLL_SECS = 0.005
 SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05  # an update that was admitted is applied in less, or its worker was lost
@@ -21,23 +21,23 @@ QUIET_SECS, QUIET_STEPS = 2.0, 2.0
 
 
 class Patience:
-    """Waits as long as workers work, or may come back; after a wish to stop only for a while.
+    """Waits as long as workers work, or may come back; after a request to stop only for a while.
 
     Args:
-        wish: asked all the time.
+        pause_request: asked all the time.
         progress: gives what changes while workers work.
         quiet_secs: how long that may stay as it is before a stop no longer waits.
     """
 
-    def __init__(self, wish: Callable[[], Wish], progress: Callable[[], Any], quiet_secs: float) -> None:
-        self._wish, self._progress, self._quiet_secs = wish, progress, quiet_secs
+    def __init__(self, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float) -> None:
+        self._pause_request, self._progress, self._quiet_secs = pause_request, progress, quiet_secs
         self._seen, self._since = None, 0.0
-        self.wished = Wish.NOTHING
+        self.requested = PauseRequest.NOTHING
 
     def look(self) -> None:
-        """Raises WorkersAway if a stop is wished, and nothing has come of the workers for `quiet_secs`."""
-        self.wished |= self._wish()
-        if Wish.STOP not in self.wished:
+        """Raises WorkersAway if a stop is requested, and nothing has come of the workers for `quiet_secs`."""
+        self.requested |= self._pause_request()
+        if PauseRequest.STOP not in self.requested:
             return
         now, found = time.monotonic(), self._progress()
         if self._seen is None or found != self._seen:
@@ -57,18 +57,20 @@ def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> flo
     return min(longest, max(QUIET_SECS, QUIET_STEPS * num_workers / steps_per_sec)) if steps_per_sec else longest
 
 
-def wait_for_calls(coordinator: Any, wish: Callable[[], Wish], progress: Callable[[], Any], quiet_secs: float) -> Wish:
-    """Waits until all calls are done; returns what was wished for meanwhile. See `Patience`.
+def wait_for_calls(
+    coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
+) -> PauseRequest:
+    """Waits until all calls are done; returns what was requested for meanwhile. See `Patience`.
 
     Raises:
-        WorkersAway: a stop is wished, and the calls are not done.
+        WorkersAway: a stop is requested, and the calls are not done.
         Exception: what a worker has raised.
     """
-    patience = Patience(wish, progress, quiet_secs)
+    patience = Patience(pause_request, progress, quiet_secs)
     while not coordinator.done():
         patience.look()
         time.sleep(POLL_SECS)
-    return patience.wished
+    return patience.requested
 
 
 def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
@@ -97,11 +99,11 @@ def shut(servers: list[ParameterServer], limit: int) -> None:
         raise TaskLostError(f"no worker is there, and the ps have applied {applied} updates: this cannot be saved")
 
 
-def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish], quiet_secs: float) -> Iterator[Any]:
+def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, quiet_secs: float) -> Iterator[Any]:
     """The values that calls return, in order, as soon as they are there. See `Patience`.
 
     Raises:
-        WorkersAway: a stop is wished, and a value does not come.
+        WorkersAway: a stop is requested, and a value does not come.
         Exception: what a worker has raised.
     """
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -116,7 +118,7 @@ def results(coordinator: Any, values: list[Any], wish: Callable[[], Wish], quiet
 
     threading.Thread(target=fetch, name="results", daemon=True).start()
     for number in range(len(values)):
-        patience = Patience(wish, functools.partial(int, number), quiet_secs)
+        patience = Patience(pause_request, functools.partial(int, number), quiet_secs)
         while True:
             try:
                 value, error = found.get(timeout=POLL_SECS)

@@ -48,7 +48,7 @@ class Counters:
         size = 1 + num_workers * len(TOTALS) + MAX_STALENESS + 1
         self._values = tf.Variable(tf.zeros([size], tf.float64), trainable=False, name="counters")
 
-    def begin(self, counts: Counts) -> None:
+    def restore(self, counts: Counts) -> None:
         self._values.assign(np.concatenate([[counts.applied], counts.totals.ravel(), counts.staleness]))
 
     def now(self) -> Counts:
@@ -56,21 +56,21 @@ class Counters:
         totals, staleness = np.split(values[1:], [self._shape[0] * self._shape[1]])
         return Counts(int(values[0]), totals.reshape(self._shape), staleness.astype(np.int64))
 
-    def places(self, worker: tf.Tensor) -> tf.Tensor:
+    def indices(self, worker: tf.Tensor) -> tf.Tensor:
         """Where the updates of a worker are counted, if none is stale: int64 [ADDED, 1]; made once for many updates."""
         first_bin = 1 + self._shape[0] * self._shape[1]
         return tf.concat([[0, first_bin], self._row(worker)], 0)[:, None]
 
-    def add(self, places: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
+    def add(self, indices: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
         """Counts one update.
 
         Args:
-            places: of its worker.
+            indices: of its worker.
             staleness: how many updates came between its pull and it, int64.
             added: float [ADDED]: `ONES`, and its loss, correct and examples.
         """
         late = tf.clip_by_value(staleness, 0, MAX_STALENESS)
-        self._values.scatter_nd_add(places + late * _IS_BIN, tf.cast(added, tf.float64))
+        self._values.scatter_nd_add(indices + late * _IS_BIN, tf.cast(added, tf.float64))
 
     def _row(self, worker: tf.Tensor) -> tf.Tensor:
         return 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)

@@ -8,7 +8,6 @@ worker died, or that runs past the end, is refused there update by update.
 import functools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import begin, finalize, input_facts, input_positions, named_variables, values
+from tf2dist.checkpoint.state import finalize, input_facts, input_positions, named_variables, restore, values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
@@ -33,7 +32,7 @@ from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.call_size import Trial, worthwhile_steps
-from tf2dist.training.loop import Progress, Report, Wish, WorkersAway, target_step
+from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, WorkersAway, never, target_step
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 STEPS_ON_HOSTS = 10  # of a call
@@ -101,10 +100,10 @@ class AsyncLoop:
         self._graphs = AsyncStep(config, step, splits.image_shape, self.sharding, offsets, self.target_step)
         variables = [variable for server in self._graphs.servers for variable in server.variables]
         self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
-        self.begun_with = begin(self._named, start, config)
+        self.restored_from = restore(self._named, start, config)
         self._trained: dict[str, np.ndarray] = {}
         for server in self._graphs.servers:
-            server.begin(counts)
+            server.restore(counts)
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
         # many hosts the calls keep a fixed size, and every function is made before the training: one of TensorFlow's
         # own, too, which copies what workers return.
@@ -116,7 +115,7 @@ class AsyncLoop:
         begun_at = time.monotonic()
         self._train_function = self._graphs.train_function(num_steps)
         self._trace_secs = time.monotonic() - begun_at
-        self._max_trace_secs = config.grace_secs / 2  # nobody looks at a wish to stop meanwhile
+        self._max_trace_secs = config.grace_secs / 2  # nobody looks at a request to stop meanwhile
         self._first_call_secs = 0.0  # not known yet
         self._iterator = self._make_iterator(num_steps)
         self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
@@ -125,29 +124,29 @@ class AsyncLoop:
         self._reported, self._changed_at = counts.totals.sum(axis=0), time.monotonic()
         self._steps_per_sec = 0.0  # of the cluster; not known yet
 
-    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
+    def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
         try:
-            wished = self._train(until_step, wish)
+            requested = self._train(until_step, pause_request)
         except WorkersAway:
             shut(self._graphs.servers, until_step)
             self._read()
-            return Wish.STOP
+            return PauseRequest.STOP
         self._read()
-        if wished:
-            self._level()
-        return wished
+        if requested:
+            self._align_servers()
+        return requested
 
-    def _train(self, until_step: int, wish: Callable[[], Wish]) -> Wish:
-        limit, wished, trial = tf.constant(until_step, tf.int64), Wish.NOTHING, Trial()
+    def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
+        limit, requested, trial = tf.constant(until_step, tf.int64), PauseRequest.NOTHING, Trial()
         scheduled, first_admitted, seen = 0, 0, (0, 0)
         self._changed_at = time.monotonic()
-        self._finish_calls(wish)  # the last call of an evaluation may have its result and not be done yet
+        self._finish_calls(pause_request)  # the last call of an evaluation may have its result and not be done yet
         while True:
             idle = self._coordinator.done()  # raises what a worker has raised
             before, seen = seen, (self._read(), self.progress.global_step)
             admitted, missing = seen[0], until_step - self.progress.global_step
-            if missing <= 0 or (wished := wish()):
+            if missing <= 0 or (requested := pause_request()):
                 break
             if idle and admitted > self.progress.global_step and seen != before:
                 time.sleep(POLL_SECS)  # a worker that was given up may still push
@@ -159,16 +158,19 @@ class AsyncLoop:
                 admitted = first_admitted
             in_flight = scheduled * self._num_steps - (admitted - first_admitted)
             if not self._is_sized and (size := self._size(trial, max(until_step, self.target_step))):
-                self._resize(size, limit, missing - in_flight, wish)
+                self._resize(size, limit, missing - in_flight, pause_request)
                 continue
             while in_flight < min(missing, self._window()):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
                 scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
-            time.sleep(self._pause(missing))
-        return wished | self._finish_calls(wish)  # those that have nothing left to do, or that a wish lets run out
+            time.sleep(self._look_again_after_secs(missing))
+        # Those calls that have nothing left to do, or that a request lets run out.
+        return requested | self._finish_calls(pause_request)
 
-    def _finish_calls(self, wish: Callable[[], Wish]) -> Wish:
-        return wait_for_calls(self._coordinator, wish, lambda: counts_of(self._graphs.servers), self._quiet_secs())
+    def _finish_calls(self, pause_request: PauseRequests) -> PauseRequest:
+        return wait_for_calls(
+            self._coordinator, pause_request, lambda: counts_of(self._graphs.servers), self._quiet_secs()
+        )
 
     def _quiet_secs(self) -> float:
         return quiet_secs(self._steps_per_sec, self._cluster.num_workers, self._config.grace_secs)
@@ -184,7 +186,7 @@ class AsyncLoop:
         steps = worthwhile_steps(found, num_workers, self._first_call_secs, steps_left)
         return min(steps, max(1, int(self._max_trace_secs / (self._trace_secs * TRACED_SHARE))))
 
-    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int, wish: Callable[[], Wish]) -> None:
+    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int, pause_request: PauseRequests) -> None:
         """Makes the calls longer; the workers go on with short ones while the coordinator makes the function."""
         self._is_sized = True
         if num_steps > self._num_steps:
@@ -192,7 +194,7 @@ class AsyncLoop:
             for _ in range(0, min(missing, meanwhile), self._num_steps):
                 self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
             function = self._graphs.train_function(num_steps)
-            self._finish_calls(wish)
+            self._finish_calls(pause_request)
             self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
 
     def _make_iterator(self, num_steps: int) -> Any:
@@ -200,7 +202,7 @@ class AsyncLoop:
         dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
         return iter(self._coordinator.create_per_worker_dataset(dataset))
 
-    def _level(self) -> None:
+    def _align_servers(self) -> None:
         """Brings all ps to the same count: a worker that died may have pushed to some of them only."""
         applied = [server.counters.now().applied for server in self._graphs.servers]
         for server in self._graphs.servers:
@@ -208,10 +210,10 @@ class AsyncLoop:
         if min(applied) < max(applied):
             self.train(max(applied))
 
-    def agree(self, wish: Wish) -> Wish:
-        return wish
+    def combine(self, request: PauseRequest) -> PauseRequest:
+        return request
 
-    def _pause(self, missing: int) -> float:
+    def _look_again_after_secs(self, missing: int) -> float:
         """Seconds to the next look: it takes 2 ms of the workers' cores on a shared host; near the end it is soon."""
         if not self._is_sized:
             return POLL_SECS  # idle workers would look slow
@@ -246,15 +248,15 @@ class AsyncLoop:
         self._reported = new
         return int(counts[0][0])
 
-    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
+    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates some ranges of the split, whoever is free the next."""
         parts = chunks(self._sizes[split], self._chunk_size)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
         total = np.zeros(3)
-        for part in results(self._coordinator, sums, wish, self._quiet_secs()):
+        for part in results(self._coordinator, sums, pause_request, self._quiet_secs()):
             total += part
-            heartbeat.beat()
+            heartbeat.progress()
         return Evaluation.of_sums(total, self._sizes[split])
 
     def updates_applied(self) -> int:

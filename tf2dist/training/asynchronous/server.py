@@ -135,7 +135,7 @@ class ParameterServer:
             values = [v.value.read_value() for v in self.variables]
         return self.packing.pack(values, applied)
 
-    def _push(self, pushed: tf.Tensor, places: tf.Tensor, limit: tf.Tensor) -> None:
+    def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any
@@ -144,23 +144,23 @@ class ParameterServer:
 
         Args:
             pushed: gradients, terms of the state, count at the pull, and what `Counters.add` adds.
-            places: where it is counted.
+            indices: where it is counted.
         """
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
-        tf.cond(number < limit, lambda: self._apply_alone(pushed, places, number), lambda: tf.constant(False))
+        tf.cond(number < limit, lambda: self._apply_alone(pushed, indices, number), lambda: tf.constant(False))
 
-    def _exchange(self, pushed: tf.Tensor, places: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
-        self._push(pushed, places, limit)
+        self._push(pushed, indices, limit)
         return self._pull()
 
-    def _apply_alone(self, pushed: tf.Tensor, places: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply_alone(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
         if self._lock is None:
-            return self._apply(pushed, places, number)
-        return self._lock.execute(lambda: self._apply(pushed, places, number))
+            return self._apply(pushed, indices, number)
+        return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
-    def _apply(self, pushed: tf.Tensor, places: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         parts, (count, added) = self._push_packing.unpack(pushed, COUNT, ADDED)
         gradients, terms = parts[: len(self.trainable)], parts[len(self.trainable) :]
         self._number.set_current(number)
@@ -171,7 +171,7 @@ class ParameterServer:
             update(term)
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             pulled_at = tf.cast(tf.bitcast(count, tf.float64), tf.int64)
-            self.counters.add(places, number - pulled_at, added)
+            self.counters.add(indices, number - pulled_at, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 
     def _counts(self) -> tf.Tensor:
@@ -179,10 +179,10 @@ class ParameterServer:
         admitted = tf.cast(self.admitted.read_value(), tf.float64)
         return tf.concat([[admitted], self.counters.heads()], 0)
 
-    def begin(self, counts: Counts) -> None:
+    def restore(self, counts: Counts) -> None:
         """Goes on counting from there; to be called before any push."""
         self.admitted.assign(counts.applied)
-        self.counters.begin(counts)
+        self.counters.restore(counts)
 
     def forget_refused(self) -> None:
         """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""

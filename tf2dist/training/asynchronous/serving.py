@@ -46,13 +46,13 @@ def serve(
     next_look = last_seen
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
-        heartbeat.beat()
+        heartbeat.progress()
         profile.look()
         now = time.monotonic()
         if now < next_look:
             continue
         next_look = now + LOOK_EVERY_SECS
-        if not (problem := reachability.problem(cluster.address(chief))):
+        if not (problem := reachability.why_unreachable(cluster.address(chief))):
             seen, last_seen = True, time.monotonic()
         elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
             what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"

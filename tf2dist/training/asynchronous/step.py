@@ -83,7 +83,7 @@ class AsyncStep:
         def steps(iterator: Any, limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
-            places = self.servers[0].counters.places(worker)
+            indices = self.servers[0].counters.indices(worker)
             with tf.device("CPU:0"):
                 batches = batches_without_padding(next(iterator), num_steps)
             losses = []
@@ -95,7 +95,7 @@ class AsyncStep:
                     pushes, loss = self._compute(pulled, *on_device, worker)
                 last = number == num_steps
                 pulled = [
-                    (server.push if last else server.exchange)(push, places, limit)
+                    (server.push if last else server.exchange)(push, indices, limit)
                     for server, push in zip(self.servers, pushes, strict=True)
                 ]
                 losses.append(loss)

@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,7 +17,15 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import begin, counter_of, finalize, input_facts, input_positions, named_variables, values
+from tf2dist.checkpoint.state import (
+    counter_of,
+    finalize,
+    input_facts,
+    input_positions,
+    named_variables,
+    restore,
+    values,
+)
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -31,7 +38,7 @@ from tf2dist.model.step import Batch, Packing, step_seed, without_padding
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
 from tf2dist.training.call_size import steps_of_a_call
-from tf2dist.training.loop import Progress, Report, Wish, target_step
+from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, never, target_step
 from tf2dist.training.synchronous import mesh
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.same_start import begin_equally
@@ -102,7 +109,7 @@ class SyncLoop:
             self._sum_up,
             functools.partial(broadcast, self._strategy),
         )
-        self.begun_with = begin(self._named, start, config)
+        self.restored_from = restore(self._named, start, config)
         self._counted = counter_of(self._optimizer)
         self._counted.assign(self._begin_step)
         self._trained: dict[str, np.ndarray] = {}
@@ -135,15 +142,15 @@ class SyncLoop:
     def _local_steps(self, step: int) -> tuple[int, ...]:
         return (step - self._earlier_steps,) * self._cluster.num_workers
 
-    def train(self, until_step: int, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Wish:
+    def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Runs exactly as many steps as are missing; every worker must ask for the same."""
-        wished = Wish.NOTHING
-        while self.progress.global_step < until_step and not wished:
+        requested = PauseRequest.NOTHING
+        while self.progress.global_step < until_step and not requested:
             count = min(self._steps_per_call(), until_step - self.progress.global_step)
             started = time.monotonic()
-            shared = tf.constant([*wish().to_floats(), self._own_secs / self._strategy.num_replicas_in_sync])
-            loss, correct, examples, *wishes, secs = self._take_steps(count, shared)
-            wished, self._secs_per_step = Wish.of_sums(wishes), secs / count
+            shared = tf.constant([*pause_request().to_floats(), self._own_secs / self._strategy.num_replicas_in_sync])
+            loss, correct, examples, *requests, secs = self._take_steps(count, shared)
+            requested, self._secs_per_step = PauseRequest.of_sums(requests), secs / count
             self._own_secs = (time.monotonic() - started) / count
             step = int(self._applied.numpy())
             if not np.isfinite(loss):
@@ -157,7 +164,7 @@ class SyncLoop:
             )
             self._log(count)
             self._report(self.progress)
-        return wished
+        return requested
 
     def _take_steps(self, count: int, shared: tf.Tensor) -> np.ndarray:
         """See `_train_steps`."""
@@ -175,8 +182,8 @@ class SyncLoop:
             return self._config.train.steps_per_execution
         return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
 
-    def agree(self, wish: Wish) -> Wish:
-        return Wish.of_sums(list(self._sum_up(np.array(wish.to_floats()))))
+    def combine(self, request: PauseRequest) -> PauseRequest:
+        return PauseRequest.of_sums(list(self._sum_up(np.array(request.to_floats()))))
 
     def _sum_up(self, own: np.ndarray) -> np.ndarray:
         """The sum of what all workers give, between two steps."""
@@ -231,7 +238,7 @@ class SyncLoop:
         self._applied.assign_add(1)
         return sums
 
-    def evaluate(self, split: str, wish: Callable[[], Wish] = lambda: Wish.NOTHING) -> Evaluation:
+    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
         arrays = getattr(self._splits, split)
         trainable, state = self._step.values()
@@ -239,7 +246,7 @@ class SyncLoop:
         size = chunk_size(self.sharding.batch_size, self._splits.image_shape)
         for first, last in chunks(len(arrays), size, self._worker, self._cluster.num_workers):
             sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
-            heartbeat.beat()
+            heartbeat.progress()
         return Evaluation.of_sums(self._sum_up(sums), len(arrays))
 
     def updates_applied(self) -> int:

@@ -1,0 +1,198 @@
+"""From TF_CONFIG or lists of hosts to one checked value: the cluster and this process's task in it."""
+
+import ipaddress
+import json
+import re
+import socket
+from collections import Counter
+from typing import Any
+
+from tf2dist.cluster.spec import JOBS, Cluster, HostTask, Task
+from tf2dist.config.schema import RunConfig, TaskConfig
+from tf2dist.errors import ClusterError
+
+BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def from_config(config: RunConfig, tf_config: str | None) -> HostTask:
+    """The cluster and this process's task from TF_CONFIG or from explicit lists.
+
+    Raises:
+        ClusterError: one line for each mistake.
+    """
+    if config.cluster.kind == "tf_config":
+        if not tf_config:
+            raise ClusterError(
+                f"cluster (tf_config): the environment variable TF_CONFIG is not set; set it, for example to {EXAMPLE}"
+            )
+        return _with_run_dir(config, *_from_tf_config(tf_config, config.mode))
+    lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
+    jobs = {job: addresses for job, addresses in lists.items() if addresses}
+    return _with_run_dir(config, *_validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode))
+
+
+def _with_run_dir(config: RunConfig, cluster: Cluster, task: Task) -> HostTask:
+    """An evaluator with a default of its own would wait for checkpoints that nobody writes there."""
+    if task.job == "evaluator" and config.run_dir is None:
+        raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
+    return HostTask(cluster, task)
+
+
+def _hosts_task(task: TaskConfig, jobs: dict[str, list[str]]) -> dict[str, Any]:
+    given = {"type": task.type, "index": task.index}
+    missing = [f"task.{key}" for key, value in given.items() if value is None]
+    problems = []
+    if missing:
+        problems.append(
+            f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
+            "give task.type=worker task.index=0"
+        )
+    if not jobs:
+        problems.append("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
+    if problems:
+        raise ClusterError("\n".join(problems))
+    return given
+
+
+def _from_tf_config(text: str, mode: str) -> HostTask:
+    try:
+        parsed = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 12) : error.pos + 12]
+        raise ClusterError(
+            f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; "
+            f"it looks like {EXAMPLE}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 100,000 brackets
+        raise ClusterError(f"TF_CONFIG: cannot be read ({error}); it looks like {EXAMPLE}") from None
+    for key in ("cluster", "task"):
+        if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
+            raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
+    return _validated("TF_CONFIG", parsed["cluster"], parsed["task"], mode)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two members with one name, Python would take the last without a word."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ClusterError(f'TF_CONFIG: "{name}" is there {count} times; leave all but one out')
+    return dict(pairs)
+
+
+def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> HostTask:
+    """Checks everything that one task can see alone and reports all mistakes at once."""
+    problems = [*_job_problems(jobs, mode), *_address_problems(jobs)]
+    if not problems:
+        problems += _count_problems(jobs, mode)
+    problems += _task_problems(task, jobs)
+    if problems:
+        raise ClusterError("\n".join(" ".join(f"{source}: {problem}".split()) for problem in problems))
+    cluster = Cluster(mode, {job: tuple(addresses) for job, addresses in jobs.items() if addresses})
+    return HostTask(cluster, Task(task["type"], int(task["index"])))
+
+
+def _job_problems(jobs: dict[str, Any], mode: str) -> list[str]:
+    problems = []
+    for job, addresses in jobs.items():
+        if job == "ps" and mode == "sync":
+            problems.append("job ps: mode=sync has no parameter servers; remove it, or choose mode=async")
+        elif job not in JOBS[mode]:
+            problems.append(f"job {job}: there is no such job in mode={mode}; the jobs are {', '.join(JOBS[mode])}")
+        if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+            problems.append(f'job {job} ({addresses}): must be a list of "host:port" strings')
+    return problems
+
+
+def _address_problems(jobs: dict[str, Any]) -> list[str]:
+    problems = []
+    seen: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for index, address in enumerate(addresses if isinstance(addresses, list) else []):
+            name = f"{job} {index} ({address})"
+            match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,9})", str(address))
+            if not match or not _is_host(match[1]):
+                problems.append(f"{name}: must be host:port, such as host1:2222")
+            elif why := _why_not_one_host(match[1]):
+                problems.append(f"{name}: must be host:port, and {match[1]} {why}")
+            elif not 1 <= int(match[2]) <= 65535:
+                problems.append(f"{name}: the port must be from 1 to 65535")
+            else:
+                same = canonical(str(address))
+                if same in seen:
+                    problems.append(f"{name}: the same address as {seen[same]}; every task needs its own")
+                seen.setdefault(same, f"{job} {index} ({address})")
+    return problems
+
+
+def _is_host(host: str) -> bool:
+    """Whether a text has the form of a name or of an address."""
+    try:
+        return bool(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
+
+
+def _why_not_one_host(host: str) -> str:
+    """Why a name or an address does not stand for one host, with the way out; "" if it does."""
+    ip = _ip(host)
+    if ip is None:
+        try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are no names: the system reads them as numbers
+            read = socket.inet_ntoa(socket.inet_aton(host))
+        except OSError:
+            return ""
+        return f"is read as the number of {read}; give the address in full, or a name"
+    if ip.is_unspecified:
+        return "stands for no host and for all of them; give the address by which the others reach it"
+    if ip.is_multicast or ip == BROADCAST:
+        return "is an address of many hosts (multicast); give the task's own"
+    return ""
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text is, an IPv4 address written as IPv6 as what it is; None for a name."""
+    try:
+        ip = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def canonical(address: str) -> str:
+    """One text for all ways to write one "host:port"; nothing is looked up.
+
+    TensorFlow's servers listen on all interfaces, so all loopback addresses of a port are one.
+    """
+    host, _, port = address.rpartition(":")
+    ip = _ip(host)
+    name = str(ip) if ip else host.lower().removesuffix(".")
+    return f"{'localhost' if ip and ip.is_loopback else name}:{int(port)}"
+
+
+def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
+    counts = {job: len(jobs.get(job, [])) for job in JOBS["async"]}
+    problems = []
+    if counts["chief"] > 1:
+        problems.append(f"job chief: has {counts['chief']} tasks; there is at most one")
+    if mode == "async":
+        if counts["chief"] < 1:
+            problems.append("job chief: is missing; mode=async needs one task as the coordinator")
+        for job in ("ps", "worker"):
+            if counts[job] < 1:
+                problems.append(f"job {job}: is missing; mode=async needs at least one {job}")
+    elif counts["chief"] + counts["worker"] < 1:
+        problems.append("job worker: is missing; mode=sync needs at least one worker")
+    return problems
+
+
+def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
+    job, index = task.get("type"), task.get("index")
+    if not isinstance(job, str) or job not in jobs:
+        return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
+        index = int(index)  # TensorFlow takes "0" too
+    count = len(jobs[job]) if isinstance(jobs[job], list) else 0
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+        return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
+    return []
