@@ -96,7 +96,7 @@ def test_peers_that_answer_that_do_not_yet_and_that_never_will() -> None:
 
 @pytest.mark.parametrize("why", ["No route to host", "Network is unreachable"])
 def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachability, "problem", lambda address: why)
+    monkeypatch.setattr(reachability, "why_unreachable", lambda address: why)
     mine, other = linux.unused_ports(2)
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
     assert "mend the route" in only(lines, "fail  peers: worker-1")[0]
@@ -105,7 +105,7 @@ def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.Monke
 def test_a_peer_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gate:
         monkeypatch.setattr(doctor, "PEERS_TIMEOUT_SECS", 0.1)
-        monkeypatch.setattr(reachability, "problem", lambda address: str(gate.accept()))
+        monkeypatch.setattr(reachability, "why_unreachable", lambda address: str(gate.accept()))
         mine, other = linux.unused_ports(2)
         lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
         socket.create_connection(gate.getsockname()).close()  # lets the thread go
