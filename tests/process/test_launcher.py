@@ -181,9 +181,6 @@ def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Pat
     code = f"""
 import pathlib, time
 from tf2dist.launch.launcher import Launcher
-from tf2dist.messages import Began, Exited, PeerGone, Ready, Result, Started
-
-Message = TypeVar("Message")
 with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
     while not {at_once} and not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
         time.sleep(0.01)
