@@ -35,7 +35,7 @@ from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
 
-LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop, "sync": SyncLoop}
+LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop.build, "sync": SyncLoop.build}
 
 
 def run_task(

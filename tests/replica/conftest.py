@@ -39,7 +39,7 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
         part = Cluster("async", jobs)
-        loops.append(AsyncLoop(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None))
+        loops.append(AsyncLoop.build(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None))
         return loops[-1]
 
     yield make
@@ -49,7 +49,7 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 def settle(loops: list[Any]) -> None:
     """Waits for what the newest loop has in flight: TensorFlow connects no other coordinator before, and for ever."""
     for loop in loops[-1:]:
-        for iterator in loop._iterator._values:
+        for iterator in loop._scheduler._iterator._values:
             assert iterator._status_available_event.wait(60), "an iterator was not made"
         with contextlib.suppress(Exception):  # a test may have caused it
             loop._coordinator.join()

@@ -28,7 +28,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
     loop = async_loop(run_config())
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
-    nodes = {node.name: node for node in loop._train_function.graph.as_graph_def().node}
+    nodes = {node.name: node for node in loop._scheduler._function.graph.as_graph_def().node}
     steps = [node for node in nodes.values() if node.op == "PartitionedCall"]
     assert len(steps) == 10
     for step in steps:
@@ -54,11 +54,11 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
     config.train.steps = 10_000_000  # longer calls gain more than they cost
     loop = async_loop(config)
     loop.train(3)
-    assert loop._num_steps == 1, "nothing to find out for three steps"
+    assert loop._scheduler.num_steps == 1, "nothing to find out for three steps"
     for steps in (1500, 1501, 1600):
         loop.train(steps)
         assert_exact(loop, steps)
-        assert loop._num_steps > 1
+        assert loop._scheduler.num_steps > 1
 
 
 @registry.register_model("sleeping")
@@ -80,7 +80,7 @@ def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pyt
     monkeypatch.setattr(loop._graphs, "train_function", lambda size: pytest.fail(f"calls of {size} steps"))
     loop.train(40)
     assert_exact(loop, 40)
-    assert (loop._is_sized, loop._num_steps) == (True, 1)
+    assert (loop._scheduler.is_sized, loop._scheduler.num_steps) == (True, 1)
 
 
 def test_a_call_that_is_still_under_way_is_no_reason_for_more(
@@ -131,7 +131,9 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, wh
                 loop.evaluate("test", lambda: PauseRequest.STOP)
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
-            loop._coordinator.schedule(loop._train_function, args=(loop._iterator, tf.constant(300, tf.int64)))
+            loop._coordinator.schedule(
+                loop._scheduler._function, args=(loop._scheduler._iterator, tf.constant(300, tf.int64))
+            )
         assert time.monotonic() - begun < 10
     finally:
         released.set()
@@ -210,14 +212,14 @@ def test_no_function_is_made_while_many_hosts_train() -> None:
         config.cluster.kind = "hosts"
         splits = data.load(config.data)
         publish(splits)
-        loop = AsyncLoop(config, start_ps_cluster().cluster, COORDINATOR, splits, None, lambda progress: None)
+        loop = AsyncLoop.build(config, start_ps_cluster().cluster, COORDINATOR, splits, None, lambda progress: None)
         known = context.context().list_function_names()
         for steps in (100, 150):
             loop.train(steps)
             loop.evaluate("validation")
             loop.evaluate("test")
             loop.snapshot()
-        print(loop._num_steps == STEPS_ON_HOSTS, context.context().list_function_names() - known, flush=True)
+        print(loop._scheduler.num_steps == STEPS_ON_HOSTS, context.context().list_function_names() - known, flush=True)
         os._exit(0)  # the servers of the cluster are in this process
     """
     command = [sys.executable, "-c", code]
@@ -233,7 +235,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
     windows: list[int] = []  # wider while the workers are faster
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        windows.append(loop._window())
+        windows.append(loop._scheduler.window())
         ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
         return schedule(*args, **kwargs)
 
@@ -248,6 +250,6 @@ def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
     for xla in (False, True):
         config.devices.xla = xla
         loop = async_loop(config)
-        assert ("_XlaMustCompile" in str(loop._train_function.graph.as_graph_def())) == xla
+        assert ("_XlaMustCompile" in str(loop._scheduler._function.graph.as_graph_def())) == xla
         loop.train(10)
         assert_exact(loop, 10)

@@ -105,7 +105,9 @@ def train(loop: Any) -> dict[str, Any]:
 def train_in_sync(worker: SyncWorker, config: RunConfig) -> dict[str, Any]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    return train(SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None))
+    return train(
+        SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    )
 
 
 def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:

@@ -35,9 +35,12 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
     before, images = own_mb(), np.load(path, mmap_mode="r")
     few = Arrays(images[:50], np.zeros(50, np.int32))
     train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
-    loop = SyncLoop(run_config(), worker.cluster, worker.task, Splits(train, few, few), None, lambda progress: None)
+    loop = SyncLoop.build(
+        run_config(), worker.cluster, worker.task, Splits(train, few, few), None, lambda progress: None
+    )
     loop.train(3)
-    batches = [loop._strategy.experimental_local_results(next(loop._iterator)[0])[0] for _ in range(3)]
+    local_results, iterator = loop._graphs._strategy.experimental_local_results, loop._graphs._iterator
+    batches = [local_results(next(iterator)[0])[0] for _ in range(3)]
     values = [int(batch.numpy().max()) for batch in batches]
     return own_mb() - before, values, pipeline._same_memory(train.images) is not None
 

@@ -207,7 +207,7 @@ def sync_run(
     from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
-    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()

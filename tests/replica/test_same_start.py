@@ -47,7 +47,7 @@ def own_examples(config: Any) -> data.Splits:
 def train(worker: SyncWorker, config: RunConfig) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
     loop.train(10)
     return [variable.numpy() for variable in loop.model.variables]
 

@@ -17,7 +17,7 @@ def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
     losses = []
-    loop = SyncLoop(
+    loop = SyncLoop.build(
         config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: losses.append(progress.loss)
     )
     loop.train(steps)
@@ -87,8 +87,9 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist import data
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    loop = SyncLoop(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
-    return str(loop._train.get_concrete_function(loop._iterator, tf.constant(1), tf.zeros([3])).graph.as_graph_def())
+    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    traced = loop._graphs._take_steps.get_concrete_function(loop._graphs._iterator, tf.constant(1), tf.zeros([3]))
+    return str(traced.graph.as_graph_def())
 
 
 def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:

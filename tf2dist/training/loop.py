@@ -94,9 +94,9 @@ def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -
 
 
 class Loop(Protocol):
-    """One task's view of the training; made with ``(config, cluster, task, splits, start, report, strategy)``.
+    """One task's view of the training; made with ``build(config, cluster, task, splits, start, report, strategy)``.
 
-    `strategy` may be None: then the loop joins the cluster itself, before the first operation of TensorFlow.
+    `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
 
     Attributes:
         restored_from: how it has made use of `start`, for the user.
@@ -121,7 +121,7 @@ class Loop(Protocol):
             pause_request: asked every now and then; answered soon, at an exact step where all tasks stand.
 
         Returns:
-            What was requested for by whatever task; nothing if `until_step` was reached.
+            What was requested by whatever task; nothing if `until_step` was reached.
         """
 
     def combine(self, request: PauseRequest) -> PauseRequest:

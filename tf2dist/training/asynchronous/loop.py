@@ -5,7 +5,6 @@ parameter servers, which alone know what has been applied: a call that is repeat
 worker died, or that runs past the end, is refused there update by update.
 """
 
-import functools
 import math
 import time
 from dataclasses import dataclass
@@ -17,26 +16,33 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import finalize, input_facts, input_positions, named_variables, restore, values
+from tf2dist.checkpoint.state import (
+    Named,
+    finalize,
+    input_facts,
+    input_positions,
+    named_variables,
+    restore,
+    values,
+)
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on_outputs, check_assigned
-from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.models import build_step
+from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, results, shut, wait_for_calls
+from tf2dist.training.asynchronous.calls import results, shut
 from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
+from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.call_size import Trial, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, WorkersAway, never, target_step
 
-POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 STEPS_ON_HOSTS = 10  # of a call
-TRACED_SHARE = 0.25  # of the time that a function of one step takes to make, for every step of a longer one, about
 FAREWELL_TIMEOUT_SECS = 5.0
 TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
 
@@ -47,12 +53,12 @@ class _Start:
 
     Attributes:
         counts: those of the ps; totals of zero if the snapshot has none for as many workers.
-        positions: of each worker's input, int [workers].
+        offsets: of each worker, from the steps in its totals to those of its input, int [workers].
         earlier_steps, earlier_examples: those of the run that the totals do not hold.
     """
 
     counts: Counts
-    positions: np.ndarray
+    offsets: np.ndarray
     earlier_steps: int
     earlier_examples: int
 
@@ -64,15 +70,53 @@ class _Start:
         shapes = {TOTALS_ARRAY: totals.shape, STALENESS_ARRAY: staleness.shape}
         if start and all(start.arrays.get(name, np.empty(0)).shape == shape for name, shape in shapes.items()):
             totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
-        counts, positions = Counts(step, totals, staleness), np.array(input_positions(start, sharding))
-        return cls(counts, positions, step - int(counts.steps.sum()), examples - counts.examples)
+        counts = Counts(step, totals, staleness)
+        offsets = np.array(input_positions(start, sharding)) - counts.steps
+        return cls(counts, offsets, step - int(counts.steps.sum()), examples - counts.examples)
 
 
 class AsyncLoop:
-    """Runs on the coordinator; see `loop.Loop`."""
+    """Runs on the coordinator, made with `build`; see `loop.Loop`."""
 
     def __init__(
         self,
+        config: RunConfig,
+        cluster: Cluster,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        sizes: dict[str, int],
+        report: Report,
+        begin: _Start,
+        step: ModelStep,
+        graphs: AsyncStep,
+        named: Named,
+        restored_from: str,
+        last_step: int,
+        num_steps: int | None,
+    ) -> None:
+        self._cluster, self._report = cluster, report
+        self._coordinator, self._graphs, self._named = coordinator, graphs, named
+        self._sizes = sizes  # in examples, of the splits to evaluate
+        self._begin = begin
+        self.sharding = graphs.sharding
+        self.target_step = last_step
+        self.model = step.model
+        self.restored_from = restored_from
+        self.advice = advice_on_outputs(step.trial)
+        self._trained: dict[str, np.ndarray] = {}  # what `finalize` has replaced, as it was
+
+        self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
+        self._evaluate_functions = {split: graphs.evaluate_function(split) for split in sizes}
+
+        # What has been seen of the counters.
+        counts = begin.counts
+        local_steps, examples = tuple(map(int, counts.steps)), begin.earlier_examples + counts.examples
+        self.progress = Progress(counts.applied, local_steps, examples, math.nan, math.nan)
+        self._reported = counts.totals.sum(axis=0)
+        self._changed_at = time.monotonic()
+
+    @classmethod
+    def build(
+        cls,
         config: RunConfig,
         cluster: Cluster,
         task: Task,
@@ -80,49 +124,48 @@ class AsyncLoop:
         start: Snapshot | None,
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
-    ) -> None:
-        self._config, self._cluster, self._report = config, cluster, report
-        self._sizes = {"test": len(splits.test), "validation": len(splits.validation)}
+    ) -> "AsyncLoop":
+        # The cluster, and the plan of the run.
+        strategy = strategy or parameter_server_strategy(cluster, task)
+        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
-        self.sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
-        self._chunk_size = chunk_size(batch_size, splits.image_shape)
-        self.target_step = target_step(config, self.sharding, start)
-        self._strategy = strategy or parameter_server_strategy(cluster, task)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        # The scope puts the variables on the ps, round robin.
-        step = build_step(config.model, splits, config.seed, self._strategy.scope())
+        sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
+        begin = _Start.of(start, sharding)
+        last_step = target_step(config, sharding, start)
+
+        # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its own.
+        step = build_step(config.model, splits, config.seed, strategy.scope())
         check_assigned(config.model["name"], step.trial)
-        self.model, self.advice = step.model, advice_on_outputs(step.trial)
-        self._start = _Start.of(start, self.sharding)
-        counts = self._start.counts
-        self._offsets = self._start.positions - counts.steps
-        offsets = [int(offset) for offset in self._offsets]
-        self._graphs = AsyncStep(config, step, splits.image_shape, self.sharding, offsets, self.target_step)
-        variables = [variable for server in self._graphs.servers for variable in server.variables]
-        self._named = named_variables(self.model, variables, [server.optimizer for server in self._graphs.servers])
-        self.restored_from = restore(self._named, start, config)
-        self._trained: dict[str, np.ndarray] = {}
-        for server in self._graphs.servers:
-            server.restore(counts)
+        graphs = AsyncStep(config, step, splits.image_shape, sharding, list(map(int, begin.offsets)), last_step)
+
+        # The values of the snapshot, and the counts that go with them.
+        variables = [variable for server in graphs.servers for variable in server.variables]
+        named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
+        restored_from = restore(named, start, config)
+        for server in graphs.servers:
+            server.restore(begin.counts)
+
         # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
         # many hosts the calls keep a fixed size, and every function is made before the training: one of TensorFlow's
         # own, too, which copies what workers return.
         with tf.device(f"/job:{task.job}"):
-            tf.identity(self._graphs.servers[0].counts())
-        chosen = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
-        self._is_sized = chosen is not None
-        self._num_steps = num_steps = chosen or 1
-        begun_at = time.monotonic()
-        self._train_function = self._graphs.train_function(num_steps)
-        self._trace_secs = time.monotonic() - begun_at
-        self._max_trace_secs = config.grace_secs / 2  # nobody looks at a request to stop meanwhile
-        self._first_call_secs = 0.0  # not known yet
-        self._iterator = self._make_iterator(num_steps)
-        self._evaluate_functions = {split: self._graphs.evaluate_function(split) for split in self._sizes}
-        examples = self._start.earlier_examples + counts.examples
-        self.progress = Progress(counts.applied, tuple(map(int, counts.steps)), examples, math.nan, math.nan)
-        self._reported, self._changed_at = counts.totals.sum(axis=0), time.monotonic()
-        self._steps_per_sec = 0.0  # of the cluster; not known yet
+            tf.identity(graphs.servers[0].counts())
+        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
+        sizes = {"test": len(splits.test), "validation": len(splits.validation)}
+        return cls(
+            config,
+            cluster,
+            coordinator,
+            sizes,
+            report,
+            begin,
+            step,
+            graphs,
+            named,
+            restored_from,
+            last_step,
+            num_steps,
+        )
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
@@ -138,69 +181,32 @@ class AsyncLoop:
         return requested
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
-        limit, requested, trial = tf.constant(until_step, tf.int64), PauseRequest.NOTHING, Trial()
-        scheduled, first_admitted, seen = 0, 0, (0, 0)
+        scheduler, requested, seen = self._scheduler, PauseRequest.NOTHING, (0, 0)
+        scheduler.begin(until_step)
         self._changed_at = time.monotonic()
-        self._finish_calls(pause_request)  # the last call of an evaluation may have its result and not be done yet
+        scheduler.finish(pause_request)  # the last call of an evaluation may have its result and not be done yet
         while True:
-            idle = self._coordinator.done()  # raises what a worker has raised
+            idle = scheduler.is_idle
             before, seen = seen, (self._read(), self.progress.global_step)
-            admitted, missing = seen[0], until_step - self.progress.global_step
+            admitted, applied = seen
+            missing = until_step - applied
             if missing <= 0 or (requested := pause_request()):
                 break
-            if idle and admitted > self.progress.global_step and seen != before:
+            if idle and admitted > applied and seen != before:
                 time.sleep(POLL_SECS)  # a worker that was given up may still push
                 continue
             if idle:
                 for server in self._graphs.servers:
                     server.forget_refused()  # admitted, then lost with their worker
-                scheduled, first_admitted = 0, self.progress.global_step
-                admitted = first_admitted
-            in_flight = scheduled * self._num_steps - (admitted - first_admitted)
-            if not self._is_sized and (size := self._size(trial, max(until_step, self.target_step))):
-                self._resize(size, limit, missing - in_flight, pause_request)
+                scheduler.begin_again(applied)
+                admitted = applied
+            last_step = max(until_step, self.target_step)
+            if scheduler.resize(self.progress, admitted, missing, last_step, pause_request):
                 continue
-            while in_flight < min(missing, self._window()):
-                self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
-                scheduled, in_flight = scheduled + 1, in_flight + self._num_steps
-            time.sleep(self._look_again_after_secs(missing))
+            scheduler.fill(admitted, missing)
+            time.sleep(scheduler.secs_to_next_look(missing))
         # Those calls that have nothing left to do, or that a request lets run out.
-        return requested | self._finish_calls(pause_request)
-
-    def _finish_calls(self, pause_request: PauseRequests) -> PauseRequest:
-        return wait_for_calls(
-            self._coordinator, pause_request, lambda: counts_of(self._graphs.servers), self._quiet_secs()
-        )
-
-    def _quiet_secs(self) -> float:
-        return quiet_secs(self._steps_per_sec, self._cluster.num_workers, self._config.grace_secs)
-
-    def _size(self, trial: Trial, last_step: int) -> int | None:
-        """The steps of a call, once the first ones have shown how long a step takes and how long the graphs took."""
-        found = trial.secs_per_step(time.monotonic(), self.progress.local_steps)
-        self._first_call_secs = max(self._first_call_secs, trial.first_call_secs)  # in a later training they are there
-        if found is None:
-            return None
-        num_workers = self._cluster.num_workers  # one that is late or lost now takes part later
-        steps_left = last_step - self.progress.global_step
-        steps = worthwhile_steps(found, num_workers, self._first_call_secs, steps_left)
-        return min(steps, max(1, int(self._max_trace_secs / (self._trace_secs * TRACED_SHARE))))
-
-    def _resize(self, num_steps: int, limit: tf.Tensor, missing: int, pause_request: PauseRequests) -> None:
-        """Makes the calls longer; the workers go on with short ones while the coordinator makes the function."""
-        self._is_sized = True
-        if num_steps > self._num_steps:
-            meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self._steps_per_sec)
-            for _ in range(0, min(missing, meanwhile), self._num_steps):
-                self._coordinator.schedule(self._train_function, args=(self._iterator, limit))
-            function = self._graphs.train_function(num_steps)
-            self._finish_calls(pause_request)
-            self._num_steps, self._train_function, self._iterator = num_steps, function, self._make_iterator(num_steps)
-
-    def _make_iterator(self, num_steps: int) -> Any:
-        """An element for each call of `num_steps`; it begins where the updates of a worker have ended."""
-        dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
-        return iter(self._coordinator.create_per_worker_dataset(dataset))
+        return requested | scheduler.finish(pause_request)
 
     def _align_servers(self) -> None:
         """Brings all ps to the same count: a worker that died may have pushed to some of them only."""
@@ -213,34 +219,25 @@ class AsyncLoop:
     def combine(self, request: PauseRequest) -> PauseRequest:
         return request
 
-    def _look_again_after_secs(self, missing: int) -> float:
-        """Seconds to the next look: it takes 2 ms of the workers' cores on a shared host; near the end it is soon."""
-        if not self._is_sized:
-            return POLL_SECS  # idle workers would look slow
-        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self._steps_per_sec or math.inf)))
-
-    def _window(self) -> int:
-        """Steps to keep in flight: two calls for each worker, and what is done between three looks."""
-        return 2 * self._num_steps * self._cluster.num_workers + int(3 * MAX_POLL_SECS * self._steps_per_sec)
-
     def _read(self) -> int:
         """Reads the counters of the ps into `progress`; returns the updates admitted by the first."""
         counts = [server.counts().numpy() for server in self._graphs.servers]
         totals = counts[0][2:].reshape(-1, len(TOTALS))
         steps, loss, _, examples = new = totals.sum(axis=0)
         if not np.isfinite(loss):
-            step = self._start.earlier_steps + int(steps)
+            step = self._begin.earlier_steps + int(steps)
             raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
         if delta_steps > 0:
-            self._steps_per_sec, self._changed_at = delta_steps / (now - self._changed_at), now
+            self._scheduler.steps_per_sec = delta_steps / (now - self._changed_at)
+            self._changed_at = now
         if delta_steps > 0 or applied != before.global_step:
             self.progress = Progress(
                 global_step=applied,
                 local_steps=tuple(map(int, totals[:, TOTALS.index("steps")])),
-                examples=self._start.earlier_examples + int(examples),
+                examples=self._begin.earlier_examples + int(examples),
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
                 accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
             )
@@ -250,18 +247,18 @@ class AsyncLoop:
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates some ranges of the split, whoever is free the next."""
-        parts = chunks(self._sizes[split], self._chunk_size)
+        parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
         total = np.zeros(3)
-        for part in results(self._coordinator, sums, pause_request, self._quiet_secs()):
+        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
             total += part
             heartbeat.progress()
         return Evaluation.of_sums(total, self._sizes[split])
 
     def updates_applied(self) -> int:
         """What every worker's steps add up to; the global step is the ps's own count."""
-        return self._start.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
+        return self._begin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def snapshot(self) -> Snapshot:
         counts = self._graphs.servers[0].counters.now()
@@ -270,7 +267,7 @@ class AsyncLoop:
             "local_steps": list(self.progress.local_steps),
             "target_step": self.target_step,
             "examples": self.progress.examples,
-            "input": input_facts(self.sharding, list(map(int, self._offsets + counts.steps))),
+            "input": input_facts(self.sharding, list(map(int, self._begin.offsets + counts.steps))),
         }
         own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
         return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
+from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.step import Batch, ModelStep, Packing, batches_without_padding, step_seed
 from tf2dist.training.asynchronous.counters import ONES, TOTALS
 from tf2dist.training.asynchronous.examples import remote_examples
@@ -29,6 +30,9 @@ class AsyncStep:
 
     Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
     replica context, which there is none of on a ps.
+
+    Attributes:
+        evaluated_at_once: how many examples, at most.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -46,9 +50,10 @@ class AsyncStep:
         offsets: list[int],
         total_steps: int,
     ) -> None:
-        self._config, self._sharding = config, sharding
+        self._config, self.sharding = config, sharding
         self._step = step
         self._image_shape = image_shape
+        self.evaluated_at_once = chunk_size(sharding.batch_size, image_shape)
         self._offsets = offsets
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
@@ -75,7 +80,7 @@ class AsyncStep:
         taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
         first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
         take = functools.partial(remote_examples, "train", image_shape=self._image_shape)
-        return blocks(take, self._sharding, worker, num_steps, first_step)
+        return blocks(take, self.sharding, worker, num_steps, first_step)
 
     def train_function(self, num_steps: int) -> Any:
         """``function(iterator, limit)``: `num_steps` steps, of which those above `limit` updates are refused."""
@@ -102,7 +107,7 @@ class AsyncStep:
             self._log(worker, before, tf.reduce_mean(losses))
 
         signature = (
-            tf.data.IteratorSpec(self._batch_specs(num_steps, self._sharding.batch_size)),
+            tf.data.IteratorSpec(self._batch_specs(num_steps, self.sharding.batch_size)),
             tf.TensorSpec([], tf.int64),
         )
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
@@ -176,7 +181,7 @@ class AsyncStep:
         steps = TOTALS.index("steps")
         local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
         every = self._config.train.log_every_steps
-        steps_per_epoch = tf.gather(tf.constant(self._sharding.counted_steps(), tf.int64), worker)
+        steps_per_epoch = tf.gather(tf.constant(self.sharding.counted_steps(), tf.int64), worker)
         epoch = tf.maximum(local_step - 1, 0) // steps_per_epoch
         numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]

@@ -1,0 +1,145 @@
+"""The calls that the coordinator gives to the workers: how many are in flight, and how many steps each takes."""
+
+import functools
+import math
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
+from tf2dist.training.asynchronous.step import AsyncStep
+from tf2dist.training.call_size import Trial, worthwhile_steps
+from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
+
+POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
+TRACED_SHARE = 0.25  # of the time that a function of one step takes to make, for every step of a longer one, about
+
+
+class Scheduler:
+    """Keeps a few calls in flight for each worker.
+
+    Attributes:
+        num_steps: of a call.
+        is_sized: whether that is final; before, the first calls of one step are timed.
+        steps_per_sec: of the cluster, as the loop has last seen it; 0 while that is not known.
+
+    Args:
+        num_steps: None to find out.
+        grace_secs: what a stop has for everything.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        graphs: AsyncStep,
+        num_workers: int,
+        num_steps: int | None,
+        grace_secs: float,
+    ) -> None:
+        self._coordinator, self._graphs = coordinator, graphs
+        self._num_workers, self._grace_secs = num_workers, grace_secs
+        self.num_steps = num_steps or 1
+        self.is_sized = num_steps is not None
+        self.steps_per_sec = 0.0
+        begun_at = time.monotonic()
+        self._function = graphs.train_function(self.num_steps)
+        self._trace_secs = time.monotonic() - begun_at
+        self._first_call_secs = 0.0  # not known yet
+        self._iterator = self._make_iterator(self.num_steps)
+        self.begin(0)
+
+    def begin(self, until_step: int) -> None:
+        """A training begins, to end at a global step; every update beyond it is refused."""
+        self._limit = tf.constant(until_step, tf.int64)
+        self._trial = Trial()
+        self.begin_again(0)
+
+    def begin_again(self, applied: int) -> None:
+        """Nothing is in flight: what was scheduled is applied, or was lost with its worker."""
+        self._num_scheduled = 0
+        self._applied_before = applied
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls are done; raises what a worker has raised."""
+        return bool(self._coordinator.done())
+
+    def fill(self, admitted: int, missing: int) -> None:
+        """Schedules calls until enough steps are in flight.
+
+        Args:
+            admitted: updates that a ps has begun to apply.
+            missing: to the end of the training.
+        """
+        in_flight = self._in_flight(admitted)
+        while in_flight < min(missing, self.window()):
+            self._schedule()
+            in_flight += self.num_steps
+
+    def window(self) -> int:
+        """Steps to keep in flight: two calls for each worker, and what is done between three looks."""
+        return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
+
+    def secs_to_next_look(self, missing: int) -> float:
+        """A look takes 2 ms of the workers' cores on a shared host; near the end it comes soon."""
+        if not self.is_sized:
+            return POLL_SECS  # idle workers would look slow
+        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
+
+    def resize(self, progress: Progress, admitted: int, missing: int, last_step: int, request: PauseRequests) -> bool:
+        """Makes the calls longer, as soon as it is known that this gains something; whether it was known.
+
+        Args:
+            admitted, missing: see `fill`.
+            last_step: of the run.
+        """
+        if self.is_sized or (size := self._worthwhile(progress, last_step)) is None:
+            return False
+        self.is_sized = True
+        if size > self.num_steps:
+            self._grow(size, missing - self._in_flight(admitted), request)
+        return True
+
+    def finish(self, request: PauseRequests) -> PauseRequest:
+        """Waits for all calls, or raises WorkersAway; see `calls`."""
+        return wait_for_calls(self._coordinator, request, lambda: counts_of(self._graphs.servers), self.quiet_secs())
+
+    def quiet_secs(self) -> float:
+        return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)
+
+    def _in_flight(self, admitted: int) -> int:
+        return self._num_scheduled * self.num_steps - (admitted - self._applied_before)
+
+    def _schedule(self) -> None:
+        self._coordinator.schedule(self._function, args=(self._iterator, self._limit))
+        self._num_scheduled += 1
+
+    def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
+        """The steps of a call, once the first ones have shown how long a step takes and how long the graphs took."""
+        secs_per_step = self._trial.secs_per_step(time.monotonic(), progress.local_steps)
+        # In a later training the graphs are there, and the first call tells nothing of them.
+        self._first_call_secs = max(self._first_call_secs, self._trial.first_call_secs)
+        if secs_per_step is None:
+            return None
+        steps_left = last_step - progress.global_step
+        # A worker that is late or lost now takes part later.
+        steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
+        max_trace_secs = self._grace_secs / 2  # nobody looks at a request to stop meanwhile
+        return min(steps, max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE))))
+
+    def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
+        """Makes a longer function; the workers go on with calls of the short one meanwhile."""
+        meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self.steps_per_sec)
+        for _ in range(0, min(missing, meanwhile), self.num_steps):
+            self._schedule()
+        function = self._graphs.train_function(num_steps)
+        self.finish(request)
+        self.num_steps = num_steps
+        self._function = function
+        self._iterator = self._make_iterator(num_steps)
+
+    def _make_iterator(self, num_steps: int) -> Any:
+        """An element for each call of `num_steps`; it begins where the updates of a worker have ended."""
+        dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
+        return iter(self._coordinator.create_per_worker_dataset(dataset))

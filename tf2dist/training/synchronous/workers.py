@@ -1,0 +1,95 @@
+"""The synchronous workers as one of them sees them: who they are, and what they can do together."""
+
+import functools
+import os
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.cluster import reachability
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+from tf2dist.process.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
+from tf2dist.training.synchronous import mesh
+from tf2dist.training.synchronous.all_reduce import AllReduce
+
+FINISH_TIMEOUT_SECS = 60.0
+LEAVE_TIMEOUT_SECS = 10.0
+
+
+class Workers:
+    """Every method is called by all workers at once, in the same order.
+
+    Attributes:
+        index: of this one.
+        count: of all.
+        num_replicas: GPUs of all workers, or workers where there are none.
+    """
+
+    def __init__(self, cluster: Cluster, task: Task, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
+        self.cluster, self.task, self.strategy = cluster, task, strategy
+        self.index = cluster.training_tasks.index(task)
+        self.count = cluster.num_workers
+        self.num_replicas: int = strategy.num_replicas_in_sync
+        self._sum = tf.function(functools.partial(sum_over_workers, strategy), autograph=False)
+
+    @classmethod
+    def join(
+        cls,
+        config: RunConfig,
+        cluster: Cluster,
+        task: Task,
+        strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
+    ) -> "Workers":
+        """Meets the others in TensorFlow, unless `strategy` is what has come of that already."""
+        limits = config.startup_timeout_secs, config.watchdog_secs
+        return cls(cluster, task, strategy or multi_worker_mirrored_strategy(cluster, task, *limits))
+
+    def batch_size_per_replica(self, batch_size_per_worker: int) -> int:
+        """Raises ConfigError if the batch of a worker cannot be divided among its GPUs."""
+        local_replicas = self.num_replicas // self.count
+        batch_size, rest = divmod(batch_size_per_worker, local_replicas)
+        if rest:
+            raise ConfigError(
+                f"train.batch_size_per_worker ({batch_size_per_worker}): must be a multiple of the "
+                f"{local_replicas} GPUs of a worker"
+            )
+        return batch_size
+
+    def add_up(self, own: np.ndarray) -> np.ndarray:
+        """The sum of what all workers give, of any shape."""
+        summed: np.ndarray = self._sum(tf.constant(own)).numpy()
+        return summed
+
+    def broadcast(self, packed: bytes) -> bytes:
+        """What worker 0 gives."""
+        return broadcast(self.strategy, packed)
+
+    def share(self, start: Snapshot | None) -> Snapshot | None:
+        """The snapshot that worker 0, the leader, has read."""
+        shared = self.broadcast(start.to_bytes() if start else b"")
+        return Snapshot.from_bytes(shared) if shared else None
+
+    def all_reduce(self, choice: str) -> AllReduce | None:
+        """Our own: faster than TensorFlow's on CPUs; on GPUs that one is NCCL's, which is faster.
+
+        Args:
+            choice: the option cluster.all_reduce.
+        """
+        why_not = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
+        if choice == "tensorflow":
+            why_not = "cluster.all_reduce=tensorflow"
+        secret = self.broadcast(os.urandom(mesh.SECRET_BYTES))
+        return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)), why_not)
+
+    def wait_for_all(self) -> None:
+        """A worker that ends cuts off what its neighbours still read of the last all-reduce."""
+        barrier("finished", FINISH_TIMEOUT_SECS)
+
+    def leave_last(self) -> None:
+        """On worker 0, which hosts the coordination service: who still listens to it must leave first."""
+        if self.task == self.cluster.leader:
+            others = [task for task in self.cluster.training_tasks if task != self.task]
+            reachability.wait_until_gone(self.cluster, others, LEAVE_TIMEOUT_SECS)
