@@ -107,7 +107,7 @@ def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     first = loop._graphs.servers[0]
     first.admitted.assign_add(1)
     zero = tf.constant(0, tf.int64)
-    first.counters.add(first.counters.places(zero), zero, tf.constant([*ONES, 0.0, 0.0, 0.0]))
+    first.counters.add(first.counters.indices(zero), zero, tf.constant([*ONES, 0.0, 0.0, 0.0]))
     assert loop.train(100, lambda: PauseRequest.SAVE) is PauseRequest.SAVE
     assert {server.counters.now().applied for server in loop._graphs.servers} == {loop.progress.global_step}
 
