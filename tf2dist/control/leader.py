@@ -134,7 +134,7 @@ class Leader:
             if late > LATE_SECS:
                 return Wait(f"{held}, which has been silent for {late:.0f} s", lists_differ=False)
             return self._refuse(join, ClusterError.exit_code, held)
-        may_return = task.job == "evaluator" or (task.job == "worker" and membership.cluster.mode == "async")
+        may_return = membership.cluster.can_lose(task)
         if membership.agreed.is_set() and not may_return:
             why = f"the job runs, and the {task} that it began with is gone"
             return self._refuse(join, TaskLostError.exit_code, why)
