@@ -215,8 +215,9 @@ def chaos(command: Command, mode: str, no_leftovers: Callable[[], None]) -> Iter
         made.process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_chaos(chaos: Chaos, mode: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)

@@ -226,7 +226,8 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("how", ["frozen", *(pytest.param(how, marks=pytest.mark.slow) for how in ("slow", "mute"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["frozen", "slow", "mute"])
 def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, how: str) -> None:
     """The first worker waits for the other in a call of TensorFlow in which no thread of its own can say anything."""
     (command.folder / "wait.py").write_text(f"""

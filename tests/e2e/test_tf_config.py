@@ -88,12 +88,11 @@ def test_sync(command: Command, counts: dict[str, int]) -> None:
     assert summary["global_step"] == summary["updates_applied"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "counts"),
-    [
-        pytest.param("sync", {"worker": 2}, id="sync"),
-        pytest.param("async", {"chief": 1, "ps": 1, "worker": 1}, id="async", marks=pytest.mark.slow),
-    ],
+    [("sync", {"worker": 2}), ("async", {"chief": 1, "ps": 1, "worker": 1})],
+    ids=["sync", "async"],
 )
 def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: dict[str, int]) -> None:
     jobs = addresses(counts)

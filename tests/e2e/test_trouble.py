@@ -45,7 +45,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
     """The training goes on to its end, and keeps the checkpoint that it could write."""
     command = Command(small_disk)
