@@ -1,5 +1,6 @@
 """Members of a meeting for the tests of the control plane: threads, on real sockets."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -10,8 +11,10 @@ import pytest
 
 from tests.conftest import ports_of_tasks
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.control.channel import Channel
 from tf2dist.control.meeting import Meeting
 from tf2dist.control.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
+from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.linux import unused_ports
@@ -144,3 +147,43 @@ def claimant(table: Table, cluster: Cluster, task: str) -> Party:
 
 
 ASYNC = {"chief": 1, "ps": 1, "worker": 2}
+Healthy = tuple[Cluster, list[Party]]
+
+
+def assert_well(healthy: Healthy) -> None:
+    """Nobody was lost, and what one says still reaches all the others."""
+    _, parties = healthy
+    source = parties[-1]
+    source.meeting.stop(10)
+    for party in parties[:-1]:
+        party.event(Stop, "worker-1")
+        assert {type(event) for event in party.seen} == {Stop}
+        party.seen.clear()
+
+
+def call(cluster: Cluster) -> socket.socket:
+    return socket.create_connection(control_address(cluster.address(cluster.leader)), timeout=WAIT_SECS)
+
+
+def is_closed(line: socket.socket) -> bool:
+    """Whether the other side closes it; what it has said before is read."""
+    with contextlib.suppress(ConnectionError):
+        while line.recv(65536):
+            pass
+    return True
+
+
+def member_of_sorts(cluster: Cluster) -> tuple[socket.socket, Channel]:
+    """One who knows the token and then says what it likes."""
+    line, channel = call(cluster), Channel(NO_TOKEN_KEY, dials=True)
+    shake_hands(line, channel)
+    return line, channel
+
+
+def shake_hands(line: socket.socket, channel: Channel) -> None:
+    while True:
+        line.sendall(channel.unsent)
+        channel.unsent.clear()
+        if channel.open:
+            return
+        channel.receive(line.recv(65536))

@@ -1,0 +1,205 @@
+"""What processes that know the token and have gone wrong may send."""
+
+import contextlib
+import json
+import socket
+import struct
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.process.parties import (
+    ASYNC,
+    WAIT_SECS,
+    Healthy,
+    Table,
+    assert_well,
+    cluster_of,
+    is_closed,
+    member_of_sorts,
+    shake_hands,
+    wait_for,
+)
+from tf2dist.cluster.spec import Task
+from tf2dist.control.channel import Channel
+from tf2dist.control.member import Membership
+from tf2dist.control.messages import (
+    Accepted,
+    Ended,
+    Go,
+    Held,
+    Identity,
+    Join,
+    Lost,
+    Place,
+    Probe,
+    Process,
+    Refused,
+    State,
+    Stop,
+    Wire,
+)
+from tf2dist.control.port import control_address
+from tf2dist.control.token import NO_TOKEN_KEY
+from tf2dist.packing import VERSION, pack
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+HERE = "here:2222"  # becomes the leader's address
+TEXTS = st.text(max_size=20) | st.sampled_from(["worker-1", HERE, "\x1b[2J"])
+NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.integers(0, 3)
+PLACES = st.builds(Place, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS | st.just(HERE))
+TO = PLACES | st.just(Place(Task("chief", 0), HERE))
+PROCESSES = st.builds(Process, TEXTS, NUMBERS, TEXTS)
+JOBS = st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=3)
+CONFIGS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
+IDENTITIES = st.builds(Identity, JOBS, st.just({}), CONFIGS, st.just(()), st.none() | st.just({}))
+HELD = st.none() | st.builds(Held, TEXTS, PLACES, PROCESSES)
+MESSAGES: st.SearchStrategy[Wire] = st.one_of(
+    st.builds(Join, TO, PLACES, PROCESSES, IDENTITIES),
+    st.builds(Probe, TO, PLACES, PROCESSES, JOBS),
+    st.builds(State, PROCESSES, JOBS, st.booleans(), HELD),
+    st.builds(Refused, NUMBERS, TEXTS),
+    st.builds(Stop, TEXTS, NUMBERS),
+    st.builds(Ended, TEXTS, NUMBERS, TEXTS),
+    st.just(Go()),
+)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> bytes:
+    """A message whose fields are of the right types, or one that was damaged after that."""
+    data = pack(draw(MESSAGES))
+    fields = json.loads(data)
+    if draw(st.booleans()):
+        fields[draw(st.sampled_from([*fields, "x"]))] = draw(JSON_VALUES)
+        data = json.dumps(fields).encode()
+    return data
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(packed())
+def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: bytes) -> None:
+    cluster = healthy[0]
+    line, channel = member_of_sorts(cluster)
+    with line:
+        channel.send(message.replace(HERE.encode(), cluster.address(cluster.leader).encode()))
+        line.sendall(channel.unsent)
+        with contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_WR)
+        assert is_closed(line)
+
+
+def test_after_senseless_messages_all_is_well(healthy: Healthy) -> None:
+    assert_well(healthy)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"[" * 60_000,
+        b'{"a":' * 9_000,
+        b"{}",
+        b"[]",
+        b'{"type":1}',
+        b"\xff",
+        b'{"type":"x","n":' + b"9" * 9000 + b"}",
+        b"",
+    ],
+)
+def test_what_is_no_message(healthy: Healthy, message: bytes) -> None:
+    line, channel = member_of_sorts(healthy[0])
+    with line:
+        channel.send(message)
+        line.sendall(channel.unsent)
+        assert is_closed(line)
+    assert_well(healthy)
+
+
+def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(table: Table) -> None:
+    cluster = cluster_of("async", **ASYNC)
+    parties = [table(cluster, str(task)) for task in cluster.tasks[:-1]]
+    for message, why in (
+        (pack(Stop("", 99)), "a message that makes no sense (Stop.signum: 99)"),
+        (pack(Go()), "a message of unknown type (Go)"),
+        (pack(Escape()), "a message of unknown type (?[2J)"),
+        (other_version(Stop("", 15)), f"another version of tf2dist: protocol 99, here {VERSION}"),
+        (pack(Ended("", 3, "\x1b[2J\u202e")), ""),
+    ):
+        line, channel = member_of_sorts(cluster)
+        with line:
+            worker = Membership(cluster, Task("worker", 1), Identity(cluster.jobs, {}, {}, (), {}), False, 30.0, 1000)
+            channel.send(pack(worker.join()))
+            line.sendall(channel.unsent)
+            parties[0].go()
+            channel.unsent.clear()
+            channel.send(message)
+            line.sendall(channel.unsent)
+            for party in parties:
+                if why:
+                    assert party.event(Lost, "worker-1").why == why
+                else:
+                    assert party.event(Ended, "worker-1").message == "?[2J?"
+                party.seen.clear()
+
+
+@pytest.mark.parametrize("target", [0, 1], ids=["leader", "follower"])
+def test_an_answer_that_is_none_is_told_without_its_control_characters(table: Table, target: int) -> None:
+    """Target is whom somebody with the token plays."""
+    cluster = cluster_of(worker=2)
+    with socket.create_server(control_address(cluster.jobs["worker"][target])) as server:
+        server.settimeout(WAIT_SECS)
+        party = table(cluster, f"worker-{1 - target}")
+        line, channel = server.accept()[0], Channel(NO_TOKEN_KEY, dials=False)
+        with line:
+            shake_hands(line, channel)
+            channel.send(pack(Escape()))
+            line.sendall(channel.unsent)
+            wait_for(lambda: "a message of unknown type (?[2J), control port" in party.waiting_for)
+
+
+def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -> None:
+    """It passes on the texts of others as they are."""
+    cluster = cluster_of(worker=2)
+    with socket.create_server(control_address(cluster.jobs["worker"][0])) as server:
+        server.settimeout(WAIT_SECS)
+        party = table(cluster, "worker-1")
+        line, channel = server.accept()[0], Channel(NO_TOKEN_KEY, dials=False)
+        with line:
+            shake_hands(line, channel)
+            place, process = Place(Task("worker", 0), cluster.jobs["worker"][0]), Process("host", 1, "x")
+            for message in (
+                Accepted(Held("job", place, process)),
+                Go(),
+                Lost("worker-2", "\x1b[2J"),
+                Ended("worker-3", 3, "\x9b2J"),
+            ):
+                channel.send(pack(message))
+            line.sendall(channel.unsent)
+            assert party.go().event(Lost, "worker-2") == Lost("worker-2", "?[2J")
+            assert party.event(Ended, "worker-3") == Ended("worker-3", 3, "?2J")
+
+
+def other_version(message: Wire) -> bytes:
+    return json.dumps(json.loads(pack(message)) | {"version": 99}).encode()
+
+
+@dataclass(frozen=True)
+class Escape:
+    """A message whose name is no name."""
+
+
+Escape.__name__ = "\x1b[2J"
+
+
+def test_a_huge_length(healthy: Healthy) -> None:
+    line, _ = member_of_sorts(healthy[0])
+    with line:
+        line.sendall(struct.pack(">I", 0xFFFFFFFF))
+        assert is_closed(line)
+    assert_well(healthy)
