@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import NoReturn
 
+from tf2dist import linux
 from tf2dist.cluster import addresses, parsing, reachability
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
@@ -158,7 +159,7 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
         yield Finding("ok", "ports", f"{task} can listen at {address}, which is {means}")
     except ClusterError as error:
         yield from failures("ports", error)
-    if port in (ephemeral := addresses.ephemeral_ports()):
+    if port in (ephemeral := linux.ephemeral_ports()):
         text = f"port {port} of {task} is from the range {ephemeral[0]} to {ephemeral[-1]} of outgoing connections"
         yield Finding("warn", "ports", text, "choose a lower one, or it may be taken")
     try:

@@ -21,6 +21,7 @@ CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
 PR_SET_PDEATHSIG = 1
+DEFAULT_EPHEMERAL_PORTS = range(32768, 61000)  # the kernel's own
 
 
 def enter_private_network() -> bool:
@@ -70,13 +71,21 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def ephemeral_ports() -> range:
+    """The ports that the system gives to outgoing connections; empty if it does not say."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return range(0)
+    return range(first, last + 1)
+
+
 def unused_ports(count: int) -> list[int]:
     """Ports that are free, all different, and below those that the system gives to outgoing connections.
 
     Where these begin below 20,000, some of them too.
     """
-    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first_ephemeral = int(range_file.read_text().split()[0]) if range_file.exists() else 32768
+    first_ephemeral = (ephemeral_ports() or DEFAULT_EPHEMERAL_PORTS)[0]
     candidates = list(range(10_000, max(first_ephemeral, 20_000)))
     random.SystemRandom().shuffle(candidates)
     return list(itertools.islice(filter(_is_free, candidates), count))

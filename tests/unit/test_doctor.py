@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ports_of_tasks
 from tests.tfds import NAMES, write_mnist
 from tf2dist import doctor, linux
-from tf2dist.cluster import addresses, reachability
+from tf2dist.cluster import reachability
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 from tf2dist.launch import machine
@@ -131,7 +131,7 @@ def test_a_taken_port_names_its_holder() -> None:
 
 def test_a_port_for_outgoing_connections_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = linux.unused_ports(1)
-    monkeypatch.setattr(addresses, "ephemeral_ports", lambda: range(port, port + 10))
+    monkeypatch.setattr(linux, "ephemeral_ports", lambda: range(port, port + 10))
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{port}"))
     assert "choose a lower one" in only(lines, f"warn  ports: port {port} of worker-0")[0]
 

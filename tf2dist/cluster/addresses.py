@@ -4,19 +4,17 @@ A TensorFlow server asks nobody for a password and listens on every interface of
 (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md), so an address is a border.
 """
 
-import fcntl
+import contextlib
 import ipaddress
-import os
 import re
 import socket
-import struct
-from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 
-SIOCGIFADDR = 0x8915
-LISTENING = "0A"  # the state in /proc/net/tcp
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -32,7 +30,12 @@ def resolve(host: str) -> list[Ip]:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return [ipaddress.ip_address(text) for text in dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos)]
+    return list(dict.fromkeys(ip_of(str(info[4][0])) for info in infos))
+
+
+def ip_of(text: str) -> Ip:
+    """An address as the system writes it, which may name an interface behind it, as in "fe80::1%eth0"."""
+    return ipaddress.ip_address(text.partition("%")[0])
 
 
 def is_public(ip: Ip) -> bool:
@@ -73,53 +76,31 @@ def exposure(cluster: Cluster, task: Task) -> str:
 
 
 def interface_addresses() -> list[Ip]:
-    """The addresses of this host's interfaces: one IPv4 each, and every IPv6."""
-    found: list[Ip] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            found.append(ipaddress.IPv4Address(answer[20:24]))
-    for line in _lines("/proc/net/if_inet6"):
-        found.append(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
-    return found
-
-
-def ephemeral_ports() -> range:
-    """The ports that the system gives to outgoing connections; empty if it does not say."""
-    lines = _lines("/proc/sys/net/ipv4/ip_local_port_range")
-    first, last = map(int, lines[0].split()) if lines else (0, -1)
-    return range(first, last + 1)
+    """All addresses of this host's interfaces."""
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    return [ip_of(each.address) for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
 
 
 def port_holder(port: int) -> str:
-    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be seen."""
-    rows = [line.split() for table in ("tcp", "tcp6") for line in _lines(f"/proc/net/{table}")[1:]]
-    inodes = {row[9] for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port}
-    sockets = {f"socket:[{inode}]" for inode in inodes}
-    for folder in Path("/proc").glob("[0-9]*") if sockets else ():
-        try:
-            if not any(_target(entry) in sockets for entry in (folder / "fd").iterdir()):
-                continue
-            command = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
-        except OSError:  # another user's, or gone
-            continue
-        words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", command).split())
-        return f"pid {folder.name} ({words[:80]})"
+    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be seen.
+
+    Of several that share a socket it is the one that has forked the others, such as a web server's first process.
+    """
+    with contextlib.suppress(OSError, psutil.Error):  # no /proc, or the process has just ended
+        pids = [each.pid for each in psutil.net_connections("tcp") if each.pid and _listens(each, port)]
+        if pids:
+            holder = _first_of_family(psutil.Process(pids[0]), port)
+            words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", " ".join(holder.cmdline())).split())
+            return f"pid {holder.pid} ({words[:80]})"
     return ""
 
 
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return ""
+def _first_of_family(process: psutil.Process, port: int) -> psutil.Process:
+    with contextlib.suppress(psutil.AccessDenied):  # the parent is another user's
+        while (parent := process.parent()) and any(_listens(each, port) for each in parent.net_connections("tcp")):
+            process = parent
+    return process
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return []
+def _listens(connection: Any, port: int) -> bool:
+    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import psutil
+
 from tf2dist.errors import TaskLostError, TfDistError, TrainingError
 from tf2dist.interpreter import child_environment, module_command
 from tf2dist.launch import deaths
@@ -32,6 +34,7 @@ from tf2dist.packing import pack, unpack
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
 READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0
+NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 SERVER_CHECK_SECS = 0.5  # its tasks hold the socket too: its end may come without an end of file
 
 
@@ -274,7 +277,6 @@ class Launcher:
 
 def _runs(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):  # it has ended
+        return psutil.Process(pid).status() not in NOT_RUNNING
+    except psutil.Error:  # it has ended
         return False
-    return state not in (b"T", b"t", b"Z", b"X")

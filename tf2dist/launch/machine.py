@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -90,10 +91,7 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
 
 def _free_memory_mb() -> int:
     """What the system has free, or what the control group may still use if that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    free = psutil.virtual_memory().available
     limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         free = min(free, int(limit) - int(used))
