@@ -12,7 +12,8 @@ from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.model import models
 from tf2dist.training.asynchronous.counters import ADDED
-from tf2dist.training.asynchronous.server import FOOTER, ParameterServer
+from tf2dist.training.asynchronous.server import ParameterServer
+from tf2dist.training.asynchronous.vectors import PackedCount
 
 NUM_PUSHES = 300
 KERNELS = ("sgd", "momentum", "adam", "adamw", "rmsprop")
@@ -55,9 +56,8 @@ def push_at_once(loop: Any) -> np.ndarray:
 
     def push(gradient: tf.Tensor) -> None:
         for server in servers:
-            packed = tf.concat([tf.fill([server.packing.size], gradient), tf.zeros([FOOTER])], 0)
             indices = server.counters.indices(tf.constant(0, tf.int64))
-            server.push(packed, indices, tf.constant(NUM_PUSHES, tf.int64))
+            server.push(update_of(server, gradient), indices, tf.constant(NUM_PUSHES, tf.int64))
 
     function = tf.function(push, autograph=False).get_concrete_function(tf.TensorSpec([], tf.float32))
     before = [variable.numpy() for variable in loop.model.trainable_variables]
@@ -66,6 +66,12 @@ def push_at_once(loop: Any) -> np.ndarray:
     loop._coordinator.join()
     after = [variable.numpy() for variable in loop.model.trainable_variables]
     return np.concatenate([(new - old).ravel() for new, old in zip(after, before, strict=True)])
+
+
+def update_of(server: ParameterServer, gradient: tf.Tensor) -> tf.Tensor:
+    """The vector of an update with one gradient for all weights of a ps."""
+    layout, never = server.push_layout({}), PackedCount.of(tf.constant(0.0, tf.float64))
+    return layout.pack([tf.fill(variable.shape, gradient) for variable in layout.variables], never, tf.zeros([3]))
 
 
 def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
@@ -85,8 +91,8 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = ParameterServer("CPU:0", [keras.Variable([1.0, 2.0])], [], arguments, num_workers=1, total_steps=1)
     server.trace_push({})
-    size, indices = tf.TensorSpec([2 + FOOTER], tf.float32), tf.TensorSpec([ADDED, 1], tf.int64)
-    push = tf.function(server._push, autograph=False).get_concrete_function(size, indices, tf.TensorSpec([], tf.int64))
+    signature = server.push_layout({}).spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+    push = tf.function(server._push, autograph=False).get_concrete_function(*signature)
     graph = push.graph.as_graph_def()
     nodes = [node for function in graph.library.function for node in function.node_def]
     kernels = [node for node in nodes if node.op.startswith("ResourceApply")]
@@ -118,5 +124,5 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     server.trace_push({})
     indices = server.counters.indices(tf.constant(0, tf.int64))
     for _ in range(3):
-        server.push(tf.concat([[-1.0], tf.zeros([FOOTER])], 0), indices, tf.constant(3, tf.int64))
+        server.push(update_of(server, tf.constant(-1.0)), indices, tf.constant(3, tf.int64))
     np.testing.assert_allclose(weight, [1 + 0.5 + 0.25])

@@ -2,7 +2,7 @@
 
 All run as functions *on* the ps: a pull packs all variables into one vector before it crosses
 the network, a push carries one vector there and is unpacked and applied there, by a Keras
-optimizer of the ps's own, and an exchange is a push and the next pull. Marked as not to be
+optimizer of the ps's own, and an exchange is a push and the next pull (see `vectors`). Marked as not to be
 inlined, each is a single node of the worker's graph however many operations it has, which halves
 the time of a step and divides that of tracing.
 """
@@ -16,15 +16,13 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_clipping
 from tf2dist.model.models import build_optimizer
-from tf2dist.model.step import Packing
 from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
 from tf2dist.training.asynchronous.counters import ADDED, Counters, Counts
+from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
 NO_INLINE = {"_noinline": True}
-COUNT = 2  # float32 that carry a float64
-FOOTER = COUNT + ADDED
 
 
 class UpdateNumber(keras.Variable):
@@ -51,6 +49,9 @@ class UpdateNumber(keras.Variable):
 
 class ParameterServer:
     """Variables, optimizer and counters of one ps; it can be pulled from at once, and pushed to after `trace_push`.
+
+    Attributes:
+        pull_layout: of what `pull` and `exchange` return.
 
     Args:
         device: of the ps.
@@ -79,7 +80,7 @@ class ParameterServer:
         self.device = device
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self.packing = Packing(self.variables)
+        self.pull_layout = PullLayout(self.variables)
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers)
@@ -97,9 +98,9 @@ class ParameterServer:
         self.worker_totals = self._on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self._on_device(self._counts)
 
-    def pushed(self, decays: dict[int, float]) -> list[keras.Variable]:
-        """Those variables whose changes are in a push, in its order; `decays`: see `trace_push`."""
-        return [*self.trainable, *(v for v in self.state if id(v) in decays)]
+    def push_layout(self, decays: dict[int, float]) -> PushLayout:
+        """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
+        return PushLayout([*self.trainable, *(v for v in self.state if id(v) in decays)])
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`.
@@ -107,12 +108,10 @@ class ParameterServer:
         Args:
             decays: see `recurrence`, by id of the variable; what is not there stays as it is.
         """
-        pushed = self.pushed(decays)
-        self._push_packing = Packing(pushed)
-        changing = pushed[len(self.trainable) :]
+        self._push_layout = self.push_layout(decays)
+        changing = self._push_layout.variables[len(self.trainable) :]
         self._state_updates: list[StateUpdate] = [state_update(v.value, decays[id(v)]) for v in changing]
-        push_spec = tf.TensorSpec([self._push_packing.size + FOOTER], tf.float32)
-        signature = push_spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        signature = self._push_layout.spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
         self.push = self._on_device(self._push, *signature)
         self.exchange = self._on_device(self._exchange, *signature)
 
@@ -129,11 +128,11 @@ class ParameterServer:
         return call
 
     def _pull(self) -> tf.Tensor:
-        """All variables in one float32 vector, and behind them the updates applied so far."""
-        applied = tf.bitcast(self.counters.applied(), tf.float32)  # exact: two floats carry the 64 bits
-        with tf.control_dependencies([applied]):  # first: the values hold at least what has been counted
+        """All variables, and the updates applied so far."""
+        applied = PackedCount.of(self.counters.applied())
+        with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
             values = [v.value.read_value() for v in self.variables]
-        return self.packing.pack(values, applied)
+        return self.pull_layout.pack(values, applied)
 
     def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
@@ -143,7 +142,7 @@ class ParameterServer:
         carry the count beyond the limit.
 
         Args:
-            pushed: gradients, terms of the state, count at the pull, and what `Counters.add` adds.
+            pushed: of `push_layout`.
             indices: where it is counted.
         """
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
@@ -161,8 +160,8 @@ class ParameterServer:
         return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
     def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        parts, (count, added) = self._push_packing.unpack(pushed, COUNT, ADDED)
-        gradients, terms = parts[: len(self.trainable)], parts[len(self.trainable) :]
+        changes, pulled_at, added = self._push_layout.unpack(pushed)
+        gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]
         self._number.set_current(number)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
@@ -170,7 +169,6 @@ class ParameterServer:
         for update, term in zip(self._state_updates, terms, strict=True):
             update(term)
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
-            pulled_at = tf.cast(tf.bitcast(count, tf.float64), tf.int64)
             self.counters.add(indices, number - pulled_at, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 

@@ -3,7 +3,7 @@
 In each step a worker pulls all variables of a ps in one vector, computes, and pushes one vector
 to each ps; within a call, what one step pushes and the next one pulls is one exchange with the ps.
 A loop across devices costs a message an iteration, so the steps are unrolled; a transfer costs a
-call, so the variables are packed (see `server`).
+call, so the variables are packed (see `vectors`).
 """
 
 import functools
@@ -15,11 +15,12 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.model.evaluate import chunk_size
-from tf2dist.model.step import Batch, ModelStep, Packing, batches_without_padding, step_seed
-from tf2dist.training.asynchronous.counters import ONES, TOTALS
+from tf2dist.model.step import Batch, ModelStep, batches_without_padding, step_seed
+from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import remote_examples
 from tf2dist.training.asynchronous.recurrence import decay_of
-from tf2dist.training.asynchronous.server import COUNT, NO_INLINE, ParameterServer
+from tf2dist.training.asynchronous.server import NO_INLINE, ParameterServer
+from tf2dist.training.asynchronous.vectors import PackedCount
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 Values = dict[int, tf.Tensor]  # by id of the variable
@@ -137,7 +138,7 @@ class AsyncStep:
             jit_compile=True if xla else None,
             experimental_attributes=None if xla else NO_INLINE,
         )
-        pulled = [tf.TensorSpec([server.packing.size + COUNT], tf.float32) for server in self.servers]
+        pulled = [server.pull_layout.spec for server in self.servers]
         return compute.get_concrete_function(pulled, *self._batch_specs(None), tf.TensorSpec([], tf.int64))
 
     def _compute_step(
@@ -146,7 +147,7 @@ class AsyncStep:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
         values, counts = self._unpack(pulled)
         trainable, state = self._inputs(values)
-        seed = step_seed(self._config.seed, worker, tf.bitcast(counts[0], tf.float64))
+        seed = step_seed(self._config.seed, worker, counts[0].value())
         output = self._step(trainable, state, Batch(images, labels, weights), seed)
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
@@ -158,16 +159,16 @@ class AsyncStep:
                 changes[id(variable)] = new - tf.cast(decay, old.dtype) * old if decay else new
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
-            pushed = server.pushed(self._decays)
-            pushes.append(Packing(pushed).pack([changes[id(v)] for v in pushed], count, ONES, output.sums))
+            layout = server.push_layout(self._decays)
+            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums))
         return pushes, output.sums[0]
 
-    def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[tf.Tensor]]:
-        """The values of all variables, and the count of each ps as two float32."""
+    def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
+        """The values of all variables, and the count of each ps."""
         values: Values = {}
         counts = []
         for server, vector in zip(self.servers, pulled, strict=True):
-            tensors, (count,) = server.packing.unpack(vector, COUNT)
+            tensors, count = server.pull_layout.unpack(vector)
             values.update({id(v): tensor for v, tensor in zip(server.variables, tensors, strict=True)})
             counts.append(count)
         return values, counts

@@ -1,0 +1,49 @@
+"""What a worker and a ps exchange arrives as it was sent."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf2dist.training.asynchronous.counters import ONES
+from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
+
+COUNTS = [0, 7, 2**24 + 1, 2**53 - 1]  # float32 counts up to 2^24, float64 to 2^53
+
+
+def variables() -> list[keras.Variable]:
+    return [
+        keras.Variable(np.array([[0.1, -2.5, 3.0]], np.float32)),
+        keras.Variable(np.array(41), dtype="int64"),
+        keras.Variable(np.array([0.5, 1.25]), dtype="bfloat16"),
+    ]
+
+
+def assert_equal(found: list[tf.Tensor], expected: list[tf.Tensor]) -> None:
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_is_pulled_arrives(count: int) -> None:
+    layout = PullLayout(variables())
+    values = [variable.value.read_value() for variable in variables()]
+    vector = layout.pack(values, PackedCount.of(tf.constant(count, tf.float64)))
+    assert layout.spec.is_compatible_with(vector)
+    pulled = layout.unpack(vector)
+    assert_equal(pulled.values, values)
+    assert int(pulled.applied.value()) == count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_is_pushed_arrives_with_the_count_as_it_was_pulled(count: int) -> None:
+    pull, push = PullLayout(variables()), PushLayout(variables())
+    values = [variable.value.read_value() for variable in variables()]
+    pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
+    vector = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]))
+    assert push.spec.is_compatible_with(vector)
+    changes, pulled_at, added = push.unpack(vector)
+    assert_equal(changes, values)
+    assert (pulled_at.dtype, int(pulled_at)) == (tf.int64, count)
+    assert added.numpy().tolist() == [*ONES, 0.25, 90.0, 100.0]

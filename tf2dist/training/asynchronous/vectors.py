@@ -1,0 +1,115 @@
+"""The two vectors that a worker and a parameter server exchange: what stands where in them, known here alone.
+
+    pulled    the values of all variables, the ps's count of updates
+    pushed    the changes of some variables, the count at the pull, what `Counters.add` adds
+
+All is float32, and float32 counts exactly only up to 2^24. So a count, a float64, travels as the two float32
+that have its bits; a worker gives them back as they came.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf2dist.model.step import Packing
+from tf2dist.training.asynchronous.counters import ADDED, ONES
+
+COUNT = 2  # float32 that carry a float64
+
+
+@dataclass(frozen=True)
+class PackedCount:
+    """How many updates a ps has applied, as it travels.
+
+    Attributes:
+        bits: float32 [2].
+    """
+
+    bits: tf.Tensor
+
+    @classmethod
+    def of(cls, count: tf.Tensor) -> "PackedCount":
+        """Of a float64."""
+        return cls(tf.bitcast(count, tf.float32))
+
+    def value(self) -> tf.Tensor:
+        """As float64."""
+        return tf.bitcast(self.bits, tf.float64)
+
+
+class Pulled(NamedTuple):
+    """What a worker gets from one ps.
+
+    Attributes:
+        values: of all variables of the ps.
+        applied: the updates that these values hold at least.
+    """
+
+    values: list[tf.Tensor]
+    applied: PackedCount
+
+
+class Pushed(NamedTuple):
+    """What one ps gets from a worker.
+
+    Attributes:
+        changes: gradients, and terms of the state.
+        pulled_at: the count of the pull that the changes are made from, int64.
+        added: float32 [ADDED], see `Counters.add`.
+    """
+
+    changes: list[tf.Tensor]
+    pulled_at: tf.Tensor
+    added: tf.Tensor
+
+
+class PullLayout:
+    """How the vector of a pull is made and read.
+
+    Attributes:
+        spec: of the vector.
+
+    Args:
+        variables: whose values are pulled.
+    """
+
+    def __init__(self, variables: list[keras.Variable]) -> None:
+        self._packing = Packing(variables)
+        self.spec = tf.TensorSpec([self._packing.size + COUNT], tf.float32)
+
+    def pack(self, values: list[tf.Tensor], applied: PackedCount) -> tf.Tensor:
+        return self._packing.pack(values, applied.bits)
+
+    def unpack(self, vector: tf.Tensor) -> Pulled:
+        values, (bits,) = self._packing.unpack(vector, COUNT)
+        return Pulled(values, PackedCount(bits))
+
+
+class PushLayout:
+    """How the vector of a push is made and read.
+
+    Attributes:
+        variables: whose changes are pushed, in the order of the vector.
+        spec: of the vector.
+    """
+
+    def __init__(self, variables: list[keras.Variable]) -> None:
+        self.variables = variables
+        self._packing = Packing(variables)
+        self.spec = tf.TensorSpec([self._packing.size + COUNT + ADDED], tf.float32)
+
+    def pack(self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor) -> tf.Tensor:
+        """The vector of one update.
+
+        Args:
+            changes: of `variables`.
+            pulled_at: as it was pulled.
+            sums: float32 [3], the step's loss, correct and examples.
+        """
+        return self._packing.pack(changes, pulled_at.bits, ONES, sums)
+
+    def unpack(self, vector: tf.Tensor) -> Pushed:
+        changes, (bits, added) = self._packing.unpack(vector, COUNT, ADDED)
+        return Pushed(changes, tf.cast(PackedCount(bits).value(), tf.int64), added)
