@@ -11,8 +11,6 @@ import errno
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import NoReturn
@@ -146,7 +144,7 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
     """Whether this task can listen at its address, and who could reach it there."""
     address = cluster.address(task)
     host, port = addresses.split(address)
-    ips = addresses.resolve(host)
+    ips = addresses.ips_of(host)
     if not ips:
         level = "fail" if config.cluster.check_address else "warn"
         yield Finding(level, "ports", f"{task} at {address}: this host does not know the name", "correct it, or add it")
@@ -187,19 +185,13 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
 def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
     """Who answers, all asked at once; who has not answered in time is told as such."""
     others = [task for task in cluster.tasks if task != own]
-    answers: dict[Task, tuple[list[addresses.Ip], str]] = {}
-    at_home = loopback(addresses.resolve(addresses.split(cluster.address(own))[0]))
+    at_home = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
 
-    def ask(task: Task) -> None:
-        ips = addresses.resolve(addresses.split(cluster.address(task))[0])
-        answers[task] = (ips, reachability.why_unreachable(cluster.address(task)))
+    def ask(task: Task) -> tuple[list[addresses.Ip], str]:
+        address = cluster.address(task)
+        return addresses.ips_of(addresses.split(address)[0]), reachability.why_unreachable(address)
 
-    threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in others]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + PEERS_TIMEOUT_SECS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    answers = reachability.ask_all(ask, others, PEERS_TIMEOUT_SECS)
     for task in others:
         ips, why = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
         where = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")

@@ -91,12 +91,16 @@ class FailureRecord:
         trace = "".join(traceback.format_exception(error)).rstrip()
         return cls(task, time.time(), 1, f"{type(error).__name__}: {first_line(str(error))}", trace)
 
+    @staticmethod
+    def path(log_dir: Path, task: str) -> Path:
+        return log_dir / f"{task}.error.json"
+
     def write(self, log_dir: Path) -> None:
-        write_whole(log_dir / f"{self.task}.error.json", json.dumps(asdict(self)))
+        write_whole(self.path(log_dir, self.task), json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, log_dir: Path, task: str) -> "FailureRecord | None":
-        path = log_dir / f"{task}.error.json"
+        path = cls.path(log_dir, task)
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 

@@ -62,8 +62,8 @@ def _no_file(path: str | Path) -> OSError:
     return OSError(errno.EINVAL, "is no regular file", str(path))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; takes the place of a link instead of following it.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, text as UTF-8; takes the place of a link instead of following it.
 
     Raises:
         OSError: it cannot be written.
@@ -71,8 +71,8 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)  # of a process that was killed here
-        with open(part, "x", encoding="utf-8", opener=open_to_write) as file:
-            file.write(text)
+        with open(part, "xb", opener=open_to_write) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

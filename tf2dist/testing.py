@@ -35,6 +35,7 @@ import pytest
 from tf2dist.cluster.spec import Cluster, Task, local
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import TfDistError
+from tf2dist.files import write_whole
 from tf2dist.launch.launcher import Launcher
 from tf2dist.linux import unused_ports
 from tf2dist.messages import Exited, ToLauncher
@@ -169,9 +170,9 @@ class SyncWorkers:
             if not isinstance(event, Exited) or self._error_file(event.task).exists():
                 continue
             if not (self._folder / f"{event.task}.result").exists():
-                log = (self._folder / f"{event.task}.log").read_text(errors="replace")
+                log = self._launcher.log_of(event.task)
                 text = f"ended with code {event.code}; its log ends with\n{log[-3000:]}"
-                self._error_file(event.task).write_text(text)
+                write_whole(self._error_file(event.task), text)
         if time.monotonic() > deadline:
             logs = "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in self._folder.glob("*.log"))
             raise WorkerError(f"no answer in time from {awaited}\n{logs}")
@@ -187,13 +188,9 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     function, cluster, args = cloudpickle.loads(call.read_bytes())
     try:
         result = function(SyncWorker(cluster, Task("worker", payload["index"])), *args)
-        part = call.with_name(f"{name}.part")
-        part.write_bytes(cloudpickle.dumps(result))
-        part.rename(call.with_name(f"{name}.result"))
+        write_whole(call.with_name(f"{name}.result"), cloudpickle.dumps(result))
     except BaseException:
-        part = call.with_name(f"{name}.part")
-        part.write_text(traceback.format_exc())
-        part.rename(call.with_name(f"{name}.error"))
+        write_whole(call.with_name(f"{name}.error"), traceback.format_exc())
         return 1
     while not all(call.with_name(f"{other}.result").exists() for other in names):
         time.sleep(0.01)  # between two looks; the launcher stops all if one fails

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import with_hosts_file
-from tf2dist.cluster import reachability
+from tf2dist.cluster import reachability, waiting
 from tf2dist.cluster.addresses import Ip
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
@@ -67,7 +67,7 @@ def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch
         if asked.is_set():
             raise Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(reachability, "resolve", silent)
+    monkeypatch.setattr(reachability, "ips_of", silent)
     with pytest.raises(Interrupted):
         reachability.wait_for_own_name(at("late:1"), WORKER, 600, check, lambda text: None)
     with pytest.raises(TaskLostError):
@@ -123,6 +123,24 @@ def test_waiting_names_the_missing_and_why() -> None:
     assert f"worker-1 at localhost:{missing} (connection refused)" in str(caught.value)
     assert "worker-2 at no-such-host.invalid:1 (name unknown)" in str(caught.value)
     assert "worker-0" not in str(caught.value)
+
+
+def test_the_user_reads_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LINE_EVERY_SECS", 0.2)
+    lines: list[str] = []
+    wait = waiting.Wait(30.0, lines.append, first_line_secs=0.05)
+    while len(lines) < 3:
+        wait.notify("worker-1")
+    assert wait.secs >= 0.45
+    assert all(line.startswith("waiting for worker-1, ") for line in lines)
+    assert not wait.is_over
+
+
+def test_who_does_not_answer_in_time_is_left_out() -> None:
+    never = threading.Event()
+    answers = reachability.ask_all(lambda task: task.index or never.wait(30), [WORKER, Task("worker", 7)], 0.5)
+    never.set()
+    assert answers == {Task("worker", 7): 7}
 
 
 def test_waiting_ends_when_the_last_one_comes() -> None:

@@ -44,13 +44,13 @@ def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_with_nothing_but_a_loopback_needs_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.resolve("127.0.0.1"))
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("127.0.0.1"))
     assert addresses.exposure(at("localhost"), WORKER) == ""
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "localhost", "[::1]"])  # a server at localhost listens everywhere too
 def test_the_exposure_is_told(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.resolve("8.8.4.4"))
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("8.8.4.4"))
     text = addresses.exposure(at(host), WORKER)
     for words in ("no password", "every interface", "8.8.4.4 included", "port 2222", "files with this user's rights"):
         assert words in text

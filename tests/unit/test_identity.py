@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tf2dist.cluster import listening
+from tf2dist.cluster import addresses, listening
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
 from tf2dist.control import identity, port, token
@@ -106,7 +106,7 @@ def test_control_ports() -> None:
 
 
 def test_a_name_of_this_host_that_means_loopback_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = listening.resolve("127.0.0.1", 0)
+    (found,) = addresses.resolve("127.0.0.1", 0)
     monkeypatch.setattr(listening, "resolve", lambda host, port: [found])
     for name, expected in (("some-host", "0.0.0.0"), ("localhost", "127.0.0.1")):
         with port.listen(Cluster("sync", {"worker": (f"{name}:20001",)}), Task("worker", 0), 1000) as listener:

@@ -16,6 +16,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+Endpoint = tuple[int, tuple[str, int]]  # a family of `socket`, an address and a port
 
 
 def split(address: str) -> tuple[str, int]:
@@ -24,24 +25,49 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def resolve(host: str) -> list[Ip]:
-    """All addresses of a name, each once; none if nobody knows it."""
+def resolve(host: str, port: int) -> list[Endpoint]:
+    """What a name and a port mean to a socket, IPv4 first. May take long: a name server decides.
+
+    Raises:
+        socket.gaierror: nobody knows the name.
+    """
+    return sorted(_look_up(host, port), key=lambda endpoint: endpoint[0] != socket.AF_INET)
+
+
+def ips_of(host: str) -> list[Ip]:
+    """All addresses of a name, each once; none if nobody knows it. May take as long as `resolve`."""
     try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        return list(dict.fromkeys(ip_of(address[0]) for _, address in _look_up(host, 0)))
+    except OSError:
         return []
-    return list(dict.fromkeys(ip_of(str(info[4][0])) for info in infos))
+
+
+def _look_up(host: str, port: int) -> list[Endpoint]:
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:  # no name can be written like this
+        raise socket.gaierror(socket.EAI_NONAME, "name unknown") from None
+    return [(int(family), (str(address[0]), int(address[1]))) for family, _, _, _, address in infos]
 
 
 def ip_of(text: str) -> Ip:
-    """An address as the system writes it, which may name an interface behind it, as in "fe80::1%eth0"."""
+    """An address from its text; the system may name an interface behind it, as in "fe80::1%eth0".
+
+    Raises:
+        ValueError: it is a name, or nothing.
+    """
     return ipaddress.ip_address(text.partition("%")[0])
 
 
+def as_ipv4(ip: Ip) -> Ip:
+    """The IPv4 address that is written as IPv6, such as ::ffff:10.0.0.1; any other address unchanged."""
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
 def is_public(ip: Ip) -> bool:
-    """Whether the internet routes it; an IPv4 address written as IPv6 counts as what it is."""
-    mapped = getattr(ip, "ipv4_mapped", None) or ip
-    return bool(mapped.is_global) and not mapped.is_multicast
+    """Whether the internet routes it."""
+    ip = as_ipv4(ip)
+    return bool(ip.is_global) and not ip.is_multicast
 
 
 def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> None:
@@ -50,13 +76,12 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
     Raises:
         ClusterError: the task's own address is one that the internet routes, and that is not allowed.
     """
-    address = cluster.address(task)
-    host, _ = split(address)
-    public = [ip for ip in resolve(host) if is_public(ip)]
+    host, _ = split(cluster.address(task))
+    public = [ip for ip in ips_of(host) if is_public(ip)]
     if public and not allow_public:
         which = "" if str(public[0]) == host else f" is {public[0]} and"
         raise ClusterError(
-            f"{task.job} {task.index} ({address}):{which} can be reached from the internet, where anybody could run "
+            f"{cluster.label(task)}:{which} can be reached from the internet, where anybody could run "
             "code in TensorFlow's server; use a private address, or give cluster.allow_public=true"
         )
 

@@ -1,10 +1,9 @@
 """Listening sockets at a task's own address, and what its name means on this host."""
 
 import errno
-import ipaddress
 import socket
 
-from tf2dist.cluster.addresses import split
+from tf2dist.cluster.addresses import Endpoint, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError, TaskLostError
 
@@ -18,11 +17,11 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
         ClusterError: the address is not this host's.
         TaskLostError: the name is unknown.
     """
-    name = f"{task.job} {task.index} ({cluster.address(task)})"
+    name = cluster.label(task)
     return listen_at(name, own_addresses(name, split(cluster.address(task))[0], 0))
 
 
-def listen_at(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socket.socket:
+def listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
     """At the first of some families and addresses that this host has."""
     for family, address in candidates:
         try:
@@ -48,34 +47,19 @@ def listen_at(name: str, candidates: list[tuple[int, tuple[str, int]]]) -> socke
     raise ClusterError(f"{name}: this host has no address to listen at")
 
 
-def own_addresses(name: str, host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
+def own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
     try:
         found = resolve(host, port)
     except socket.gaierror:
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
-    literal = host == "localhost" or _is_address(host)
+    if host == "localhost" or _is_address(host):
+        return found
     # Some systems give a host's own name a loopback address, which the others would never reach.
-    return [
-        (family, (address[0], port))
-        for family, address in found
-        if literal or not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
-    ]
+    return [(family, address) for family, address in found if not ip_of(address[0]).is_loopback]
 
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        return bool(ip_of(host))
     except ValueError:
         return False
-    return True
-
-
-def resolve(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
-    """Families and addresses, IPv4 first. May take long: a name server decides.
-
-    Raises:
-        socket.gaierror: nobody knows the name.
-    """
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    found = [(int(family), (str(address[0]), int(address[1]))) for family, _, _, _, address in infos]
-    return sorted(found, key=lambda item: item[0] != socket.AF_INET)

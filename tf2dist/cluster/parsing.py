@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from typing import Any
 
+from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, split
 from tf2dist.cluster.spec import JOBS, Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
@@ -127,11 +128,10 @@ def _address_problems(jobs: dict[str, Any]) -> list[str]:
 
 def _is_host(host: str) -> bool:
     """Whether a text has the form of a name or of an address."""
-    try:
-        return bool(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        labels = host.removesuffix(".").split(".")
-        return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
+    if _ip(host):
+        return True
+    labels = host.removesuffix(".").split(".")
+    return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
 
 
 def _why_not_one_host(host: str) -> str:
@@ -150,13 +150,12 @@ def _why_not_one_host(host: str) -> str:
     return ""
 
 
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip(host: str) -> Ip | None:
     """The address that a text is, an IPv4 address written as IPv6 as what it is; None for a name."""
     try:
-        ip = ipaddress.ip_address(host.strip("[]"))
+        return as_ipv4(ip_of(host.strip("[]")))
     except ValueError:
         return None
-    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def canonical(address: str) -> str:
@@ -164,10 +163,10 @@ def canonical(address: str) -> str:
 
     TensorFlow's servers listen on all interfaces, so all loopback addresses of a port are one.
     """
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     ip = _ip(host)
     name = str(ip) if ip else host.lower().removesuffix(".")
-    return f"{'localhost' if ip and ip.is_loopback else name}:{int(port)}"
+    return f"{'localhost' if ip and ip.is_loopback else name}:{port}"
 
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:

@@ -6,53 +6,51 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from tf2dist.cluster.addresses import Ip, port_holder, resolve, split
+from tf2dist.cluster.addresses import Ip, ips_of, port_holder, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.errors import ClusterError, TaskLostError
 
+Answer = TypeVar("Answer")
+
 PROBE_SECS = 2.0
-TELL_EVERY_SECS = 5.0
-FIRST_TOLD_SECS = 1.0
+FIRST_LINE_SECS = 1.0
 LOOK_UP_EVERY_SECS = 0.25
 ALIAS_SECS = 2.0
 MAX_LOOKED_UP = 64  # names of other tasks, each by a thread of its own
 
 
 def wait_for_own_name(
-    cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], tell: Callable[[str], None]
+    cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], notify: Callable[[str], None]
 ) -> None:
     """Waits until this host knows the name in the task's address: a new pod's may be known later than the pod runs.
 
     Args:
         check: called several times a second; what it raises ends the waiting.
+        notify: takes a line for the user every few seconds.
 
     Raises:
         TaskLostError: it is not known within `timeout_secs`.
     """
-    address = cluster.address(task)
-    host, _ = split(address)
-    start = time.monotonic()
-    told = start - TELL_EVERY_SECS + FIRST_TOLD_SECS
-    while not _look_up_aside(host, start + timeout_secs, check):
-        now = time.monotonic()
-        if now - start >= timeout_secs:
+    host, _ = split(cluster.address(task))
+    wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
+    while not _look_up_aside(host, wait.deadline, check):
+        if wait.is_over:
             raise TaskLostError(
-                f"{task.job} {task.index} ({address}): after {now - start:.0f} s this host still does not know the "
-                f"name {host}; correct it, use an address, or see startup_timeout_secs"
+                f"{cluster.label(task)}: after {wait.secs:.0f} s this host still does not know the name {host}; "
+                "correct it, use an address, or see startup_timeout_secs"
             )
-        if now - told > TELL_EVERY_SECS:
-            told = now
-            tell(f"waiting for the own name {host} to be known on this host, {now - start:.0f} s")
+        wait.notify(f"the own name {host} to be known on this host")
         time.sleep(LOOK_UP_EVERY_SECS)
 
 
 def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> list[Ip]:
     """What a name means, none if it is not known by the deadline: a name server may take longer to say nothing."""
     found: queue.SimpleQueue[list[Ip]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: found.put(resolve(host)), daemon=True).start()
+    threading.Thread(target=lambda: found.put(ips_of(host)), daemon=True).start()
     while True:
         check()
         with contextlib.suppress(queue.Empty):
@@ -71,25 +69,35 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
     if not same_port:
         return
-    with_names = [task, *same_port[:MAX_LOOKED_UP]]
-    means: dict[Task, list[Ip]] = {}
-
-    def look_up(one: Task) -> None:
-        means[one] = resolve(split(cluster.address(one))[0])
-
-    threads = [threading.Thread(target=look_up, args=(one,), daemon=True) for one in with_names]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + ALIAS_SECS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    asked = [task, *same_port[:MAX_LOOKED_UP]]
+    means = ask_all(lambda one: ips_of(split(cluster.address(one))[0]), asked, ALIAS_SECS)
     mine = set(means.get(task, []))
     for other in same_port:
         if shared := sorted(map(str, mine & set(means.get(other, [])))):
             raise ClusterError(
-                f"{other.job} {other.index} ({cluster.address(other)}): is {shared[0]}, the same address as {task.job} "
-                f"{task.index} ({cluster.address(task)}); every task needs its own"
+                f"{cluster.label(other)}: is {shared[0]}, the same address as {cluster.label(task)}; "
+                "every task needs its own"
             )
+
+
+def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: float) -> dict[Task, Answer]:
+    """Asks about many tasks at once what may take long, such as a look-up by a name server that is down.
+
+    Returns:
+        The answers that came within `secs`. The threads of the others are left behind.
+    """
+    answers: dict[Task, Answer] = {}
+
+    def ask(task: Task) -> None:
+        answers[task] = question(task)
+
+    threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + secs
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return answers.copy()
 
 
 def check_own_address(cluster: Cluster, task: Task) -> None:
@@ -99,24 +107,24 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
         ClusterError: the task's address is not this host's, or its port is taken.
         TaskLostError: its name is not known (any more).
     """
-    address = cluster.address(task)
-    host, port = split(address)
-    name = f"{task.job} {task.index} ({address})"
+    host, port = split(cluster.address(task))
+    name = cluster.label(task)
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):
+        endpoints = resolve(host, port)
+    except socket.gaierror:
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
-    if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *(_bind_error(i[0], i[4]) for i in infos)):
+    errors = [_bind_error(family, address) for family, address in endpoints]
+    if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *errors):
         by = f" by {holder}" if (holder := port_holder(port)) else ""
         raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
-    if all(_bind_error(info[0], info[4]) in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) for info in infos):
+    if all(error in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) for error in errors):
         raise ClusterError(
             f"{name}: is not an address of this host, so this is another task; correct task type and index, or give "
             "cluster.check_address=false if a proxy leads from there to here"
         )
 
 
-def _bind_error(family: int, address: Any) -> int:
+def _bind_error(family: int, address: tuple[str, int]) -> int:
     """The error number of binding to an address, 0 for none."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:  # a kernel without IPv6 refuses this already
@@ -146,32 +154,29 @@ def wait_for_peers(
     cluster: Cluster,
     tasks: list[Task],
     timeout_secs: float,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     on_look: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits until every task listens at its address.
 
     Args:
-        tell: takes a line for the user every few seconds.
+        notify: takes a line for the user every few seconds.
         on_look: called after every look, about ten times a second.
 
     Raises:
         TaskLostError: naming all who did not within `timeout_secs`, and why.
     """
-    start, told = time.monotonic(), time.monotonic()
+    wait = Wait(timeout_secs, notify)
     missing = dict.fromkeys(tasks, "")
     while True:
         found = {task: why_unreachable(cluster.address(task)) for task in missing}
         missing = {task: why for task, why in found.items() if why}
         if not missing:
             return
-        waited = time.monotonic() - start
         names = ", ".join(f"{task} at {cluster.address(task)} ({why})" for task, why in missing.items())
-        if waited > timeout_secs:
-            raise TaskLostError(f"after {waited:.0f} s still waiting for {names}; see startup_timeout_secs")
-        if time.monotonic() - told > TELL_EVERY_SECS:
-            told = time.monotonic()
-            tell(f"waiting for {names}, {waited:.0f} s")
+        if wait.is_over:
+            raise TaskLostError(still_waiting(wait.secs, names))
+        wait.notify(names)
         on_look()
         time.sleep(0.05)
 

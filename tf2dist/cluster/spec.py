@@ -64,6 +64,10 @@ class Cluster:
     def address(self, task: Task) -> str:
         return self.jobs[task.job][task.index]
 
+    def label(self, task: Task) -> str:
+        """A task with its address, for errors: "worker 0 (host:2222)"."""
+        return f"{task.job} {task.index} ({self.address(task)})"
+
     def can_lose(self, task: Task) -> bool:
         """Whether the others go on when a task is lost, and take it back when it returns."""
         return can_lose(self.mode, task.job)

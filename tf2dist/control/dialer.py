@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from tf2dist.cluster.listening import resolve
+from tf2dist.cluster.addresses import resolve
 from tf2dist.control.connections import Link, Links, reason
 
 

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tf2dist import linux
+from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
 from tf2dist.messages import OF_A_MOMENT, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer
 from tf2dist.packing import pack, unpack
 
 MAX_PACKET_BYTES = 1 << 17
-MAX_PORTS = 64
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         importlib.import_module(module)
     # From now on the socket's end tells of the launcher's, and there are tasks to end; but it wakes no frozen process.
     linux.set_death_signal(signal.SIGCONT)
-    ports = list(range(2222, 2222 + MAX_PORTS)) if isolated else linux.unused_ports(MAX_PORTS)
+    ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -10,6 +10,7 @@ Leaving the block stops everything: TERM to all, one deadline for all, KILL to t
 
 import contextlib
 import errno
+import io
 import os
 import select
 import signal
@@ -22,15 +23,16 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from tf2dist.errors import TaskLostError, TfDistError, TrainingError
+from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
 from tf2dist.interpreter import child_environment, module_command
 from tf2dist.launch import deaths
 from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import open_log
+from tf2dist.launch.run_dir import log_path, open_log
 from tf2dist.messages import Event, Exited, Forward, Ready, Start, Started, ToTask
 from tf2dist.packing import pack, unpack
 
+SERVER = "forkserver"  # the name of its log
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
 READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0
@@ -78,8 +80,7 @@ class Launcher:
     def __enter__(self) -> Self:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(theirs.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
-        with theirs, os.fdopen(open_log(self.log_dir, "forkserver"), "ab") as log:
-            self._log_start = log.tell()  # what stands before it is of an earlier run
+        with theirs, self._open_log(SERVER) as log:
             try:
                 self._server = subprocess.Popen(
                     module_command("tf2dist.launch.forkserver", *arguments),
@@ -132,13 +133,13 @@ class Launcher:
         Raises:
             ConfigError: it can have no log.
         """
-        with os.fdopen(open_log(self.log_dir, name), "ab") as log:  # the task itself could tell nobody that it cannot
-            self._log_starts[name] = log.tell()  # what stands before it is of an earlier start
-        (self.log_dir / f"{name}.error.json").unlink(missing_ok=True)  # of an earlier run
-        log_path, path = str(self.log_dir / f"{name}.log"), None if sys_path is None else tuple(sys_path)
+        self._open_log(name).close()  # the task itself could report to nobody that it cannot
+        FailureRecord.path(self.log_dir, name).unlink(missing_ok=True)  # of an earlier run
         self.tasks[name] = 0
+        path = None if sys_path is None else tuple(sys_path)
+        start = Start(name, target, payload, dict(env or {}), str(log_path(self.log_dir, name)), path)
         try:
-            self._sock.send(pack(Start(name, target, payload, dict(env or {}), log_path, path)))
+            self._sock.send(pack(start))
         except OSError:
             self._give_up()
 
@@ -175,8 +176,13 @@ class Launcher:
 
     def log_of(self, name: str) -> str:
         """What the task has written since it was started."""
-        path = self.log_dir / f"{name}.log"
+        path = log_path(self.log_dir, name)
         return path.read_bytes()[self._log_starts.get(name, 0) :].decode(errors="replace") if path.exists() else ""
+
+    def _open_log(self, name: str) -> io.BufferedWriter:
+        log = os.fdopen(open_log(self.log_dir, name), "ab")
+        self._log_starts[name] = log.tell()  # what stands before it was written by an earlier process of this name
+        return log
 
     def runs(self, name: str) -> bool:
         """Whether the kernel lets the task run: it has started, and is neither stopped nor dead."""
@@ -212,9 +218,7 @@ class Launcher:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its socket may be at its end before it is
             code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
-        path = self.log_dir / "forkserver.log"
-        log = path.read_bytes()[self._log_start :].decode(errors="replace")
-        raise deaths.of_fork_server(code, log, path, self._oom_kills)
+        raise deaths.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
     def send_to(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs."""

@@ -19,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tf2dist.cluster.addresses import resolve
+from tf2dist.cluster.addresses import ips_of
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 from tf2dist.errors import DataError
@@ -147,7 +147,7 @@ def _mnist(config: DataConfig, level: str) -> Iterator[Finding]:
             yield Finding("fail", "data", *str(error).rsplit("; ", 1))
     elif any(folder.glob("mnist/3.*")):
         yield Finding(level, "data", f"MNIST in {folder} is not whole", f"remove {folder / 'mnist'}")
-    elif set(urllib.request.getproxies()) - {"no"} or resolve(location.MNIST_HOST):
+    elif set(urllib.request.getproxies()) - {"no"} or ips_of(location.MNIST_HOST):
         yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {location.MNIST_HOST}")
     else:
         text = f"MNIST is not in {folder}, and the name {location.MNIST_HOST} is unknown here"

@@ -108,6 +108,10 @@ def why_not_private(run_dir: Path) -> str:
     return ""
 
 
+def log_path(log_dir: Path, name: str) -> Path:
+    return log_dir / f"{name}.log"
+
+
 def open_log(log_dir: Path, name: str) -> int:
     """Opens the log of a process, and returns its descriptor.
 
@@ -115,7 +119,7 @@ def open_log(log_dir: Path, name: str) -> int:
         ConfigError: it cannot be written.
     """
     try:
-        return files.open_log(log_dir / f"{name}.log")
+        return files.open_log(log_path(log_dir, name))
     except OSError as error:
         raise ConfigError(
             f"run_dir ({log_dir.parent}): logs/{name}.log cannot be written ({error.strerror}); make room, or name "

@@ -5,15 +5,13 @@ connections; when a whole host is cut off nothing closes them, and a call to it 
 """
 
 import contextlib
-import ipaddress
 import os
 import socket
 import stat
 import threading
 from collections.abc import Iterator
 
-from tf2dist.cluster.addresses import split
-from tf2dist.cluster.listening import resolve
+from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.messages import ToTask
 from tf2dist.packing import unpack
@@ -53,13 +51,13 @@ def sever(address: str) -> int:
     """Shuts down this process's connections to "host:port", so that calls in flight fail; returns how many."""
     host, port = split(address)
     try:
-        wanted = {(_plain(found[0]), found[1]) for _, found in resolve(host, port)}
+        wanted = {(as_ipv4(ip_of(found)), port) for _, (found, _) in resolve(host, port)}
     except OSError:
         return 0
     return sum(_shut_down(int(name), wanted) for name in os.listdir("/proc/self/fd"))
 
 
-def _shut_down(number: int, wanted: set[tuple[str, int]]) -> bool:
+def _shut_down(number: int, wanted: set[tuple[Ip, int]]) -> bool:
     """Ends the connection behind a file descriptor, if it is one to a wanted peer."""
     with contextlib.suppress(OSError):  # not connected, or closed in this moment
         if stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -70,12 +68,7 @@ def _shut_down(number: int, wanted: set[tuple[str, int]]) -> bool:
     return False
 
 
-def _peer(connected: socket.socket) -> tuple[str, int]:
+def _peer(connected: socket.socket) -> tuple[Ip, int]:
+    """The other end of a connection; TensorFlow reaches IPv4 addresses by IPv6 sockets, as ::ffff:10.0.0.1."""
     host, port = connected.getpeername()[:2]
-    return _plain(host), int(port)
-
-
-def _plain(host: str) -> str:
-    """TensorFlow reaches IPv4 addresses by IPv6 sockets, which write them as ::ffff:10.0.0.1."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return str(getattr(address, "ipv4_mapped", None) or address)
+    return as_ipv4(ip_of(host)), int(port)
