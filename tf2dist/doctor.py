@@ -25,6 +25,7 @@ from tf2dist.control import port, token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, RequestError, TaskLostError, TfDistError, first_line
 from tf2dist.launch import machine
+from tf2dist.launch.internals_findings import of_internals
 from tf2dist.launch.machine import Finding
 from tf2dist.launch.plugin_findings import of_plugins
 
@@ -71,7 +72,7 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
     config, host_task, mistakes = request(overrides, tf_config)
     yield from mistakes
     local = config is not None and config.cluster.kind == "local"
-    checks: list[Check] = [machine.versions]
+    checks: list[Check] = [machine.versions, of_internals]
     if config:
         checks += [lambda: data(config, host_task), lambda: machine.run_folder(config.run_dir)]
         checks += [lambda: of_plugins(config)] if config.plugins else []

@@ -5,7 +5,8 @@
     |  |- ConfigError                      an option, a key or a value
     |  |- ClusterError                     TF_CONFIG, a host list, a role
     |  |- DataError                        data that is not there or cannot be used
-    |  `- CheckpointError                  a checkpoint of another model, or none that is whole
+    |  |- CheckpointError                  a checkpoint of another model, or none that is whole
+    |  `- InstallationError                an installed package without something that is needed of it
     |- TrainingError                 1     the training code failed
     |- TaskFailure            its task's   one or more tasks of this host failed
     |- NotFiniteError                3     the loss is not a finite number
@@ -50,6 +51,10 @@ class DataError(RequestError):
 
 
 class CheckpointError(RequestError):
+    pass
+
+
+class InstallationError(RequestError):
     pass
 
 

@@ -6,7 +6,6 @@ the fork server preloads it.
 
 import contextlib
 import io
-import re
 import signal
 import sys
 import traceback
@@ -20,16 +19,9 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema
 from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.messages import ToLauncher
-from tf2dist.process import heartbeat
+from tf2dist.process import heartbeat, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
-
-TOO_LATE = re.compile(r"cannot be modified after (being )?initializ")  # tf.config of a context that exists
-XLA_FAILURE = "tf2xla conversion failed"
-XLA_PLACE = re.compile(r"The op is created at|File |dummy_file_name|\[\[")
-XLA_PREFIX = re.compile(r"^\s*(\(\d+\) [A-Z_]+:)?\s*(Detected unsupported operations .*? on XLA_\w+: )?")
-XLA_SUFFIX = re.compile(r"\{\{node \S+\}\}$")
-SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
 
 
 class LossyLog(io.TextIOWrapper):
@@ -87,34 +79,22 @@ def set_up_keras(settings: schema.KerasConfig) -> None:
 def in_our_terms(error: BaseException) -> BaseException:
     """TensorFlow's ways to say that a peer is gone, or the memory, or that XLA cannot compile a layer, as one."""
     error = getattr(error, "original_exception", error)  # of what the coordinator has made on a worker
+    text = str(error)
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
-        return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(str(error))})")
-    if TOO_LATE.search(str(error)):
+        return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(text)})")
+    if tf_messages.devices_are_in_use(text):
         return ConfigError(
-            f"plugins: TensorFlow has its devices before they are loaded ({first_line(str(error))}); leave that out of "
+            f"plugins: TensorFlow has its devices before they are loaded ({first_line(text)}); leave that out of "
             "the plugin, and use the options devices.*"
         )
-    if XLA_FAILURE in str(error):
-        return ConfigError(f"devices.xla (true): XLA cannot compile the model: {xla_reason(str(error))}; leave it out")
-    if "Could not start gRPC server" in str(error):
+    if tf_messages.is_of_xla(text):
+        reason = tf_messages.xla_reason(text)
+        return ConfigError(f"devices.xla (true): XLA cannot compile the model: {reason}; leave it out")
+    if tf_messages.port_is_taken(text):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
-    if lost and SIGNS_OF_LOSS.search(str(error)):
-        return TaskLostError(_loss(str(error)))
+    if lost and (silent := tf_messages.silent_tasks(text)):
+        return TaskLostError(f"lost {', '.join(map(str, silent))}: sent no heartbeats")
+    if lost and (line := tf_messages.line_of_loss(text)):
+        return TaskLostError(f"lost another task: {line}")
     return error
-
-
-def xla_reason(text: str) -> str:
-    """The line above the one that tells of the failure and those that tell of the place."""
-    above = text.partition(XLA_FAILURE)[0].splitlines()[:-1]
-    line = next((line for line in reversed(above) if line.strip() and not XLA_PLACE.match(line.strip())), "")
-    return XLA_PREFIX.sub("", XLA_SUFFIX.sub("", line)).strip() or "see the log"
-
-
-def _loss(text: str) -> str:
-    """The one line of TensorFlow's many that tells who is lost, or at least how."""
-    silent = text.partition("stopped sending heartbeats")[2].partition("The tasks have crashed")[0]
-    if names := dict.fromkeys(re.findall(r"/job:(\w+)/replica:0/task:(\d+)", silent)):
-        return f"lost {', '.join(f'{job}-{index}' for job, index in names)}: sent no heartbeats"
-    line = next(line for line in text.splitlines() if SIGNS_OF_LOSS.search(line))
-    return f"lost another task: {line.strip()}"

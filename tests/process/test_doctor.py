@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tf2dist.config.schema import DataConfig, RunConfig
-from tf2dist.launch import machine, plugin_findings
+from tf2dist.launch import internals_findings, machine, plugin_findings
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
@@ -70,3 +70,82 @@ def test_plugins_are_loaded_as_a_task_does(tmp_path: Path, text: str, finding: s
     config = RunConfig(model={"name": "mine"}, data=DataConfig(name="digits"), plugins=[str(plugin)])
     assert str(next(plugin_findings.of_plugins(config))).startswith(finding.replace("{}", str(plugin)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.py", "mine.py"], "nothing is made"
+
+
+# Renames things in the sources of TensorFlow and Keras as a later release may, before a process of ours imports them.
+RENAMING = """
+from importlib.machinery import SourceFileLoader
+
+NAMES = {names}
+plain = SourceFileLoader.get_code
+
+def get_code(self, name):
+    if name.partition(".")[0] in ("keras", "tensorflow"):
+        source = self.get_data(self.path)
+        if any(old in source for old in NAMES):
+            for old, new in NAMES.items():
+                source = source.replace(old, new)
+            return compile(source, self.path, "exec")
+    return plain(self, name)
+
+SourceFileLoader.get_code = get_code
+"""
+
+
+def other_release(folder: Path, names: dict[bytes, bytes]) -> dict[str, str]:
+    """The environment of processes that find a Keras 3.99 with those names instead of the installed one's."""
+    (folder / "sitecustomize.py").write_text(RENAMING.replace("{names}", repr(names)))
+    about = folder / "keras-3.99.0.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 3.99.0\n")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def versions_told(names: dict[bytes, bytes], folder: Path) -> list[str]:
+    """What the whole command says of versions, without those that are as they should be."""
+    command = [sys.executable, "-m", "tf2dist.doctor", "data=digits", "cluster=local1", "--json"]
+    environment = other_release(folder, names)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environment)
+    assert done.returncode == 2, done.stdout + done.stderr
+    findings = [finding for finding in json.loads(done.stdout) if finding["topic"] == "versions"]
+    return [f"{each['level']}: {each['text']}; {each['fix']}" for each in findings if each["level"] != "ok"]
+
+
+def test_another_release_that_has_renamed_what_is_used_of_it(tmp_path: Path) -> None:
+    names = {b"_velocities": b"_second_moments", b"_py_funcs": b"_python_functions"}
+    of_keras, *others = versions_told(names, tmp_path)
+    assert of_keras.startswith("fail: keras 3.99.0 is not ")
+    assert [line.partition(" of the kind")[0].rpartition(" ")[2] for line in others] == [
+        "tensorflow.python.ops.script_ops._py_funcs",
+        "Adam._velocities",
+    ]
+    assert all(line.startswith("fail: ") and "; install " in line for line in others)
+
+
+def test_another_release_that_has_all_that_is_used_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other_release(tmp_path, {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = internals_findings.of_internals()
+    assert str(finding) == "ok    versions: keras 3.99.0 has all that is used of its insides"
+
+
+def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals_findings, "TRY_INTERNALS", "1 / 0")
+    assert list(internals_findings.of_internals()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "finding"),
+    [
+        ("raise ImportError('no such library')", "fail  versions: keras 3.99.0 cannot be used (ImportError: no such"),
+        ("import time; time.sleep(60)", "warn  versions: keras 3.99.0 not tried in 1 s; try again when idle"),
+    ],
+)
+def test_another_release_that_cannot_be_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, finding: str
+) -> None:
+    other_release(tmp_path, {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(internals_findings, "TRY_INTERNALS", code)
+    monkeypatch.setattr(internals_findings, "INTERNALS_TIMEOUT_SECS", 1.0)
+    assert str(next(internals_findings.of_internals())).startswith(finding)

@@ -1,5 +1,6 @@
 """The pipeline: shards that are disjoint and cover the data, whatever the numbers."""
 
+import urllib.parse
 from pathlib import Path
 
 import numpy as np
@@ -209,3 +210,11 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
+
+
+def test_mnist_comes_from_the_host_that_is_told_and_from_no_prepared_copy() -> None:
+    import tensorflow_datasets as tfds
+
+    assert urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname == location.MNIST_HOST
+    with tfds.testing.enable_gcs_access(), tfds.testing.disable_gcs_access():
+        assert not tfds.is_dataset_on_gcs("mnist/3.0.1")

@@ -1,11 +1,13 @@
 """What Keras does in one process with the same examples, both modes do: compared with `train_on_batch`."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.replica.small_runs import run_config
 from tf2dist import data, registry
@@ -13,6 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
+from tf2dist.model.step import Batch
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 STEPS = 15  # of 2 * 50 of 1,257 examples: the 13th has 57
@@ -158,3 +161,23 @@ def test_an_asynchronous_worker_does_it_too(async_loop: Callable[..., Any], more
 def test_an_assignment_that_others_would_overwrite_is_refused(async_loop: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"spectral.*assigns .*kernel, which is trained.*use mode=sync"):
         async_loop(case("spectral"))
+
+
+def test_losses_that_a_model_has_added_before_do_not_count_again() -> None:
+    """Whatever has called it: a trace of ours, a trace that failed, or somebody without a graph."""
+    splits = data.load(run_config().data)
+    step = models.build_step({"name": "looks_at_the_batch"}, splits, 0, contextlib.nullcontext())
+    images, labels = splits.train.take(np.arange(8))
+    batch = Batch(tf.constant(images), tf.constant(labels), tf.fill([8], 1 / 8))
+
+    def loss() -> float:
+        traced = tf.function(lambda: step(*step.values(), batch, tf.zeros([2], tf.int64)), autograph=False)
+        return float(traced().sums[0])
+
+    first = loss()
+    assert loss() == pytest.approx(first)
+    step.model(images.astype(np.float32), training=True)
+    too_small = batch._replace(images=tf.zeros([8, 2, 2, 1], tf.uint8))
+    with pytest.raises(ValueError, match="shape"):
+        tf.function(lambda: step(*step.values(), too_small, tf.zeros([2], tf.int64)), autograph=False)()
+    assert loss() == pytest.approx(first)

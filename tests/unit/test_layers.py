@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "tf2dist"
 
 # From the ground up: a module imports only from floors below its own, or from its own room.
 FLOORS: list[set[str]] = [
-    {"errors", "files", "interpreter", "linux", "messages", "packing", "registry", "signals", ""},
+    {"errors", "files", "interpreter", "linux", "messages", "packing", "registry", "requirements", "signals", ""},
     {"config"},
     {"cluster"},
     {"data", "process"},
@@ -165,7 +165,7 @@ def private_names(package: Path) -> list[str]:
                 found.append(f"{module}: {node.value!r}")
             elif (name := named_by_text(node)) and re.match(r"_[^_]", name) and name not in own:
                 found.append(f"{module}: {ast.unparse(node)}")
-    return sorted(set(found) - STILL_ELSEWHERE)
+    return sorted(set(found))
 
 
 def named_by_text(node: ast.AST) -> str:
@@ -189,30 +189,6 @@ def defined(path: Path) -> Iterator[str]:
 
 FOREIGN_MODULE = re.compile(r"(tensorflow\.(python|compiler|core)|keras\.src|tensorflow_datasets\.core)\b")
 FOREIGN_TEXTS = ("_noinline", "seed_generator_state")
-# Uses that are older than this rule. Each is to move into `INTERNALS`; none may be added.
-STILL_ELSEWHERE = {
-    "checkpoint.state: optimizer._trainable_variables",
-    "data.download: gcs_utils._is_gcs_disabled",
-    "data.download: mnist._MNIST_URL",
-    "data.download: tensorflow_datasets.core.utils.gcs_utils",
-    "model.checks: model._flatten_layers",
-    "model.step: 'seed_generator_state'",
-    "process.devices: context.context()._config",
-    "process.devices: tensorflow.python.eager.context",
-    "process.strategy: context.context()._coordination_service_config",
-    "process.strategy: strategy.extended._num_workers",
-    "process.strategy: tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2",
-    "process.strategy: tensorflow.python.eager.context",
-    "training.about: getattr(optimizer, '_learning_rate', None)",
-    "training.asynchronous.atomic: optimizer._get_variable_index",
-    "training.asynchronous.atomic: optimizer._momentums",
-    "training.asynchronous.atomic: optimizer._velocities",
-    "training.asynchronous.examples: _py_funcs._funcs",
-    "training.asynchronous.examples: tensorflow.python.ops.script_ops._py_funcs",
-    "training.asynchronous.server: '_noinline'",
-    "training.asynchronous.server: self.optimizer._iterations",
-    "training.asynchronous.server: self.optimizer._learning_rate",
-}
 RULES = {
     "no arrow runs up": upward,
     "no circle": circles,

@@ -16,6 +16,7 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.process.tf_internals import trained_variables
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
 MAX_NAMES = 6  # of variables in a message
@@ -52,7 +53,7 @@ def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[
     own names can be equal for two of them: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
     """
     left = {id(slot): slot for slot in optimizer.variables if slot.name not in COUNTERS}
-    owners = optimizer._trainable_variables
+    owners = trained_variables(optimizer)
     for attribute, values in vars(optimizer).items():
         if isinstance(values, list) and len(values) == len(owners) and all(id(value) in left for value in values):
             for owner, slot in zip(owners, values, strict=True):

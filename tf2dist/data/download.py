@@ -17,12 +17,9 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     os.environ.setdefault("NO_GCE_CHECK", "true")
     import tensorflow_datasets as tfds
-    from tensorflow_datasets.core.utils import gcs_utils
-    from tensorflow_datasets.image_classification import mnist
 
-    # Without a network both would retry for minutes: the look for a prepared copy, and every file.
-    gcs_utils._is_gcs_disabled = True
-    host = urllib.parse.urlparse(mnist._MNIST_URL).hostname
+    # Without a network it would retry for minutes: every file, and the look for a prepared copy.
+    host = urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname
     if host and not set(urllib.request.getproxies()) - {"no"}:
         try:
             socket.getaddrinfo(host, 443)
@@ -31,7 +28,8 @@ def main() -> None:
             sys.exit(1)
     config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)
     try:
-        tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
+        with tfds.testing.disable_gcs_access():
+            tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
     except Exception as error:
         print(f"{type(error).__name__}: {first_line(str(error))}")
         sys.exit(1)

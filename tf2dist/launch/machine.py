@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tf2dist.cluster.addresses import ips_of
@@ -24,6 +23,7 @@ from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 from tf2dist.errors import DataError
 from tf2dist.interpreter import code_command
+from tf2dist.requirements import tested_versions
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
@@ -57,16 +57,14 @@ class Finding:
 def versions() -> Iterator[Finding]:
     """Python and the packages that matter most, against what this project requires."""
     try:
-        about = metadata.metadata("tf2dist")
-        wanted = [Requirement(line) for line in metadata.requires("tf2dist") or []]
+        tested = tested_versions()
     except metadata.PackageNotFoundError:
         yield Finding("warn", "versions", "tf2dist is not installed, so its requirements are unknown", "pip install .")
         return
-    allowed = {need.name: need.specifier for need in wanted if not need.marker or need.marker.evaluate({"extra": ""})}
-    yield _version("python", platform.python_version(), SpecifierSet(about["Requires-Python"] or ""))
+    yield _version("python", platform.python_version(), tested["python"])
     for package in PACKAGES:
         try:
-            yield _version(package, metadata.version(package), allowed.get(package, SpecifierSet()))
+            yield _version(package, metadata.version(package), tested.get(package, SpecifierSet()))
         except metadata.PackageNotFoundError:
             yield Finding("fail", "versions", f"{package} is not installed", "install tf2dist with its requirements")
 

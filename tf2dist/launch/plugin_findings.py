@@ -39,9 +39,12 @@ os._exit(0)
 """
 
 
-def of_plugins(config: RunConfig) -> Iterator[Finding]:
-    """Whether the plugins can be loaded and register what is chosen; they run, in a process of their own."""
-    command = code_command(LOAD_PLUGINS, *config.plugins)
+def run_with_tensorflow(code: str, *arguments: str, timeout_secs: float) -> subprocess.CompletedProcess[str]:
+    """Runs code that imports TensorFlow and Keras, as a task does but without GPUs, in a process of its own.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time.
+    """
     environment = {
         **child_environment(),
         "KERAS_BACKEND": "tensorflow",
@@ -50,8 +53,14 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
         "CUDA_VISIBLE_DEVICES": "-1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    command = code_command(code, *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
+
+
+def of_plugins(config: RunConfig) -> Iterator[Finding]:
+    """Whether the plugins can be loaded and register what is chosen; they run, in a process of their own."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PLUGINS_TIMEOUT_SECS, env=environment)
+        done = run_with_tensorflow(LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS)
         told = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         text = f"not loaded in {PLUGINS_TIMEOUT_SECS:.0f} s"

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.step import Trial
+from tf2dist.process.tf_internals import layers_of
 
 OWN_STEPS = ("train_step", "test_step", "compute_loss")
 PROBABILITIES = ("Softmax", "Sigmoid")
@@ -141,7 +142,7 @@ def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> N
 
 
 def _synchronized(model: keras.Model) -> list[keras.Layer]:
-    return [layer for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
+    return [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
 
 
 def advice_on_outputs(trial: Trial) -> str:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tf2dist.process.tf_internals import seeds_of
+
 
 class Batch(NamedTuple):
     """`images`: uint8 [n, ...]; `labels`: int32 [n]; `weights`: float32 [n], 0 for padding.
@@ -64,8 +66,9 @@ class ModelStep:
         self.trainable = list(model.trainable_variables)
         self.loss_scale: float | None = None
         self._others = list(model.non_trainable_variables)
+        self._seeds = set(map(id, seeds_of(model)))
         self._takes_training = "training" in inspect.signature(model.call).parameters
-        self.state = [v for v in self._others if not _is_seed(v)]
+        self.state = [v for v in self._others if id(v) not in self._seeds]
         self.trial = self._try(image_shape)
         self.state += self.trial.assigned
 
@@ -124,7 +127,7 @@ class ModelStep:
             The outputs, the scope that knows what was assigned, and the losses that the layers have added.
         """
         values = dict(zip(map(id, self.state), state, strict=True))
-        seeds = {id(v): _derived_seed(seed, number) for number, v in enumerate(self._others) if _is_seed(v)}
+        seeds = {id(v): _derived_seed(seed, number) for number, v in enumerate(self._others) if id(v) in self._seeds}
         others = [(variable, (values | seeds)[id(variable)]) for variable in self._others]
         mapping = [*zip(self.trainable, trainable, strict=True), *others]
         arguments = {"training": tape is not None} if self._takes_training else {}
@@ -206,10 +209,6 @@ def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> l
         return tf.strided_slice(part, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01)
 
     return [Batch(*(part_of_step(part, number) for part in element)) for number in range(num_steps)]
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return bool(variable.path.endswith("seed_generator_state"))
 
 
 def _derived_seed(seed: tf.Tensor, number: int) -> tf.Tensor:

@@ -5,11 +5,11 @@ import subprocess
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
+from tf2dist.process.tf_internals import keep_threads_from_spinning
 
 Gpu = Any  # tf.config.PhysicalDevice; a test's fake is as good
 
@@ -71,8 +71,7 @@ def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_wor
     server_config.intra_op_parallelism_threads = num_threads
     server_config.experimental.disable_thread_spinning = True
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-    # No public function sets it for the process itself.
-    context.context()._config = tf.compat.v1.ConfigProto(experimental=server_config.experimental)
+    keep_threads_from_spinning()
 
 
 def gpu_memory_mb(index: int) -> int:

@@ -1,16 +1,14 @@
 """The two strategies of TensorFlow, and its server, for a cluster of ours."""
 
 import os
-import re
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.eager import context
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import TaskLostError
-from tf2dist.process import heartbeat
+from tf2dist.process import heartbeat, tf_internals
+from tf2dist.process.tf_messages import late_tasks
 
 
 def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -41,8 +39,7 @@ def multi_worker_mirrored_strategy(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Joins the other workers.
 
-    By default the first worker waits an hour for the others. The time limit of registration holds
-    for it only if registration is a barrier, a field that the public method does not set.
+    By default the first worker waits an hour for the others.
 
     Args:
         heartbeat_secs: a worker that gives no sign of life for so long is lost to the others; a cut
@@ -53,23 +50,16 @@ def multi_worker_mirrored_strategy(
         TaskLostError: naming the workers that did not come within `timeout_secs`.
     """
     leader = cluster.leader
-    jobs = [coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(a)) for job, a in cluster.tf_jobs().items()]
-    context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader=f"/job:{leader.job}/replica:0/task:{leader.index}",
-        cluster_register_timeout_in_ms=int(timeout_secs * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat_secs * 1000),
-        coordinated_jobs=jobs,
+    num_tasks = {job: len(addresses) for job, addresses in cluster.tf_jobs().items()}
+    tf_internals.use_coordination_service(
+        f"/job:{leader.job}/replica:0/task:{leader.index}", num_tasks, timeout_secs, heartbeat_secs
     )
-    context.context()._coordination_service_config.cluster_register_with_barrier = True
     try:
         with heartbeat.announce_silence(timeout_secs):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
-        told = str(error).partition("timed out task names")[2].partition("\n\n")[0]
-        late = [Task(job, int(index)) for job, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", told)]
         # Only the leader knows the others; they know only that it does not answer.
-        names = ", ".join(f"{other} at {cluster.address(other)}" for other in late or [leader])
+        names = ", ".join(f"{other} at {cluster.address(other)}" for other in late_tasks(str(error)) or [leader])
         raise TaskLostError(
             f"after {timeout_secs:.0f} s still waiting for {names}; see startup_timeout_secs"
         ) from error
@@ -95,9 +85,11 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
     return of_leader(np.frombuffer(padded, np.float32)).tobytes()[:size] if size else b""
 
 
-def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values: tf.Tensor) -> tf.Tensor:
+def sum_over_workers(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, num_workers: int, values: tf.Tensor
+) -> tf.Tensor:
     """Adds up what every synchronous worker has; the first replica of each contributes it."""
-    replicas_per_worker = strategy.num_replicas_in_sync // strategy.extended._num_workers
+    replicas_per_worker = strategy.num_replicas_in_sync // num_workers
 
     def mine(tensor: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -109,4 +101,4 @@ def sum_over_workers(strategy: tf.distribute.MultiWorkerMirroredStrategy, values
 def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
     with heartbeat.announce_silence(timeout_secs):
-        context.context().wait_at_barrier(name, int(timeout_secs * 1000))
+        tf_internals.wait_at_barrier(name, timeout_secs)

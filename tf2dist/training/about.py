@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.config.schema import RunConfig
+from tf2dist.process.tf_internals import learning_rate_of
 
 SECTIONS = ("mode", "model", "optimizer", "data", "train", "cluster", "seed")
 
@@ -48,7 +49,7 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: keras.Optimizer) -> None:
-        schedule = getattr(optimizer, "_learning_rate", None)
+        schedule = learning_rate_of(optimizer)
         is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         self._schedule = schedule if is_schedule else None
         self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)

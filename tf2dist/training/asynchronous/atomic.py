@@ -15,6 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf2dist.process.tf_internals import momentums, place_of, velocities
+
 UpdateStep = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
 StateUpdate = Callable[[tf.Tensor], Any]
 
@@ -64,7 +66,7 @@ def _update_step(optimizer: keras.Optimizer) -> UpdateStep | None:
 
 
 def _slot(optimizer: keras.Optimizer, slots: list[keras.Variable], variable: tf.Variable) -> Any:
-    return slots[optimizer._get_variable_index(variable)].value.handle
+    return slots[place_of(optimizer, variable)].value.handle
 
 
 def _sgd(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
@@ -95,8 +97,8 @@ def _adam(optimizer: keras.Optimizer) -> UpdateStep:
         beta1, beta2 = (tf.constant(beta, variable.dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
-            m=_slot(optimizer, optimizer._momentums, variable),
-            v=_slot(optimizer, optimizer._velocities, variable),
+            m=_slot(optimizer, momentums(optimizer), variable),
+            v=_slot(optimizer, velocities(optimizer), variable),
             beta1_power=tf.pow(beta1, number),
             beta2_power=tf.pow(beta2, number),
             lr=tf.cast(learning_rate, variable.dtype),
@@ -115,13 +117,13 @@ def _rmsprop(optimizer: keras.Optimizer) -> UpdateStep:
         with tf.device(velocity.value.device):  # the kernel wants them; without momentum they carry nothing over
             return tf.Variable(tf.zeros(velocity.shape, velocity.dtype), trainable=False)
 
-    momentums = [variable.value for variable in optimizer._momentums] or list(map(increments, optimizer._velocities))
+    moving = [variable.value for variable in momentums(optimizer)] or list(map(increments, velocities(optimizer)))
 
     def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         tf.raw_ops.ResourceApplyRMSProp(
             var=variable.handle,
-            ms=_slot(optimizer, optimizer._velocities, variable),
-            mom=momentums[optimizer._get_variable_index(variable)].handle,
+            ms=_slot(optimizer, velocities(optimizer), variable),
+            mom=moving[place_of(optimizer, variable)].handle,
             lr=tf.cast(learning_rate, variable.dtype),
             rho=tf.constant(optimizer.rho, variable.dtype),
             momentum=tf.constant(optimizer.momentum, variable.dtype),

@@ -8,9 +8,9 @@ pipeline is made anew.
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.script_ops import _py_funcs
 
 from tf2dist.data.arrays import Splits
+from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 
@@ -21,8 +21,7 @@ def publish(splits: Splits) -> None:
     """Makes the examples of this process readable for `remote_examples`."""
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     _published.update({_token(split): arrays.take for split, arrays in parts.items()})
-    # By names of our own: `tf.numpy_function` makes up one that is known only where the graph is made.
-    _py_funcs._funcs.update(_published)
+    publish_functions(_published)
 
 
 def remote_examples(split: str, index: tf.Tensor, image_shape: tuple[int, ...]) -> tuple[tf.Tensor, tf.Tensor]:

@@ -16,13 +16,13 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_clipping
 from tf2dist.model.models import build_optimizer
+from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
 from tf2dist.training.asynchronous.counters import ADDED, Counters, Counts
 from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
-NO_INLINE = {"_noinline": True}
 
 
 class UpdateNumber(keras.Variable):
@@ -89,11 +89,11 @@ class ParameterServer:
             self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self._number = UpdateNumber()
-            self.optimizer._iterations = self._number
+            count_updates_in(self.optimizer, self._number)
             self.optimizer.build(trainable)
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
-            if self._lock is None and isinstance(rate := self.optimizer._learning_rate, keras.Variable):
-                self.optimizer._learning_rate = float(rate.numpy())  # it stays: each update would read it anew
+            if self._lock is None:  # no optimizer with a kernel changes its rate
+                fix_learning_rate(self.optimizer)
         self.pull = self._on_device(self._pull)
         self.worker_totals = self._on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self._on_device(self._counts)
@@ -117,9 +117,8 @@ class ParameterServer:
 
     def _on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
         """Traces a function whose call is one node, placed on the ps with all that it does."""
-        traced = tf.function(function, autograph=False, experimental_attributes=NO_INLINE)
         with tf.device(self.device):
-            concrete = traced.get_concrete_function(*signature)
+            concrete = as_one_node(function).get_concrete_function(*signature)
 
         def call(*args: tf.Tensor) -> Any:
             with tf.device(self.device):  # of the node: on the worker it would call back for each operation

@@ -16,10 +16,11 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.step import Batch, ModelStep, batches_without_padding, step_seed
+from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import remote_examples
 from tf2dist.training.asynchronous.recurrence import decay_of
-from tf2dist.training.asynchronous.server import NO_INLINE, ParameterServer
+from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -131,13 +132,10 @@ class AsyncStep:
 
     def _traced_compute(self) -> Any:
         """The step on a worker, traced once for the functions of any number of steps."""
-        xla = self._config.devices.xla
-        compute = tf.function(
-            self._compute_step,
-            autograph=False,
-            jit_compile=True if xla else None,
-            experimental_attributes=None if xla else NO_INLINE,
-        )
+        if self._config.devices.xla:
+            compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
+        else:
+            compute = as_one_node(self._compute_step)
         pulled = [server.pull_layout.spec for server in self.servers]
         return compute.get_concrete_function(pulled, *self._batch_specs(None), tf.TensorSpec([], tf.int64))
 

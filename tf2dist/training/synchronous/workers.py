@@ -33,7 +33,7 @@ class Workers:
         self.index = cluster.training_tasks.index(task)
         self.count = cluster.num_workers
         self.num_replicas: int = strategy.num_replicas_in_sync
-        self._sum = tf.function(functools.partial(sum_over_workers, strategy), autograph=False)
+        self._sum = tf.function(functools.partial(sum_over_workers, strategy, self.count), autograph=False)
 
     @classmethod
     def join(

@@ -1,0 +1,118 @@
+"""The words by which TensorFlow's errors are told apart, in errors that it really raises here."""
+
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import TaskLostError
+from tf2dist.linux import unused_ports
+from tf2dist.process import tf_messages
+from tf2dist.process.strategy import start_server
+from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+
+
+def test_devices_that_are_in_use() -> None:
+    tf.constant(0)  # so that there are some
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    with pytest.raises(RuntimeError) as error:
+        tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
+    assert tf_messages.devices_are_in_use(str(error.value))
+    with pytest.raises(RuntimeError) as error:
+        tf.config.set_visible_devices([], "CPU")
+    assert tf_messages.devices_are_in_use(str(error.value))
+
+
+def test_what_xla_cannot_compile() -> None:
+    function = tf.function(lambda x: tf.strings.as_string(x), autograph=False, jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        function(tf.constant(1.0))
+    assert tf_messages.is_of_xla(str(error.value))
+    assert tf_messages.xla_reason(str(error.value)).startswith("AsString (No registered")
+
+
+def test_a_port_that_is_taken() -> None:
+    ports = unused_ports(2)
+    cluster = Cluster("async", {"ps": (f"localhost:{ports[0]}",), "worker": (f"localhost:{ports[1]}",)})
+    start_server(cluster, Task("ps", 0), tf.compat.v1.ConfigProto())
+    with pytest.raises(tf.errors.UnknownError) as error:
+        start_server(cluster, Task("ps", 0), tf.compat.v1.ConfigProto())
+    assert tf_messages.port_is_taken(str(error.value))
+
+
+SERVER_THAT_DIES = """if True:
+    import os, sys
+    import tensorflow as tf
+    from tf2dist.cluster.spec import Cluster, Task
+    from tf2dist.process.strategy import start_server
+    cluster = Cluster("async", {"worker": ("localhost:" + sys.argv[1],)})
+    start_server(cluster, Task("worker", 0), tf.compat.v1.ConfigProto())
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+ITS_CLIENT = """if True:
+    import sys
+    import tensorflow as tf
+    from tf2dist.process import tf_messages
+    tf.config.experimental_connect_to_host("localhost:" + sys.argv[1])
+    with tf.device("/job:worker/task:0/device:CPU:0"):
+        value = tf.Variable(1.0)
+        print("connected", flush=True)
+        sys.stdin.read()
+        try:
+            value.assign_add(1.0).numpy()
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            print(tf_messages.line_of_loss(str(error)))
+"""
+
+
+def test_a_server_that_is_gone() -> None:
+    (port,) = unused_ports(1)
+
+    def python(code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(port)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with python(SERVER_THAT_DIES) as server, python(ITS_CLIENT) as client:
+        assert server.stdout
+        assert server.stdout.readline() == "ready\n"
+        assert client.stdout
+        assert client.stdout.readline() == "connected\n"
+        server.kill()
+        server.wait()
+        told, _ = client.communicate(timeout=60)
+    assert told.strip(), "the message tells of no loss"
+
+
+def test_a_worker_that_never_comes(sync_workers: SyncWorkers) -> None:
+    def join_alone(worker: SyncWorker) -> str:
+        from tf2dist.process.strategy import multi_worker_mirrored_strategy
+
+        (absent,) = unused_ports(1)
+        two = Cluster("sync", {"worker": (*worker.cluster.jobs["worker"], f"127.0.0.1:{absent}")})
+        with pytest.raises(TaskLostError) as error:
+            multi_worker_mirrored_strategy(two, worker.task, timeout_secs=2)
+        return f"{error.value}, {absent}"
+
+    (told,) = sync_workers(join_alone, num_workers=1)
+    text, _, port = told.rpartition(", ")
+    assert text == f"after 2 s still waiting for worker-1 at 127.0.0.1:{port}; see startup_timeout_secs"
+
+
+def test_a_worker_that_sends_no_heartbeats(sync_workers: SyncWorkers) -> None:
+    def freeze_one(worker: SyncWorker) -> None:
+        import os
+        import signal
+
+        from tf2dist.process.strategy import barrier, multi_worker_mirrored_strategy
+
+        multi_worker_mirrored_strategy(worker.cluster, worker.task, 60, heartbeat_secs=2)
+        if worker.index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier("never", 60)
+
+    with pytest.raises(WorkerError) as error:
+        sync_workers(freeze_one, num_workers=2, timeout_secs=60)
+    assert tf_messages.silent_tasks(str(error.value)) == [Task("worker", 1)], error.value
