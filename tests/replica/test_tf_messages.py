@@ -106,12 +106,12 @@ def test_a_worker_that_sends_no_heartbeats(sync_workers: SyncWorkers) -> None:
         import os
         import signal
 
-        from tf2dist.process.strategy import barrier, multi_worker_mirrored_strategy
+        from tf2dist.process.strategy import broadcast, multi_worker_mirrored_strategy
 
-        multi_worker_mirrored_strategy(worker.cluster, worker.task, 60, heartbeat_secs=2)
+        strategy = multi_worker_mirrored_strategy(worker.cluster, worker.task, 60, heartbeat_secs=2)
         if worker.index == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        barrier("never", 60)
+        broadcast(strategy, b"something")
 
     with pytest.raises(WorkerError) as error:
         sync_workers(freeze_one, num_workers=2, timeout_secs=60)

@@ -22,7 +22,6 @@ from tf2dist.requirements import tested_versions
 CONTEXT = "tensorflow.python.eager.context"
 PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
 NO_INLINE = "_noinline"
-METHOD = Callable  # the kind of what is called
 ABSENT = object()
 
 
@@ -52,7 +51,7 @@ def use_coordination_service(
         context: another one than this process's.
     """
     context = context or _context()
-    configure = _attribute(tf, context, "configure_coordination_service", METHOD)
+    configure = _attribute(tf, context, "configure_coordination_service", Callable)
     with _relying_on(tf, "Context.configure_coordination_service"):
         configure(
             service_type="standalone",
@@ -71,7 +70,7 @@ def use_coordination_service(
 
 def wait_at_barrier(name: str, timeout_secs: float) -> None:
     """Waits until every task of the coordination service has come to the barrier of this name."""
-    _attribute(tf, _context(), "wait_at_barrier", METHOD)(name, int(timeout_secs * 1000))
+    _attribute(tf, _context(), "wait_at_barrier", Callable)(name, int(timeout_secs * 1000))
 
 
 def as_one_node(function: Callable[..., Any]) -> Any:
@@ -114,7 +113,7 @@ def _variables(optimizer: keras.Optimizer, name: str) -> list[keras.Variable]:
 
 def place_of(optimizer: keras.Optimizer, variable: Any) -> int:
     """Where a variable, as `update_step` is given it, stands in `trained_variables`."""
-    place: int = _attribute(keras, optimizer, "_get_variable_index", METHOD)(variable)
+    place: int = _attribute(keras, optimizer, "_get_variable_index", Callable)(variable)
     return place
 
 
@@ -126,7 +125,7 @@ def count_updates_in(optimizer: keras.Optimizer, counter: keras.Variable) -> Non
 
 def learning_rate_of(optimizer: keras.Optimizer) -> Any:
     """A variable, a number, or a schedule or other function, which `optimizer.learning_rate` would call."""
-    return _attribute(keras, optimizer, "_learning_rate", keras.Variable | float | METHOD)
+    return _attribute(keras, optimizer, "_learning_rate", keras.Variable | float | Callable)
 
 
 def fix_learning_rate(optimizer: keras.Optimizer) -> None:
@@ -138,7 +137,7 @@ def fix_learning_rate(optimizer: keras.Optimizer) -> None:
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """The model and all layers in it, those within layers, too."""
-    layers: list[keras.Layer] = _attribute(keras, model, "_flatten_layers", METHOD)()
+    layers: list[keras.Layer] = _attribute(keras, model, "_flatten_layers", Callable)()
     return layers
 
 
@@ -149,7 +148,7 @@ def seeds_of(model: keras.Model) -> list[keras.Variable]:
 
 
 def _context() -> Any:
-    return _attribute(tf, _module(CONTEXT), "context", METHOD)()
+    return _attribute(tf, _module(CONTEXT), "context", Callable)()
 
 
 def _module(name: str) -> Any:
@@ -217,7 +216,7 @@ def _service_is_set() -> bool:
 
 
 def _barrier_is_there() -> bool:
-    return bool(_attribute(tf, _context(), "wait_at_barrier", METHOD))
+    return bool(_attribute(tf, _context(), "wait_at_barrier", Callable))
 
 
 def _one_node_is_kept() -> bool:
