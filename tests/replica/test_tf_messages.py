@@ -33,13 +33,16 @@ def test_what_xla_cannot_compile() -> None:
     assert tf_messages.xla_reason(str(error.value)).startswith("AsString (No registered")
 
 
-def test_a_port_that_is_taken() -> None:
-    ports = unused_ports(2)
-    cluster = Cluster("async", {"ps": (f"localhost:{ports[0]}",), "worker": (f"localhost:{ports[1]}",)})
-    start_server(cluster, Task("ps", 0), tf.compat.v1.ConfigProto())
-    with pytest.raises(tf.errors.UnknownError) as error:
-        start_server(cluster, Task("ps", 0), tf.compat.v1.ConfigProto())
-    assert tf_messages.port_is_taken(str(error.value))
+def test_a_port_that_is_taken(sync_workers: SyncWorkers) -> None:
+    """In a process of its own: the first server in one decides how many threads all servers there have."""
+
+    def start_twice(worker: SyncWorker) -> str:
+        start_server(worker.cluster, worker.task, tf.compat.v1.ConfigProto())
+        with pytest.raises(tf.errors.UnknownError) as error:
+            start_server(worker.cluster, worker.task, tf.compat.v1.ConfigProto())
+        return str(error.value)
+
+    assert tf_messages.port_is_taken(sync_workers(start_twice, num_workers=1)[0])
 
 
 SERVER_THAT_DIES = """if True:
