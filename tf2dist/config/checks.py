@@ -1,4 +1,4 @@
-"""All rules of a configuration: the ranges that its options declare, and by hand what concerns several of them."""
+"""All rules of a configuration: the ranges that single options declare, and here those between several options."""
 
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
@@ -40,7 +40,7 @@ def _length(config: RunConfig) -> list[Rule]:
 
 
 def _mode(config: RunConfig) -> list[Rule]:
-    """What one of the two modes has no use for, and what it cannot do without."""
+    """mode=async needs a parameter server; an option that the mode has no use for is refused."""
     num_ps, all_reduce = config.cluster.num_ps, config.cluster.all_reduce
     if config.mode == "async":
         needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
@@ -52,7 +52,7 @@ def _mode(config: RunConfig) -> list[Rule]:
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
-    """Without cluster=hosts a host list or a task would be ignored, and every host train alone: it is refused."""
+    """Options of another kind of cluster are refused: they would be ignored, and every host might train alone."""
     given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
     given |= {"task.type": config.task.type, "task.index": config.task.index}
     used = config.cluster.kind == "hosts"
@@ -65,7 +65,7 @@ def _hosts(config: RunConfig) -> list[Rule]:
 
 
 def _local(config: RunConfig) -> list[Rule]:
-    """A local cluster has an end; the larger of the two numbers is named."""
+    """A local cluster has a largest size; the message names the larger of its two numbers."""
     cluster = config.cluster
     counts = {"cluster.num_workers": cluster.num_workers}
     if config.mode == "async":

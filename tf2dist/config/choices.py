@@ -8,7 +8,7 @@ from tf2dist.config.schema import OPTIONS
 
 CONF_MODULE = "tf2dist.conf"
 PLUGIN_GROUPS = ("model", "data", "optimizer")
-HIDDEN = "plugin"  # the file that is chosen for a name that a plugin registers
+HIDDEN = "plugin"  # the file in conf/ that stands for all names that plugins register
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def values(group: str, name: str) -> dict[str, str]:
 
 @functools.cache
 def keys(group: str, name: str) -> tuple[str, ...]:
-    """The options that come with one choice, such as learning_rate; none where the choice is a plugin's."""
+    """The options that come with one choice, such as learning_rate; none for a plugin's choice."""
     if name not in public(group):
         return ()
     declared = [option.partition(".")[2] for option in OPTIONS if option.startswith(f"{group}.")]
@@ -45,7 +45,7 @@ def keys(group: str, name: str) -> tuple[str, ...]:
 
 
 def of_choices() -> dict[str, list[str]]:
-    """The options that come with a choice, and the choices: "model.dropout" with "model=cnn"."""
+    """The options that come with choices, each with these choices, as in {"model.dropout": ["model=cnn"]}."""
     found: dict[str, list[str]] = {}
     for group in PLUGIN_GROUPS:
         for name in public(group):

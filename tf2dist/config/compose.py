@@ -25,7 +25,7 @@ VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 MAX_OVERRIDE_CHARS = 4096
 CALL = re.compile(r"\w+\s*\(.*\)\s*")
 FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
-# What Hydra and its parser raise; a name of 4,000 letters, a number of 5,000 digits and 500 brackets are among it.
+# What Hydra and its parser raise; the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
 
 
@@ -33,7 +33,7 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     """The tree of all options: the schema's defaults, what the choices set, and what is given.
 
     Raises:
-        ConfigError: an override is not one of ours; with the nearest known option.
+        ConfigError: an override cannot be used; the message says why, with the nearest known option if there is one.
     """
     for override in overrides:
         _check_form(override)
@@ -45,8 +45,8 @@ def compose(overrides: list[str]) -> dict[str, Any]:
 
 
 def _hydra(overrides: list[str]) -> dict[str, Any]:
-    ConfigStore.instance().store("tf2dist_options", defaults())  # the first of the defaults list in conf/config.yaml
-    GlobalHydra.instance().clear()  # of a caller that uses Hydra itself, a test for example
+    ConfigStore.instance().store("tf2dist_options", defaults())  # conf/config.yaml begins with it
+    GlobalHydra.instance().clear()  # the caller may have used Hydra itself, as a test might
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         tree = OmegaConf.to_container(hydra_compose("config", overrides))
     assert isinstance(tree, dict)
@@ -54,7 +54,7 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
 
 
 def _check_form(override: str) -> None:
-    """What Hydra would take and this command does not: see each line."""
+    """Refuses overrides that Hydra would take and this command does not; each message says why."""
     key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
     group, _, argument = key.partition(".")
     value = override.partition("=")[2]
@@ -69,22 +69,25 @@ def _check_form(override: str) -> None:
         raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
     if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
         raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
-    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # keras={epsilon: 1e-5} is an old form
+    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is taken
         is_task = key == "task"
         way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
         raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
-    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, at random maybe
+    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, perhaps at random
         raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself")
 
 
 def _checked_choice(override: str, overrides: list[str]) -> list[str]:
-    """One override as Hydra is to get it: paths quoted, ``group=name`` checked, a plugin's name as its group's file."""
+    """One override in the form that Hydra needs.
+
+    Paths are quoted and ``group=name`` is checked; for a name that a plugin may register, the file `HIDDEN` is chosen.
+    """
     key, separator, value = override.partition("=")
     if key == "plugins":
         return [f"{key}={_quoted_list(value)}"]
     if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
         quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        return [f"{key}='{quoted}'"]  # to Hydra's grammar brackets and spaces mean something
+        return [f"{key}='{quoted}'"]  # brackets and spaces have a meaning in Hydra's grammar
     if override == "experiment=null":
         return []
     if not separator or key not in groups() or value in groups()[key]:
@@ -98,7 +101,7 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
 
 
 def _quoted_list(value: str) -> str:
-    """The paths in brackets as Hydra is to get them: quoted, unless somebody has done that already."""
+    """The paths of a list in brackets, quoted for Hydra; unchanged if there are quotes or brackets inside already."""
     inside = value[1:-1].strip() if value[:1] + value[-1:] == "[]" else ""
     if not inside or any(sign in inside for sign in "'\"\\[]{}"):
         return value
@@ -107,7 +110,7 @@ def _quoted_list(value: str) -> str:
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
-    """One line for what Hydra could not compose, with the nearest known key."""
+    """One line that says why Hydra could not compose the overrides, with the nearest known option."""
     parsed = []
     for text in overrides:
         try:
@@ -123,7 +126,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
 
 
 def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:
-    """What is wrong with one override, or ""; `chosen` are the options that there are with these choices."""
+    """What is wrong with one override, or "". `chosen`: the options that exist with the choices made, with values."""
     key, known = override.key_or_group, [*groups(), *chosen]
     if override.is_sweep_override():
         value = str(override.input_line).partition("=")[2]
@@ -141,7 +144,7 @@ def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """All options below a node that a user gives by their dotted names, with their values."""
+    """All options below a node by their dotted names, with their values; without those that only a choice sets."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

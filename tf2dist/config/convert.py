@@ -1,7 +1,7 @@
-"""Plain values, as the command line and YAML give them, made into the typed ones of a dataclass.
+"""Turns plain values, as the command line and YAML give them, into the typed fields of a dataclass.
 
-OmegaConf can do this, too, but its words have to be read out of messages in English, and it takes
-every whole number for a bool.
+OmegaConf could do this, too, but what is wrong would have to be parsed out of its English messages, and
+it accepts any int as bool.
 """
 
 from dataclasses import fields, is_dataclass
@@ -12,7 +12,7 @@ from tf2dist.errors import ConfigError
 
 T = TypeVar("T")
 
-REST = {"rest": True}  # metadata of the field that takes the keys that no other field of its dataclass has
+REST = {"rest": True}  # metadata of the field that collects all keys for which its dataclass has no field
 TRUTHS = {
     **dict.fromkeys(("true", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "no", "n", "off", "0"), False),
@@ -21,13 +21,13 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
-    """An object of the dataclass `made` with the values of a tree; a field that is not there has its default.
+    """An object of the dataclass `made` with the values of a tree; a field that the tree lacks has its default.
 
     Args:
-        name: of the section that the tree is, for the messages; "" for the whole configuration.
+        name: the dotted name of the section that the tree holds, for the messages; "" for the whole configuration.
 
     Raises:
-        ConfigError: one line that names the option and says what must be.
+        ConfigError: one line that names the option and says what it must be.
     """
     _check_dict(tree, name or "the configuration")
     known = {each.name: each for each in fields(made)}  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
-    """A value of the type `kind`, which is one that fields of the configuration have."""
+    """The value converted to `kind`, the type of a field of the configuration."""
     if isinstance(kind, type) and is_dataclass(kind):
         return to_dataclass(kind, value, name)
     if get_origin(kind) is dict:
@@ -71,7 +71,7 @@ def _check_dict(value: Any, name: str) -> None:
 
 
 def _scalar(kind: type, value: Any) -> Any:
-    """Raises ValueError: the value is not of that kind, nor a text that says one."""
+    """The value as `kind`: int, float, bool or str. Raises ValueError if it is neither that nor a text of it."""
     takes: dict[type, tuple[type, ...]] = {int: (int, str), float: (int, float, str), bool: (bool, int, str)}
     if type(value) not in takes.get(kind, (bool, int, float, str)):
         raise ValueError

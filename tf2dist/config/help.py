@@ -22,12 +22,12 @@ TAIL = """
 
 python -m tf2dist.doctor, with the same arguments, starts no training and says what would stand in the way.
 """
-SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all
+SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all sections
 OPTION_CHARS = 36
 
 
 def help_text(line_chars: int) -> str:
-    """The whole text, in lines of at most so many characters where they can be broken."""
+    """The whole text, in lines of at most `line_chars` characters as far as they can be broken."""
     choices = [f"  {group:10} {', '.join(public(group))}\n" for group in sorted(groups())]
     described = [row for section in SECTIONS for row in _of_section(section)]
     chosen = RunConfig()
@@ -39,7 +39,7 @@ def help_text(line_chars: int) -> str:
 
 
 def _row(option: str, text: str, line_chars: int) -> str:
-    """The texts stand in a column; a long one goes on below its beginning."""
+    """One option and its text. All texts stand in one column, within which long ones are wrapped."""
     column = min(OPTION_CHARS, line_chars // 2)
     indent = " " * (column + 4)
     filled = textwrap.fill(text, line_chars, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
@@ -58,8 +58,12 @@ def _of_section(section: str) -> list[tuple[str, str]]:
 
 
 def _of_choices(group: str, names: list[str]) -> list[tuple[str, str]]:
-    """The options of all choices of a group, with the first's default; whose they are, and other defaults, follow."""
-    owners: dict[str, dict[str, str]] = {}  # of each option the choices that have it, with their defaults
+    """The options of all choices of a group, as ("name=default", text).
+
+    The default is that of the first choice that has the option. The text names the choices that have the option, if
+    not all do, and other defaults.
+    """
+    owners: dict[str, dict[str, str]] = {}  # by option: the choices that have it, with their defaults
     for name in names:
         for key in keys(group, name):
             declared = OPTIONS.get(f"{group}.{key}")

@@ -1,15 +1,15 @@
-"""What a user may have meant by an option that there is not."""
+"""What a user may have meant by an option that does not exist."""
 
 import difflib
 from collections.abc import Mapping
 
 
 def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) -> str:
-    """The way out for the option `word`.
+    """The end of the message about the unknown option `word`: the best guess, or what there is instead.
 
     Args:
         known: the options that this command line has, and the groups that it can choose from.
-        others: the options that it would have with other choices, with these choices.
+        others: the options that would come with other choices, each with these choices.
     """
     section, _, last = word.rpartition(".")
     names = {option: option.rpartition(".")[2] for option in known}

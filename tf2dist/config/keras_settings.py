@@ -35,7 +35,7 @@ def resolve(settings: KerasConfig) -> KerasConfig:
 
 
 def notes(settings: KerasConfig) -> list[str]:
-    """A line for every value that keras.json has made another than Keras's default."""
+    """A line for each setting that keras.json changes from Keras's default."""
     return [
         f"keras.{name} is {value}, as in {path()}"
         for name, value in from_file().items()
@@ -53,7 +53,7 @@ def path() -> str:
 
 
 def from_file() -> dict[str, Any]:
-    """The settings that keras.json gives; none if there is no such file, or if it is no JSON, as for Keras.
+    """The settings that keras.json gives; none if there is no such file, or if it is not JSON: Keras ignores that, too.
 
     Raises:
         ConfigError: Keras would fail on it, or wait for ever.

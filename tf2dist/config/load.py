@@ -1,4 +1,4 @@
-"""The strict door: one command line becomes one checked `RunConfig`, or one line that says what is wrong."""
+"""From one command line to one checked `RunConfig`, or to one line that says what is wrong."""
 
 import os
 import re
@@ -51,10 +51,10 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
 
 
 def check_literal(node: Any, name: str = "") -> None:
-    """Values are taken as they are written: nothing looks into the environment or into other options.
+    """Refuses values that are not literal: no value may be filled in from the environment or other options.
 
     Raises:
-        ConfigError: a value with ``${...}``, one that is missing, or a number that no float can hold.
+        ConfigError: a value has ``${...}``, is missing, or is a number that no float can hold.
     """
     if isinstance(node, dict):
         for key, value in node.items():
@@ -71,14 +71,14 @@ def check_literal(node: Any, name: str = "") -> None:
 
 
 def _check_names(config: RunConfig, overrides: list[str]) -> None:
-    """The names become part of file names, and without plugins only those in conf/ exist."""
+    """Checks the chosen names: they become parts of file names, and without plugins only those in conf/ exist."""
     chosen = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
     for group, name in chosen.items():
         if isinstance(name, str) and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name):
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in groups()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
-    # A model or data of ours takes what its file names; an optimizer takes all that Keras's does.
+    # Our models and data take only the arguments in their files; an optimizer takes every argument of Keras's.
     for group, arguments_given in (("model", config.model), ("data", config.data.arguments)):
         known = {"name", *keys(group, chosen[group])}
         if not config.plugins and (unknown := [key for key in arguments_given if key not in known]):
@@ -86,7 +86,7 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
 
 
 def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> None:
-    """Raises ConfigError: a choice of ours has no such option; an experiment may have given it."""
+    """Raises ConfigError: a choice of ours has no such option; names the experiment that has given it, if one has."""
     its = ", ".join(keys(group, name)) or "none"
     given = {each.partition("=")[0].lstrip("+") for each in overrides}
     experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]

@@ -10,14 +10,14 @@ from typing import Any, TypeGuard, TypeVar, cast
 T = TypeVar("T")
 Rule = tuple[str, Any, bool, str]  # name, value, whether it holds, what must be
 
-# Without an end a number is a mistake, or a call that fails much later.
+# Every number has an upper limit: one beyond it is a mistake, or makes a call fail much later.
 MAX_COUNT = 10**12  # of steps: far more than anyone trains, far less than 64 bits hold
 MAX_SECS = 366 * 24 * 3600.0  # a year; the system's calls take no endless waits
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A condition for one value, and its words."""
+    """A condition for one value, and the text that says what the value must be."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -28,8 +28,8 @@ class Option:
     """What stands in the metadata of an option's field, or in the table of the arguments.
 
     Attributes:
-        musts: None need not keep them; of those that are broken the first is told.
-        is_choice: it comes with the file in ``conf/`` that is chosen, and cannot be given by itself.
+        musts: the conditions for any value but None; the message has the first one that is broken.
+        is_choice: whether the value comes with the chosen file in ``conf/``, and cannot be given by itself.
     """
 
     default: Any = None
@@ -46,7 +46,7 @@ class Option:
 
 
 def option(default: T, *musts: Must, help: str = "", is_choice: bool = False) -> T:
-    """The field of a dataclass that holds an option; each object gets a list of its own."""
+    """Declares an option as a field of a dataclass; each object gets its own copy of a list."""
     metadata = {"option": Option(default=default, help=help, musts=musts, is_choice=is_choice)}
     if isinstance(default, list):
         return cast(T, field(default_factory=default.copy, metadata=metadata))
@@ -68,7 +68,7 @@ def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
 
 
 def rules_of(section: Any, prefix: str = "") -> list[Rule]:
-    """What the options of an object must be, each by itself."""
+    """The rules that each option of an object declares for itself; `prefix` goes before their names."""
     rules = []
     for name, declared in options_of(section):
         value = attrgetter(name)(section)
@@ -78,7 +78,7 @@ def rules_of(section: Any, prefix: str = "") -> list[Rule]:
 
 
 def broken(value: Any, *musts: Must) -> str:
-    """The words of the first condition that a value does not keep, or ""."""
+    """The text of the first condition that a value breaks, or ""."""
     return next((must.text for must in musts if not must.holds(value)), "")
 
 
@@ -114,7 +114,7 @@ def or_null(must: Must) -> Must:
 def is_pattern(text: str) -> bool:
     try:
         re.compile(text)
-    except (re.error, OverflowError, RecursionError):  # a{99999999999} and 3,000 brackets are the last two
+    except (re.error, OverflowError, RecursionError):  # the last two for a{99999999999} and for 3,000 brackets
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Paths as a user writes them: with ~ for the home directory, and maybe such as no system takes."""
+"""Paths as a user writes them: with ~ for the home directory, and perhaps such as no system takes."""
 
 import errno
 import os
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def is_path(text: Any) -> bool:
-    """Whether a text can name a file at all; what can, may still not be there."""
+    """Whether a text can name a file at all; the file need not exist."""
     if not isinstance(text, str):  # a list in a configuration may hold anything
         return False
     try:
-        text.encode()  # TensorFlow takes no other names
+        text.encode()  # TensorFlow takes names in UTF-8 alone
         os.lstat(os.path.expanduser(text))
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -34,6 +34,6 @@ def expand(text: str) -> Path | None:
 
 
 def settle_home() -> None:
-    """Without a home directory Keras would make a folder that is named ~ here, and read its settings from it."""
+    """Keeps Keras, where there is no home directory, from making a folder named ~ here and reading settings from it."""
     if expand("~") is None:
         os.environ.setdefault("KERAS_HOME", os.devnull)

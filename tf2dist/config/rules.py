@@ -1,4 +1,4 @@
-"""The rules for what is free in name but not in kind: arguments of models and optimizers, paths, plugins."""
+"""The rules for values that the schema leaves open: arguments of models and optimizers, paths, plugins."""
 
 import math
 import os
@@ -25,7 +25,7 @@ UNITS = Must(
 SHARE = Option(musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),))
 SWITCH = Option(musts=(Must(lambda value: isinstance(value, bool), "must be true or false"),))
 
-# The arguments by name, whichever choice in ``conf/`` has them; their defaults stand there.
+# The arguments of all choices in ``conf/``, by name. The files there hold their defaults.
 RATES = {  # numbers that need not be whole
     "learning_rate": Option(musts=(above(0),)),
     "beta_1": SHARE,
@@ -59,14 +59,14 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
 
     Args:
         group: model, optimizer or data.
-        builtin: whether no plugin can have given the names another meaning; if so they have a range, too.
+        builtin: whether there are no plugins, which may give names another meaning; then ranges apply, too.
     """
     own = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
     rules: list[Rule] = []
     for key, value in arguments.items():
         if key == "name":
             text = "" if isinstance(value, str) else "must be a name"
-        elif (group, key) == ("optimizer", "schedule"):  # ours, of a plugin's optimizer too
+        elif (group, key) == ("optimizer", "schedule"):  # our own, for a plugin's optimizer too
             text = broken(value, *ARGUMENTS[key].musts)
         else:
             text = _problem(key, value, builtin, key in own)
@@ -78,7 +78,7 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
 
 
 def _problem(key: str, value: Any, builtin: bool, is_own: bool) -> str:
-    """What an argument must be instead of this value, or ""; `is_own`: the file of the choice in ``conf/`` has it."""
+    """What an argument must be instead, or ""; `is_own`: whether its choice's file in ``conf/`` has it."""
     text = broken(value, *ARGUMENTS[key].musts) if builtin and key in ARGUMENTS else ""
     if _is_plain(value, words=not builtin and not is_own):
         return text
@@ -89,7 +89,7 @@ def _problem(key: str, value: Any, builtin: bool, is_own: bool) -> str:
 
 
 def _is_plain(value: Any, words: bool) -> bool:
-    """Whether a value is a number, a switch or nothing, or a word where these may be; or a list of such."""
+    """Whether a value, or each item of a list, is a finite number, a bool, None, or, if `words`, a word."""
     items = value if isinstance(value, list) else [value]
     return all(
         item is None or (isinstance(item, int | float) and math.isfinite(item)) or (words and isinstance(item, str))
@@ -98,17 +98,17 @@ def _is_plain(value: Any, words: bool) -> bool:
 
 
 def with_floats(group: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same, with 1.0 for 1 where a number need not be whole: Keras takes no whole number for a rate."""
+    """The arguments with 1.0 for 1 where a number need not be whole: Keras takes no int for a rate."""
     fractional = set(RATES) & set(keys(group, arguments["name"]))
     if group == "optimizer":
-        fractional.add("learning_rate")  # of a plugin's, too
+        fractional.add("learning_rate")  # a plugin's optimizer, too
     return {
         key: float(value) if key in fractional and type(value) is int else value for key, value in arguments.items()
     }
 
 
 def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
-    """Paths that the system would not even look up, and plugins that are no Python."""
+    """Paths must be such as the system can look up, and plugins must be Python files."""
     rules: list[Rule] = [
         (name, path, path is None or is_path(path), "is no name of a directory; leave it out for the default")
         for name, path in folders.items()
@@ -122,7 +122,7 @@ def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]
 
 
 def _syntax_problem(path: str) -> str:
-    """Why a file is no Python, or ""; it is read and not run."""
+    """Why a file is not Python, or "". The file is compiled but not run."""
     try:
         compile(_read_file(path), path, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -136,10 +136,11 @@ def _read_file(path: str) -> bytes:
     """The bytes of a file on a disk.
 
     Raises:
-        OSError: it cannot be read, or is one that the system makes up; to read such a one may take for ever.
+        OSError: it cannot be read, is too long, or is a device or made up by the system, such as those in /proc:
+            reading such a file may never end.
     """
     with open_to_read(Path(path)) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 of a file that the system makes up
+        size = os.fstat(file.fileno()).st_size  # 0 for a file that the system makes up
         if size > MAX_PLUGIN_BYTES:
             raise OSError(f"it has {size:,} bytes")
         text = file.read(size + 1)  # None if there is nothing yet

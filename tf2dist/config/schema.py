@@ -32,8 +32,8 @@ from tf2dist.config.option import (
 from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync")
-CONTROL_PORT_SHIFT = 1000  # from a task's port to that of its launching process
-MAX_SHIFT = 32_767  # half of all ports: from each of them one of the two directions leads to another
+CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
+MAX_SHIFT = 32_767  # half of all ports: so either adding it to a port or subtracting it gives another port
 MAX_EPOCHS = 10**6
 IS_SHARE = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
 IS_PATTERN = Must(is_pattern, "must be a regular expression, such as 'hidden[123]'")
@@ -92,7 +92,7 @@ class DataConfig:
     )
     num_validation: int = option(0, at_least(0), help="the first so many of the training split")
     download_timeout_secs: float = option(300.0, *SECS)
-    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # what a plugin's data takes beside these
+    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # further arguments, of a plugin's data
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class DevicesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class KerasConfig:
-    """None: as in keras.json, or else as Keras does; see `keras_settings`, which resolves it."""
+    """None stands for the value in keras.json, or else for Keras's default; `keras_settings` fills it in."""
 
     floatx: str | None = option(None, IS_FLOAT32, help="float32")
     image_data_format: str | None = option(
@@ -145,9 +145,9 @@ class KerasConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Everything a run is made of. `model` and `optimizer` hold a name and its own arguments.
+    """All options of a run. `model` and `optimizer` hold a name and the arguments that belong to it.
 
-    In a file, as on the command line, the arguments of the data stand among its options.
+    In a file, as on the command line, the arguments of the data stand among its other options.
     """
 
     mode: str = choice("async", one_of(*MODES))
@@ -184,7 +184,10 @@ class RunConfig:
 
     @property
     def silence_secs(self) -> float:
-        """How long a task or a host may show no sign of life: it must be found before those that wait give up."""
+        """How long a task or a host may show no sign of life.
+
+        Shorter than `watchdog_secs`, so that a silent task is found before the tasks that wait for it give up.
+        """
         return 0.6 * self.watchdog_secs
 
     def as_tree(self) -> dict[str, Any]:
@@ -202,7 +205,7 @@ SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
 
 
 def defaults() -> dict[str, Any]:
-    """The tree of all options that no choice of a group brings along, with their defaults."""
+    """The tree of all options with their defaults, except for those that come with the choice of a group."""
     tree = RunConfig().as_tree()
     del tree["mode"], tree["cluster"]["kind"]
     for group in ("data", "model", "optimizer"):
@@ -211,7 +214,7 @@ def defaults() -> dict[str, Any]:
 
 
 def from_tree(tree: Any) -> RunConfig:
-    """The typed configuration; what is not in the tree has its default.
+    """The typed configuration; an option that the tree lacks has its default.
 
     Raises:
         ConfigError: there is no such option, or a value is not of its option's type.
@@ -223,7 +226,7 @@ def from_yaml(text: str) -> RunConfig:
     """The configuration that another process has checked and written.
 
     Raises:
-        ConfigError: it is no such configuration; a YAML tag that would make an object is none.
+        ConfigError: the text is no such configuration, for example because a YAML tag in it would make an object.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))

@@ -1,4 +1,4 @@
-"""Messages between two hosts that prove to each other that they know the same key: bytes in, bytes out.
+"""An authenticated channel between two hosts: both prove to each other that they know the key of the job.
 
     accepting side                                   dialing side
     nonce A                                     ->
@@ -7,12 +7,12 @@
     length, mac("accepted", number), message       ->
                                                 <-   length, mac("dialed", number), message
 
-Every mac is HMAC-SHA256 over its label, both nonces and, for a message, its number and bytes: nothing
-said in another connection, in the other direction, or before can be said again. What is sent can be
-read by whoever listens on the way; it cannot be changed. Before the dialing side has proved itself it
-sees a nonce and nothing else. Whoever hears a nonce of its own process is connected with itself, by way of
-somebody who passes on what others say, and says nothing more. There is no input or output here, so that
-every byte can be tested; `messages` says what the messages hold.
+Every mac is an HMAC-SHA256 over its label, both nonces and, for a message, its number and bytes. A message
+can therefore not be replayed in another connection, in the other direction, or a second time. Messages are
+authenticated but not encrypted: others on the network can read them and cannot change them. Before the
+dialing side has proved itself, it sees a nonce and nothing else. A process that receives one of its own
+nonces is connected with itself through a relay, and ends the handshake. This module does no input or
+output, so that tests can check every byte; `messages` defines what the messages hold.
 """
 
 import hashlib
@@ -32,14 +32,15 @@ NUMBER = struct.Struct(">Q")
 
 
 class WireError(Exception):
-    """What has come is not what a member of the job sends."""
+    """The other side sent what no member of the job would send, or a message cannot be sent to it."""
 
 
 class Nonces:
-    """Makes the nonces of one process, and knows which are its own, however long ago it has made them.
+    """Makes the nonces of one process and recognises all of them later, without a list of them.
 
-    A nonce is 16 random bytes, what a secret of the process makes of them, which looks random to all
-    others, and a checksum, which tells it from what another program says first.
+    A nonce has three parts: 16 random bytes; 16 bytes of their HMAC with a secret of the process, which
+    look random to everybody else; and a checksum, which tells a nonce from the first bytes of another
+    program's protocol.
     """
 
     def __init__(self) -> None:
@@ -64,14 +65,15 @@ class Channel:
     """One end of a connection.
 
     Attributes:
-        unsent: bytes for the other side; whoever has written some takes them off.
+        unsent: bytes for the other side; the caller writes them to the socket and removes what it has written.
         open: whether the other side has proved that it knows the key.
         proved: whether this side has sent its own proof.
 
     Args:
         key: the secret of the job.
-        dials: whether this is the side that has opened the connection.
-        nonces: those of the process; where two ends in one process are meant to talk, each has its own.
+        dials: whether this side has opened the connection.
+        nonces: shared by all channels of the process. Two ends within one process can only talk to each other
+            if each has its own.
     """
 
     def __init__(self, key: bytes, dials: bool, nonces: Nonces | None = None) -> None:
@@ -90,7 +92,7 @@ class Channel:
         """Appends a message to `unsent`.
 
         Raises:
-            WireError: it is too long, the other side reads nothing, or it has not proved itself yet.
+            WireError: the message is too long, or the other side reads nothing or has not proved itself yet.
         """
         if not self.open:
             raise WireError("nothing is said before the other side has proved itself")
@@ -103,7 +105,7 @@ class Channel:
         self._num_sent += 1
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Takes bytes of any length and gives the messages that are whole.
+        """Takes received bytes, in pieces of any length, and returns the messages that are complete.
 
         Raises:
             WireError: a proof or a mac is wrong, or what came is too long.
@@ -117,6 +119,7 @@ class Channel:
         return messages
 
     def _shake_hands(self) -> None:
+        # First comes the other side's nonce. Only the dialing side answers it with its proof at once.
         if not self._theirs:
             if len(self._received) < NONCE_BYTES:
                 return
@@ -128,6 +131,8 @@ class Channel:
             if self._dials:
                 self.unsent += self._mine + self._mac(b"dial")
                 self.proved = True
+
+        # Then comes the other side's proof. The accepting side proves itself only to a caller that has done so.
         if len(self._received) < MAC_BYTES:
             return
         expected = self._mac(b"accept" if self._dials else b"dial")
@@ -160,5 +165,6 @@ class Channel:
         return taken
 
     def _mac(self, label: bytes, *parts: bytes) -> bytes:
+        # On both sides the accepting side's nonce stands first.
         nonces = (self._theirs, self._mine) if self._dials else (self._mine, self._theirs)
         return hmac.digest(self._key, b"\0".join([label, *nonces, *parts]), "sha256")

@@ -1,4 +1,7 @@
-"""Connections of one thread: sockets that never block, each with a deadline until it belongs to a member."""
+"""The control connections of a process: non-blocking sockets, all served by one thread.
+
+A connection has a deadline until it belongs to a member, so that strangers cannot hold it open.
+"""
 
 import contextlib
 import errno
@@ -24,12 +27,12 @@ class Link:
     """One connection.
 
     Attributes:
-        owner: what the handler knows about it.
+        owner: the task or member at the other end, set by the handler; None while that is not known.
         expects: the messages that may come next, a union of classes.
-        heard_at: when something came last, in seconds of the monotonic clock.
-        deadline: when it is given up; infinite for a member's.
-        peer: the address of one that has called us.
-        denied: whether the other side has closed it on seeing the proof.
+        heard_at: when the last bytes came, in seconds of the monotonic clock.
+        deadline: when the connection is given up, by the same clock; infinite once it belongs to a member.
+        peer: the address of a process that has called us; "" for a connection that we have dialed.
+        denied: whether the other side closed the connection when it had seen our proof.
     """
 
     def __init__(self, sock: socket.socket, channel: Channel, dialed: bool) -> None:
@@ -39,23 +42,23 @@ class Link:
         self.deadline = self.heard_at + HANDSHAKE_SECS
         self.denied = False
         self.peer = ""
-        self.closed = self.finishing = self.shut = False
+        self.closed = self.finishing = self.shut = False  # shut: we have closed our sending half
         self.sock, self.channel, self.dialed = sock, channel, dialed
         self.connecting = dialed
 
     def send(self, message: Wire) -> None:
-        """Says something, unless the connection is gone: the handler learns that at its own time."""
+        """Sends a message, unless the connection is gone, which the handler learns from `on_closed`."""
         if not (self.closed or self.finishing):
             with contextlib.suppress(WireError):
                 self.channel.send(pack(message))
 
     def ask(self, message: Wire, answers: Any) -> None:
-        """Says something to which these may be the answers, a union of classes."""
+        """Sends a message, to which only `answers`, a union of classes, may come back."""
         self.expects = answers
         self.send(message)
 
     def keep(self, expects: Any) -> None:
-        """Takes the deadline away: this is a member, from which such messages may come."""
+        """Makes this a member's connection: it has no deadline any more, and may bring the messages `expects`."""
         self.expects = expects
         self.deadline = math.inf
 
@@ -64,26 +67,29 @@ class Link:
         return self.deadline == math.inf
 
     def finish(self) -> None:
-        """Sends what is unsent, then waits a moment for the other side to close: a reset would eat it."""
+        """Sends what is unsent, then waits a moment for the other side to close.
+
+        If we closed first, a reset could destroy what the other side has not read yet.
+        """
         self.finishing = True
         self.deadline = min(self.deadline, time.monotonic() + FAREWELL_SECS if self.channel.open else 0.0)
 
 
 class Handler(Protocol):
     def on_open(self, link: Link) -> None:
-        """A connection that we have dialed is proved."""
+        """The process at the other end of a connection that we have dialed has proved itself."""
 
     def on_message(self, link: Link, message: Wire) -> None:
-        """One of the messages that the connection expects has come."""
+        """One of the messages in `Link.expects` has come."""
 
     def on_other_version(self, link: Link, error: VersionError) -> None:
-        """Something of another version of tf2dist has come, from no member."""
+        """A process that is not a member yet has sent a message of another version of tf2dist."""
 
     def on_closed(self, link: Link, why: str) -> None: ...
 
 
 class Links:
-    """All connections of a process; everything but `wake` belongs to one thread."""
+    """All control connections of a process. Not thread-safe, except for `wake`."""
 
     def __init__(self, key: bytes, handler: Handler) -> None:
         self.all: list[Link] = []
@@ -91,7 +97,7 @@ class Links:
         self._nonces = Nonces()
 
     def open(self, listener: socket.socket) -> None:
-        """Takes calls from now on, until `end`."""
+        """Accepts calls at `listener` from now on, until `end`."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._awake, self._waker = socket.socketpair()
@@ -101,11 +107,12 @@ class Links:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
+        """Ends the waiting of `turn`; may be called from any thread."""
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
     def dial(self, family: int, address: tuple[str, int], owner: Any) -> Link:
-        """Begins a connection; `Handler.on_open` or `on_closed` tells how it went."""
+        """Begins to connect; `Handler.on_open` or `on_closed` is called when that has succeeded or failed."""
         link = self._add(socket.socket(family, socket.SOCK_STREAM), dialed=True)
         link.owner = owner
         error = link.sock.connect_ex(address)
@@ -122,7 +129,7 @@ class Links:
         return link
 
     def turn(self, timeout_secs: float) -> None:
-        """Waits for something to happen, at most `timeout_secs`, and deals with it."""
+        """Waits for something to happen, at most `timeout_secs`, and handles it."""
         for link in self.all:
             self._selector.modify(link.sock, self._events(link), link)
         for key, mask in self._selector.select(timeout_secs):
@@ -147,13 +154,13 @@ class Links:
                 sock, address = self._listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError:  # no file descriptors are left: do not spin until there are
+            except OSError:  # no file descriptors are left: do not spin until some are free
                 time.sleep(0.05)
                 return
             self._add(sock, dialed=False).peer = str(address[0])
         waiting = [link for link in self.all if not (link.dialed or link.is_kept)]
         for link in waiting[: max(0, len(waiting) - MAX_WAITING)]:
-            self.close(link, "others are waiting")  # the oldest: an honest one needs milliseconds
+            self.close(link, "others are waiting")  # the oldest, since an honest caller needs only milliseconds
 
     def _serve(self, link: Link, mask: int) -> None:
         try:
@@ -170,7 +177,7 @@ class Links:
             pass
         except (OSError, WireError, MessageError) as error:
             self.close(link, plain(reason(error)))
-        except (ValueError, RecursionError) as error:  # an address without a port, a thousand brackets
+        except (ValueError, RecursionError) as error:  # such as an address without a port, or a thousand brackets
             self.close(link, f"a message that makes no sense ({error!r:.80})")
 
     def _on_connected(self, link: Link) -> None:
@@ -185,7 +192,7 @@ class Links:
             self.close(link, "the connection was closed")
             return
         link.heard_at = time.monotonic()
-        if link.finishing:
+        if link.finishing:  # our last message is on its way; of the other side only the close matters now
             return
         was_open = link.channel.open
         messages = link.channel.receive(data)
@@ -209,6 +216,7 @@ class Links:
         if link.closed:
             return
         link.closed = True
+        # The other side answers a correct proof with its own; if it closes instead, ours was probably wrong.
         link.denied = link.dialed and link.channel.proved and not link.channel.open and why != "no answer"
         self.all.remove(link)
         self._selector.unregister(link.sock)
@@ -216,7 +224,7 @@ class Links:
         self._handler.on_closed(link, why)
 
     def end(self) -> None:
-        """Lets everybody read the last words, for a moment, and closes everything."""
+        """Gives the others a moment to read our last messages, then closes everything."""
         self._selector.unregister(self._listener)
         for link in self.all:
             link.finish()

@@ -1,4 +1,4 @@
-"""Calls one address again and again until somebody answers, and knows why nobody does."""
+"""Calls one address until it answers, and can say why it does not."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from tf2dist.control.connections import Link, Links, reason
 
 
 class Dialer:
-    """Calls one address again and again; names are looked up aside, for a name server may take its time.
+    """Calls one address again and again. A thread looks up its name, because a name server may be slow.
 
     Attributes:
         why: why there is no connection yet.
@@ -26,7 +26,7 @@ class Dialer:
         self._looking = False
 
     def tick(self, owner: Any) -> None:
-        """Calls if it is time to and nobody is on the line."""
+        """Dials if it is time for the next call and there is no connection."""
         if time.monotonic() < self._next_at or (self._link and not self._link.closed):
             return
         if not self._looking:
@@ -45,11 +45,12 @@ class Dialer:
         if addresses is None:
             self.why = "name unknown"
             return
+        # A name may have several addresses: each call tries the next one.
         family, address = addresses[self._num_calls % len(addresses)]
         self._num_calls += 1
         try:
             self._link = self._links.dial(family, address, owner)
-        except OSError as error:  # a kernel without IPv6, and a name that has such an address too
+        except OSError as error:  # such as an IPv6 address on a kernel without IPv6
             self.why = reason(error)
 
     def _look_up(self) -> None:

@@ -1,4 +1,4 @@
-"""The side of everybody else in a meeting: call the leader, be accepted, hear what it says."""
+"""A follower's side of a meeting: call the leader, be accepted, and hear what it passes on."""
 
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.dialer import Dialer
@@ -25,7 +25,7 @@ from tf2dist.control.token import VARIABLE
 from tf2dist.errors import ClusterError, TaskLostError, TfDistError
 
 CALL_EVERY_SECS = 0.25
-MAX_DENIALS = 3  # a leader that ends in the middle of a handshake looks the same
+MAX_DENIALS = 3  # in a row: a leader that ends in the middle of a handshake looks like one denial
 
 
 class Follower:
@@ -35,10 +35,10 @@ class Follower:
         self._membership, self._links = membership, links
         self._leader = membership.place(membership.cluster.leader)
         self._dialer = Dialer(links, *control_address(self._leader.address, membership.port_shift), CALL_EVERY_SECS)
-        self._link: Link | None = None  # once accepted
+        self._link: Link | None = None  # to the leader, once it has accepted us
         self._num_denials = 0
         self._beat_at = 0.0
-        self._ended = False  # then the leader closes the connection, and that is no loss
+        self._ended = False  # once we have said so, the leader closes the connection, which is no loss
         self.held: Held | None = None
         self.waiting_for = str(self._leader)
 
@@ -64,7 +64,7 @@ class Follower:
         link.ask(self._membership.join(), ToJoin)
 
     def on_join(self, link: Link, join: Join) -> None:
-        """Somebody takes us for the leader, so the lists differ."""
+        """Refuses a process that takes this task for the leader: its cluster list differs from ours."""
         membership = self._membership
         lists = membership.compare_lists(join.cluster)
         membership.line(f"{join.caller.task} on {join.process} takes this task for the leader: {lists}")
@@ -79,7 +79,7 @@ class Follower:
                 self._on_accepted(link, message.held)
             case Wait():
                 self._dialer.why = plain(message.text)
-                # Those of another job perhaps, whose leader has taken the address: it may leave again.
+                # Not fatal: the leader of another job may have taken the address, and may leave again.
                 self._membership.lists_differ = message.lists_differ
                 link.finish()
             case Refused():
@@ -141,5 +141,5 @@ class Follower:
 
 
 def _kind_of(code: int) -> type[TfDistError]:
-    """The error that is told of a refusal, or of the leader's end, with this exit code."""
+    """The error to raise when the leader has refused us, or has ended, with this exit code."""
     return ClusterError if code == ClusterError.exit_code else TaskLostError

@@ -1,4 +1,4 @@
-"""What must be equal on every host of a job, and the differences of two hosts."""
+"""What must be equal on every host of a job, and how two hosts differ in it."""
 
 import hashlib
 import importlib.metadata
@@ -16,7 +16,7 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
-# Each host may choose these for itself. The cluster is compared as the list that it has become.
+# Each host may choose these for itself. Of the cluster the resulting list of addresses is compared instead.
 OF_THE_HOST = (
     "cluster",
     "task",
@@ -30,16 +30,16 @@ OF_THE_HOST = (
     "data.download_timeout_secs",
     "devices.gpu_memory_fraction",
 )
-PLACES = ("init_from",)  # another path on every host, but all have one or none
+PLACES = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
 MAX_SHOWN_CHARACTERS = 200
 MAX_SHOWN = 8
 
 
 def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -> Identity:
-    """What is so on this host.
+    """The identity of this host.
 
     Args:
-        task: a ps reads no data, so that of its host is not looked at; nor where the value is None.
+        task: if it is a ps, which reads no data, the data of its host is not compared.
 
     Raises:
         ConfigError: a plugin cannot be read.
@@ -54,7 +54,7 @@ def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -
 
 
 def versions() -> dict[str, str]:
-    """Read from the packages' metadata: importing them would take seconds."""
+    """The versions by package, from the packages' metadata: importing them would take seconds."""
     found = {"tf2dist": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without what a host may choose for itself."""
+    """The configuration without the options that each host may choose for itself."""
     shared: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -84,7 +84,7 @@ def _sha256(path: str) -> str:
 
 
 def _data(config: RunConfig) -> dict[str, int]:
-    """Sizes of the files in bytes by name: cheap, and another version or half a copy differs in them."""
+    """Sizes of the data files in bytes by name: cheap to read, and another version or a partial copy differs."""
     if config.data.name == "mnist":
         folder = location.mnist_dir(config.data)
         return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
@@ -95,11 +95,11 @@ def _data(config: RunConfig) -> dict[str, int]:
             for place in (package and package.submodule_search_locations) or []
         ]
         return {file.name: file.stat().st_size for file in found if file.is_file()}
-    return {}  # a plugin's own; its code is compared
+    return {}  # the data of a plugin: the hash of its code is compared instead
 
 
 def differences(mine: Identity, theirs: Identity) -> list[Difference]:
-    """Where two identities differ; lists are compared whole."""
+    """Where two identities differ; a list counts as one value."""
     return _differences(vars(mine), vars(theirs), "")
 
 

@@ -36,8 +36,8 @@ from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 
 PROBE_EVERY_SECS = 1.0
-LATE_SECS = 3.5  # a holder that has been silent for so long may be gone: ask again later
-MAX_DIFFERENCES = 20  # are sent
+LATE_SECS = 3.5  # a holder that has been silent for so long may be gone: its successor is told to wait, not refused
+MAX_DIFFERENCES = 20  # that a refusal lists
 
 
 @dataclass
@@ -50,7 +50,10 @@ class Member:
 
 
 class Leader:
-    """See `meeting.Role`. A connection belongs to the missing task that we look for, or to the `Member` that called."""
+    """See `meeting.Role`.
+
+    The owner of a connection is the missing task whose address we have dialed, or the `Member` that has called us.
+    """
 
     def __init__(self, membership: Membership, links: Links) -> None:
         self._membership, self._links = membership, links
@@ -78,6 +81,7 @@ class Leader:
             self.say(Beat(self.waiting_for[:MAX_CHARACTERS]))
 
     def _gather(self) -> None:
+        """Says go if all tasks have joined; else looks who is at the addresses of the missing ones."""
         missing = [task for task in self._dialers if task not in self._members]
         if not missing:
             self.waiting_for = ""
@@ -108,7 +112,7 @@ class Leader:
             return
         task = join.caller.task
         former = self._members.pop(task, None)
-        if former:  # the same process, by a new connection
+        if former:  # the same process, which has called again
             self._links.close(former.link, "called again")
         self._refused.pop(task, None)
         self._members[task] = link.owner = Member(task, link, join.process)
@@ -120,7 +124,7 @@ class Leader:
             link.send(Go())
 
     def _answer(self, join: Join) -> ToJoin:
-        """Whether a process may hold the task that it claims."""
+        """Decides whether a process may hold the task that it claims."""
         membership, task = self._membership, join.caller.task
         if found := differences(membership.identity, join.identity):
             self._refused[task] = plain(explain(found, "here", "there"))
@@ -149,7 +153,7 @@ class Leader:
             case State():
                 link.finish()
                 self._on_state(link.owner, message)
-            case Wait() | Refused():  # somebody else is there, and may leave
+            case Wait() | Refused():  # another process is at that address, and may leave
                 link.finish()
                 self._dialers[link.owner].why = plain(message.text)
             case Stop():
@@ -170,7 +174,7 @@ class Leader:
             self._membership.line(f"{member.task} has left ({member.process}): {ended.message}")
 
     def _on_state(self, task: Task, state: State) -> None:
-        """What a process says that listens where a missing task should be."""
+        """Handles the answer of a process that listens at the address of a missing task."""
         membership, dialer = self._membership, self._dialers[task]
         if task in self._members or membership.agreed.is_set():
             return
@@ -188,7 +192,11 @@ class Leader:
             dialer.why = "is there and has not called yet"
 
     def _on_held(self, here: str, dialer: Dialer, held: Held) -> None:
-        """By a job before this one at the same place, which will find out that it has ended; or by another one."""
+        """Another job holds a task of ours.
+
+        If it is an earlier job, with its leader at the same address and on the same host as ours, we wait: the
+        holder will find out that its job has ended. Any other job keeps the task, so this one fails.
+        """
         mine = self.held
         if (held.leader.address, held.process.host) == (mine.leader.address, mine.process.host):
             dialer.why = plain(f"still held by {held}")

@@ -1,10 +1,11 @@
 """The meeting of a job's launching processes: they agree before TensorFlow opens a port, and stay in touch.
 
-Each process listens at its task's control port. All but the leader call the leader, which compares
-what they are (`identity`), lets one process hold each task, and says go when all are there. The leader
-calls who is missing, to say why, and to find out whether it is held by another job. From then on both
-ends of each connection speak once a second; the leader passes on who was lost, who has ended, and
-that somebody was told to stop. See `leader` and `follower` for the two sides.
+Each process listens at its task's control port. All others call the leader, which compares their
+identities (see `identity`), lets one process hold each task, and says go when all tasks are there. The
+leader also calls the addresses of missing tasks, to learn why they are missing and whether another job
+holds them. Both ends of each connection send a sign of life every second. The leader tells all others
+which tasks were lost, which have ended, and that a task was told to stop. See `leader` and `follower`
+for the two sides.
 """
 
 import queue
@@ -50,11 +51,11 @@ T = TypeVar("T")
 
 
 class Role(Protocol):
-    """What leader and followers do differently; all of it in the meeting's thread.
+    """What the leader and the followers do differently. All methods run in the meeting's thread.
 
     Attributes:
-        waiting_for: who has not come yet and why, for people.
-        held: who holds this task, as told to a process that asks; None while nobody does.
+        waiting_for: the tasks that have not come yet and why, for people.
+        held: the job that holds this task, for a process that asks; None while none does.
     """
 
     waiting_for: str
@@ -65,27 +66,27 @@ class Role(Protocol):
     def tick(self, now: float) -> None: ...
 
     def say(self, message: Stop | Ended) -> None:
-        """Brings the message to all others, the followers' by way of the leader."""
+        """Sends the message to all other tasks; a follower sends it to the leader, which passes it on."""
 
     def on_open(self, link: Link) -> None: ...
 
     def on_join(self, link: Link, join: Join) -> None: ...
 
     def on_message(self, link: Link, message: Any) -> None:
-        """One of the messages that the connection expects."""
+        """Handles one of the messages that the connection expects."""
 
     def on_closed(self, link: Link, why: str) -> None: ...
 
 
 class Meeting:
-    """This process's place among the others; a `with` block holds its port and its thread.
+    """This process's part in the meeting; within a `with` block it listens, in a thread of its own.
 
     Args:
         identity: see `identity.identity_of`.
         key: see `token.job_key`.
-        tell: called with lines for people, always in the thread of `join` and `events`.
-        lost_after_secs: a member that says nothing for so long is lost.
-        port_shift: from a task's port to its control port.
+        tell: called with lines for people, always in the caller's thread and never in the meeting's.
+        lost_after_secs: a member that sends nothing for so long is lost.
+        port_shift: the distance from a task's port to its control port.
 
     Raises:
         ClusterError: a control port is another task's port, or the identity is too long to be sent.
@@ -116,21 +117,22 @@ class Meeting:
         self._ended = False
 
     def __enter__(self) -> Self:
-        """Raises ClusterError if the control port cannot be had."""
+        """Raises ClusterError if the control port is taken, TaskLostError if the host's name is unknown."""
         membership = self._membership
         self._links.open(port.listen(membership.cluster, membership.task, membership.port_shift))
         self._thread.start()
         return self
 
     def join(self, timeout_secs: float, check: Callable[[], None]) -> None:
-        """Waits until all are there and agree, and the leader says go.
+        """Waits until all tasks are there and agree, and the leader says go.
 
         Args:
-            check: called about ten times a second; what it raises ends the waiting.
+            check: called about ten times a second; an exception that it raises ends the waiting.
 
         Raises:
             ClusterError: this task differs from the others, or is held by another process.
-            TaskLostError: names all who did not come within `timeout_secs`, and why; or the job runs without us.
+            TaskLostError: tasks did not come within `timeout_secs`; the message names them and says why. Or the
+                job runs already, without this task.
             Interrupted: another task was told to stop.
         """
         start = told = time.monotonic()
@@ -153,16 +155,16 @@ class Meeting:
         self._pass_on_lines()
 
     def events(self) -> list[MeetingEvent]:
-        """What has happened to the others since the last call; never waits."""
+        """What has happened to the other tasks since the last call; never waits."""
         self._pass_on_lines()
         return _drain(self._membership.events)
 
     def stop(self, signum: int) -> None:
-        """Tells all others that this task was told to stop by a signal."""
+        """Tells all other tasks that this one was told to stop by a signal."""
         self._say(Stop(str(self._membership.task), signum))
 
     def ended(self, code: int, message: str) -> None:
-        """Tells all others that this task has ended: its connection will close, and that is no loss."""
+        """Tells all other tasks that this one has ended, so that they do not take the closed connection for a loss."""
         self._ended = True
         self._say(Ended(str(self._membership.task), code, message[:MAX_CHARACTERS]))
 
@@ -172,7 +174,7 @@ class Meeting:
                 self.stop(error.exit_code - 128)
             code = getattr(error, "exit_code", 1) if error else 0
             self.ended(code, (str(error) or type(error).__name__) if error else "")
-        self._commands.put(None)
+        self._commands.put(None)  # ends the thread, after all that was to be said before
         self._links.wake()
         self._thread.join(CLOSE_SECS)
         self._pass_on_lines()
@@ -196,7 +198,7 @@ class Meeting:
                     command()
                 self._role.tick(time.monotonic())
                 self._links.turn(TURN_SECS)
-        except Exception as error:  # never silently: the run would go on with nobody watching
+        except Exception as error:  # a silent end would leave the run with nobody watching the other hosts
             why = f"the control connection failed: {error!r}"
             self._membership.fail(TaskLostError, why)
             self._membership.event(Lost(str(self._membership.cluster.leader), why))
@@ -221,7 +223,7 @@ class Meeting:
             self._on_probe(link, message)
 
     def on_other_version(self, link: Link, error: VersionError) -> None:
-        """Neither side knows more of the other's messages than their version, so every answer is a refusal."""
+        """Refuses the caller, or takes the answer to our call for a refusal: only its version could be read."""
         refused = Refused(ClusterError.exit_code, str(error))
         if link.dialed:
             self._role.on_message(link, refused)
@@ -231,7 +233,11 @@ class Meeting:
         link.finish()
 
     def _on_probe(self, link: Link, probe: Probe) -> None:
-        """A leader asks who is here. If it is not ours, and of our own list, one of the two lists is wrong."""
+        """Answers a process that claims to lead and asks who is here.
+
+        If our list names another leader, one of the two lists is wrong. This task fails if the caller is on our list;
+        a caller that is not is reported, and named as a possible reason if the meeting times out.
+        """
         membership, held = self._membership, self._role.held
         leader = membership.place(membership.cluster.leader)
         link.send(State(membership.process, membership.identity.cluster, membership.leads, held))

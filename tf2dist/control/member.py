@@ -1,4 +1,4 @@
-"""What one process knows in a meeting and what it hands out: its place, its findings, lines for people."""
+"""What one process knows in a meeting: its task, what it has found out, and lines and events to pass on."""
 
 import os
 import queue
@@ -37,13 +37,14 @@ def _this_process() -> Process:
 
 @dataclass
 class Membership:
-    """Shared by the meeting's thread, which writes, and the caller's, which reads.
+    """The state that the meeting's thread writes and the caller's thread reads.
 
     Attributes:
         agreed: set when the leader has said go.
         failure: why this process cannot take part.
-        conflict: that a process with another cluster list claims to lead; told after who is missing.
-        lists_differ: whether the process that last answered for the leader has another cluster list.
+        conflict: says that a process with another cluster list claims to lead; "" if none does. A meeting that
+            times out tells it after the missing tasks.
+        lists_differ: whether the process that last answered at the leader's address has another cluster list.
     """
 
     cluster: Cluster
@@ -67,7 +68,7 @@ class Membership:
         return self.task == self.cluster.leader
 
     def line(self, text: str) -> None:
-        """A line for people; the same one only once, for a lost process may call for ever."""
+        """Queues a line for people, each text only once: a process that was refused may call again for ever."""
         if text not in self.told and len(self.told) < MAX_LINES:
             self.told.add(text)
             self.lines.put(plain(text))
@@ -76,7 +77,7 @@ class Membership:
         self.events.put(plainly(event))
 
     def stopped(self, stop: Stop) -> None:
-        """A task was told to stop, and with it all of them.
+        """Handles the news that a task was told to stop, which stops all tasks.
 
         Raises:
             MessageError: there is no such signal.
@@ -89,21 +90,22 @@ class Membership:
             self.failure = self.failure or Interrupted(stop.signum)
 
     def fail(self, kind: type[TfDistError], text: str) -> None:
-        """Ends `Meeting.join` with an error, if that still waits."""
+        """Makes `Meeting.join` raise an error, if it still waits and has no failure yet."""
         self.failure = self.failure or kind(plain(text))
 
     def join(self) -> Join:
-        """Who we are and what we have, for the leader."""
+        """The message by which this task asks the leader to join."""
         return Join(self.place(self.cluster.leader), self.place(self.task), self.process, self.identity)
 
     def probe(self, task: Task) -> Probe:
-        """The question who is at the address of a task."""
+        """The message that asks which process is at the address of a task."""
         return Probe(self.place(task), self.place(self.task), self.process, self.identity.cluster)
 
     def misdirected(self, call: Join | Probe) -> Wait | None:
-        """The answer to a call that has been led here and was meant for another address; it ends nobody.
+        """The answer to a call that reached us but was meant for another address; None for any other call.
 
-        A call to our address under the name of another task is none: then the two lists differ.
+        The answer is to wait, so it ends neither side. A call to our address under the name of another task is
+        not misdirected: there the two cluster lists differ.
         """
         if canonical(call.to.address) == canonical(self.cluster.address(self.task)):
             return None
@@ -122,6 +124,6 @@ class Membership:
         return f"{self.place(task)} ({why}, control port {port})"
 
     def compare_lists(self, theirs: Jobs) -> str:
-        """Where our cluster list and theirs differ."""
+        """Says where our cluster list and theirs differ."""
         found = list_differences(self.identity.cluster, theirs)
         return plain(explain(found, "here", "there")) or "the cluster lists are equal"

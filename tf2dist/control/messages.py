@@ -1,12 +1,12 @@
-"""What hosts say to each other, and what a meeting tells its own process: each message a class of its own.
+"""The messages between hosts, and the events that a meeting reports to its own process, each a class of its own.
 
-    a caller              -> whom it calls        `Call`, the first message of every connection
-    the called            -> its caller           `ToJoin` or `ToProbe`
-    the leader            -> who was accepted     `FromLeader`
-    who was accepted      -> the leader           `FromFollower`
-    a meeting             -> its own process      `MeetingEvent`
+    the dialing process     -> the accepting one     `Call`, the first message of every connection
+    the accepting process   -> the dialing one       `ToJoin` or `ToProbe`
+    the leader              -> a follower            `FromLeader`, once it has accepted the follower
+    a follower              -> the leader            `FromFollower`, once it has been accepted
+    a meeting               -> its own process       `MeetingEvent`
 
-See `packing` for their bytes, and `channel` for how these are protected on their way.
+`packing` makes bytes of them, and `channel` protects these on their way.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Jobs = dict[str, tuple[str, ...]]  # a cluster list: addresses by job and index
 
 @dataclass(frozen=True)
 class Place:
-    """A task and its address "host:port", by somebody's cluster list."""
+    """A task and its address "host:port", as the sender's cluster list has it."""
 
     task: Task
     address: str
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Process:
-    """A launching process; `who` is random, and differs where host names and pids are equal."""
+    """A launching process. `who` is random: it tells processes apart that have equal host names and pids."""
 
     host: str
     pid: int
@@ -46,7 +46,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Held:
-    """The job that holds a task: its leader, and that one's process."""
+    """The job that holds a task: its leader, and the leader's process."""
 
     job_id: str
     leader: Place
@@ -62,9 +62,9 @@ class Identity:
 
     Attributes:
         versions: by the name of the package.
-        config: the configuration, as far as a host may not choose it for itself.
+        config: the configuration without the options that each host may choose for itself.
         plugins: a hash of each file.
-        data: sizes in bytes by the name of the file; None where the host reads none.
+        data: sizes in bytes by the name of the file; None where the host reads no data.
     """
 
     cluster: Jobs
@@ -76,7 +76,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of `Identity` that differs: as it is here, and as it is there."""
+    """A value of `Identity` that differs between two hosts, as text."""
 
     name: str
     mine: str
@@ -91,8 +91,8 @@ class Join:
     """A process wants to hold a task.
 
     Attributes:
-        to: whom the call is meant for.
-        caller: the task that is claimed.
+        to: the task that the call is meant for; it may reach another process by mistake.
+        caller: the task that the process claims.
     """
 
     to: Place
@@ -107,7 +107,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Probe:
-    """The leader looks who is at the address of a task that is missing; the fields are those of `Join`."""
+    """The leader asks which process is at the address of a missing task; see `Join` for the fields."""
 
     to: Place
     caller: Place
@@ -115,7 +115,7 @@ class Probe:
     cluster: Jobs
 
 
-# The answers to it.
+# The answers to the first message.
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Wait:
-    """Not now: call again. `lists_differ`: the cluster list of who answers is another one."""
+    """Not now; call again. `lists_differ`: whether the process that answers has another cluster list."""
 
     text: str
     lists_differ: bool
@@ -135,11 +135,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Refused:
-    """Never.
+    """No, and calling again is useless.
 
     Attributes:
-        code: the exit code that this is worth.
-        differences: from the side of who refuses; then `text` says the same.
+        code: the exit code with which the caller should end.
+        differences: as the refusing process sees them; `text` then says the same.
     """
 
     code: int
@@ -149,7 +149,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class State:
-    """Who has been found by a `Probe`; `leads`: by its own list. `held`: by which job, if by any."""
+    """The process that a `Probe` has found.
+
+    Attributes:
+        leads: whether it is the leader by its own cluster list.
+        held: the job that holds its task; None if none does.
+    """
 
     process: Process
     cluster: Jobs
@@ -157,24 +162,24 @@ class State:
     held: Held | None
 
 
-# Between the leader and those whom it has accepted. Some are events of a meeting too, and name the task they concern.
+# Between the leader and the followers that it has accepted. Those with the name of a task are events of a meeting, too.
 
 
 @dataclass(frozen=True)
 class Go:
-    """All are there, and agree."""
+    """All tasks are there and agree."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life; from the leader also who is missing, and why."""
+    """A sign of life; the leader's also says which tasks are missing, and why."""
 
     waiting_for: str = ""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A task's process is gone, or says nothing any more."""
+    """A task's process is gone, or sends nothing any more."""
 
     task: str
     why: str
@@ -182,14 +187,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """A task that was lost is there again."""
+    """A task that was lost has joined again."""
 
     task: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A task was told to stop by a signal, and so should all."""
+    """A task was told to stop by a signal, so all tasks should stop."""
 
     task: str
     signum: int
@@ -197,7 +202,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ended:
-    """A task has ended, with its exit code and its last words; its connection closes, and that is no loss."""
+    """A task has ended with this exit code and last message. Its connection will close, which is no loss."""
 
     task: str
     code: int
@@ -215,11 +220,11 @@ AnEvent = TypeVar("AnEvent", bound=MeetingEvent)
 
 
 def plain(text: str) -> str:
-    """What another host says, fit for a terminal."""
+    """A text from another host, shortened and without control characters, so that a terminal can show it."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_CHARACTERS])
 
 
 def plainly(event: AnEvent) -> AnEvent:
-    """The event with all its texts fit for a terminal."""
+    """The event with all its texts as `plain` gives them."""
     texts: dict[str, Any] = {name: plain(value) for name, value in vars(event).items() if isinstance(value, str)}
     return dataclasses.replace(event, **texts)

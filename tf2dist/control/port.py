@@ -1,4 +1,4 @@
-"""The port on which a task's launching process talks with the others, beside the port of TensorFlow."""
+"""The control port, by which a task's launching process talks with the others; TensorFlow has a port of its own."""
 
 import socket
 
@@ -16,7 +16,7 @@ def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str,
 
 
 def check_ports(cluster: Cluster, shift: int) -> None:
-    """Raises ClusterError where a control port is another task's port, or its control port."""
+    """Raises ClusterError if a task's control port is also a port or the control port of another task."""
     taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
     for task in cluster.tasks:
         host, port = control_address(cluster.address(task), shift)
@@ -29,7 +29,7 @@ def check_ports(cluster: Cluster, shift: int) -> None:
 
 
 def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
-    """Listens at the task's own address alone; where it is not this host's, behind a proxy, at all of them.
+    """Listens at the task's own address alone, or at all addresses if this host does not have it (behind a proxy).
 
     Raises:
         ClusterError: the port is taken.

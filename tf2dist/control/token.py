@@ -13,16 +13,17 @@ VARIABLE, FILE_VARIABLE = SECRETS
 MIN_CHARACTERS = 16
 MAX_BYTES = 4096
 LOOPBACK = ("localhost:", "127.", "[::1]:")
-# Known to everybody. Cluster lists are compared after the proof, so that a difference can be shown.
+# Everybody knows this key. It does not depend on the cluster list, because lists are compared only after both sides
+# have proved that they have the same key, and a difference can then be shown.
 NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
 
 
 def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], None]) -> bytes:
-    """The key of the job's control connections; without a token one that protects against accidents alone.
+    """The key of the job's control connections; without a token, one that only protects against accidents.
 
     Raises:
-        ClusterError: the token is too short, or its file is missing, foreign, or open to others. A group may read
-            it: so Kubernetes mounts a Secret, of root and the pod's group, with mode 0440.
+        ClusterError: the token is too short, or its file is missing, another user's, or open to others. The group
+            may read it, because Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
     """
     token = _token(environ)
     if token is not None:
@@ -36,7 +37,10 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], 
 
 
 def _token(environ: Mapping[str, str]) -> str | None:
-    """A variable that is set and empty is a mistake, such as `$(cat missing)`, and not the wish for no token."""
+    """The token, or None if none is given.
+
+    A variable that is set but empty is an error, not the wish for no token: `$(cat missing)` gives one.
+    """
     given = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
     if not given:
         return None
@@ -54,7 +58,7 @@ def _token(environ: Mapping[str, str]) -> str | None:
 def _read(path: str) -> str:
     name = f"{FILE_VARIABLE} ({path})"
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hold us
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or a named pipe would block
     except OSError as error:
         raise ClusterError(f"{name}: cannot be read: {error.strerror}") from None
     try:

@@ -1,4 +1,4 @@
-"""What a model or an optimizer of the user's cannot be, said before any training, in one line.
+"""Checks of the user's model and optimizer before any training; a refusal is one line.
 
 What is refused because it is not supported yet stands in `check_model`, `check_inputs` and `check_outputs`.
 """
@@ -19,7 +19,7 @@ KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "Ensure
 
 
 def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) -> None:
-    """Refuses a function that cannot be given the arguments which every one of its kind gets."""
+    """Refuses a builder that does not take the arguments that every builder of its kind is given."""
     parameters = inspect.signature(function).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -29,7 +29,7 @@ def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) 
 
 
 def check_model(name: str, model: Any) -> None:
-    """Refuses what a builder gives if it is no model that can be trained here."""
+    """Refuses what a builder returns if it is not a model that can be trained here."""
     if not isinstance(model, keras.Model):
         raise ConfigError(
             f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
@@ -50,12 +50,12 @@ def check_model(name: str, model: Any) -> None:
 def check_inputs(name: str, model: keras.Model, image_shape: tuple[int, ...]) -> None:
     """Refuses a model of several inputs, or of inputs of another shape than the images."""
     inputs = getattr(model, "inputs", None)
-    if inputs is None:  # a class whose shapes are not known yet
+    if inputs is None:  # a subclass of keras.Model, whose shapes are not known before its first call
         return
     if len(inputs) != 1:
         raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and must have one, the images")
     wanted = list(inputs[0].shape[1:])
-    # Keras adds or takes off a last dimension of 1.
+    # Keras itself adds or removes a last dimension of 1.
     fits = (wanted, [*wanted, 1], wanted[:-1] if wanted[-1:] == [1] else wanted)
     if not any(tf.TensorShape(shape).is_compatible_with(image_shape) for shape in fits):
         raise ConfigError(
@@ -100,7 +100,7 @@ def check_assigned(name: str, trial: Trial) -> None:
 
 
 def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
-    """Refuses, for mode=async, what would clip the norm over all ps of gradients that each ps has added up."""
+    """Refuses, for mode=async, to clip the norm over all ps together of gradients that each ps accumulates alone."""
     if optimizer.global_clipnorm and optimizer.gradient_accumulation_steps:
         raise ConfigError(
             f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
@@ -119,7 +119,9 @@ def check_state(name: str, state: list[keras.Variable]) -> None:
 
 
 def check_last_batch(name: str, model: keras.Model, last_batch: int, num_workers: int) -> None:
-    """Refuses synchronized layers where a worker has no example in the last step of a pass: it would have to take part.
+    """Refuses synchronized layers if a worker has no example in the last step of a pass over the data.
+
+    Such layers would make that worker take part.
 
     Args:
         last_batch: examples in that step, of all workers together; 0 if it is as large as the others.
@@ -133,7 +135,7 @@ def check_last_batch(name: str, model: keras.Model, last_batch: int, num_workers
 
 
 def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> None:
-    """Refuses synchronized layers in what XLA compiles for several workers: their all-reduce is TensorFlow's."""
+    """Refuses synchronized layers with XLA and several workers: XLA cannot compile TensorFlow's all-reduce in them."""
     if by_xla_for_several and (synchronized := _synchronized(model)):
         raise ConfigError(
             f"model ({name}): {synchronized[0].name} is synchronized, which devices.xla=true cannot compile for "
@@ -148,7 +150,7 @@ def _synchronized(model: keras.Model) -> list[keras.Layer]:
 def advice_on_outputs(trial: Trial) -> str:
     """A warning if the outputs look like probabilities; empty otherwise."""
     tensor = trial.outputs
-    while tensor.op.type in KEEP_VALUES:
+    while tensor.op.type in KEEP_VALUES:  # look through operations that keep the values
         tensor = tensor.op.inputs[0]
     if tensor.op.type not in PROBABILITIES:
         return ""
@@ -160,7 +162,7 @@ def advice_on_outputs(trial: Trial) -> str:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuses what gives no optimizer, or one that needs more than gradients."""
+    """Refuses what a builder returns if it is not an optimizer, or is one that leaves out updates."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             f"optimizer ({name}): its function gives {kind_of(optimizer)}, and must give a keras.optimizers.Optimizer; "

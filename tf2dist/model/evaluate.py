@@ -34,7 +34,7 @@ class Evaluation:
 
 
 def chunk_size(batch_size: int, image_shape: tuple[int, ...]) -> int:
-    """Examples for each forward pass: as many as a training step takes for certain, more if they are small."""
+    """Examples for each forward pass: a training step's, which surely fit into memory, or more if they are small."""
     small = MAX_CHUNK_BYTES // (4 * math.prod(image_shape))
     return min(MAX_CHUNK, max(batch_size, small))
 

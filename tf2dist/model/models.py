@@ -20,7 +20,7 @@ OPTIMIZERS.update(
     adagrad=keras.optimizers.Adagrad,
     rmsprop=keras.optimizers.RMSprop,
 )
-WARMUP = 0.05  # of the steps of a schedule
+WARMUP = 0.05  # as a share of the steps of a schedule
 
 
 @register_model("softmax")
@@ -77,7 +77,7 @@ def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_cla
 
 
 def build_step(arguments: dict[str, Any], splits: Splits, seed: int, scope: AbstractContextManager[Any]) -> ModelStep:
-    """Builds the model within `scope`, where its variables are to be, and looks at what a call of it shows.
+    """Builds the model within `scope`, which places its variables, and checks what a traced call of it gives.
 
     Raises:
         ConfigError: as `build_model`, or the model does not fit the data.
@@ -102,9 +102,9 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     arguments = dict(arguments)
     name = arguments.pop("name")
     if arguments.pop("schedule", "constant") == "cosine":
-        # From nothing to the full rate first: stale first steps of Adam, each as large as the rate, add up.
+        # Warm up from 0: the first steps of Adam are as large as the rate, and stale ones of several workers add up.
         warmup = int(WARMUP * total_steps)
-        rate = float(arguments["learning_rate"])  # of a whole number Keras would make whole numbers
+        rate = float(arguments["learning_rate"])  # from an int Keras would compute a schedule of ints
         begin, peak = (0.0, rate) if warmup else (rate, None)
         arguments["learning_rate"] = keras.optimizers.schedules.CosineDecay(
             begin, total_steps - warmup, warmup_target=peak, warmup_steps=warmup
@@ -116,6 +116,6 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     except ValueError as error:
         if function.__module__.startswith("keras."):
             raise ConfigError(f"optimizer ({name}): {first_line(str(error))}") from None
-        raise  # in the user's code
+        raise  # an error of the user's code
     checks.check_optimizer(name, optimizer)
     return optimizer

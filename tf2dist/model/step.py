@@ -1,4 +1,4 @@
-"""The training step of both modes: forward, loss and gradients as a pure function of its inputs."""
+"""The training step of both modes: forward pass, loss and gradients as a pure function of its inputs."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class StepOutput(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What one call of the model in training shows, traced and not run.
+    """What a call of the model in training shows when it is traced; it is not run.
 
     Attributes:
         outputs: symbolic tensors, in whatever structure the model gives them.
@@ -53,10 +53,9 @@ class ModelStep:
         model: the model.
         trial: what a call of it shows.
         trainable: the variables that receive gradients.
-        state: the variables that a call gives new values: those that are not trainable, and of the trainable
-            ones those that the call assigns, as spectral normalization does. The seeds of random layers are not
-            among them: those are derived from (seed, worker, step), so dropout needs no shared state and a
-            resumed run repeats it.
+        state: the variables to which a call gives new values: the non-trainable ones, and those trainable ones
+            that the call assigns, as spectral normalization does. The seeds of random layers are left out. They
+            are derived from (seed, worker, step), so dropout needs no shared state and a resumed run repeats it.
         loss_scale: what the optimizer wants the loss multiplied by, against underflow; the gradients are divided
             by it again.
     """
@@ -74,7 +73,7 @@ class ModelStep:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Every variable once."""
+        """Every variable once; at the end of `state` stand trainable ones again."""
         return [*self.trainable, *self.state[: len(self.state) - len(self.trial.assigned)]]
 
     def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -92,7 +91,7 @@ class ModelStep:
             logits = tf.cast(outputs, tf.float32)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
             loss = tf.reduce_sum(batch.weights * losses)
-            if penalties:  # of the whole step; each worker adds its share
+            if penalties:  # they belong to the whole step, so each worker adds its share of them
                 loss += tf.add_n([tf.reduce_sum(tf.cast(p, tf.float32)) for p in penalties]) * tf.reduce_sum(
                     batch.weights
                 )
@@ -121,7 +120,10 @@ class ModelStep:
         seed: tf.Tensor,
         tape: tf.GradientTape | None,
     ) -> tuple[Any, "_CallScope", list[tf.Tensor]]:
-        """Calls the model as Keras' own training does, with the values of its variables; without a tape to evaluate.
+        """Calls the model as Keras's own training does, at the given values of its variables.
+
+        Args:
+            tape: None to evaluate.
 
         Returns:
             The outputs, the scope that knows what was assigned, and the losses that the layers have added.
@@ -138,13 +140,14 @@ class ModelStep:
     def _gradients(
         self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: "_CallScope"
     ) -> list[tf.Tensor]:
-        """Of the loss by each variable: by its value before the call, and by those that the call has assigned."""
+        """The gradients of the loss, each summed over a variable's value before the call and the assigned ones."""
         leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
         found = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in found]
         return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
 
     def _try(self, image_shape: tuple[int, ...]) -> Trial:
+        """Traces one call in training, to see what it returns and which trainable variables it assigns."""
         found: list[Trial] = []
 
         def call(trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor) -> None:
@@ -159,13 +162,13 @@ class ModelStep:
 
 
 class _CallScope(keras.StatelessScope):  # type: ignore[misc]
-    """Keeps what a call assigns to variables from the variables.
+    """Catches the values that a call assigns, so that the variables themselves do not change.
 
-    In TensorFlow an assignment has no gradient: that of a trainable variable is the sum of those by its value
-    before and by what was assigned, and nothing flows from the one to the other.
+    In TensorFlow no gradient flows through an assignment. The gradient of an assigned variable is the sum of
+    the gradients by its value before the call and by the assigned values, each taken as independent.
 
     Attributes:
-        assigned: the values that each trainable variable was given, by its id.
+        assigned: the values that the call assigns to each trainable variable, by the variable's id.
     """
 
     def __init__(
@@ -188,9 +191,9 @@ class _CallScope(keras.StatelessScope):  # type: ignore[misc]
 
 
 def without_padding(batch: Batch) -> Batch:
-    """The examples of a batch that count, or one if there are none: layers may look at the whole batch.
+    """The batch without its padding, because some layers look at the whole batch; one example if all is padding.
 
-    Keras' last batch of an epoch is shorter, too. To be called outside of what XLA compiles.
+    In Keras, too, the last batch of an epoch is shorter. XLA must not compile this: it needs fixed shapes.
     """
     count = tf.maximum(tf.math.count_nonzero(batch.weights, dtype=tf.int32), 1)
     return Batch(*(part[:count] for part in batch))
@@ -199,8 +202,8 @@ def without_padding(batch: Batch) -> Batch:
 def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> list[Batch]:
     """The batches of several steps, `[num_steps, batch_size, ...]` each part, as `without_padding` gives them.
 
-    What can be done for all steps at once is: a small model takes 3,000 steps a second, and each operation
-    of a step costs about a microsecond.
+    As much as possible is computed for all steps at once: a small model takes 3,000 steps a second, and each
+    operation of a step costs about a microsecond.
     """
     counts = tf.maximum(tf.math.count_nonzero(element[2], axis=1, dtype=tf.int32), 1)
     ends = tf.unstack(tf.stack([tf.range(1, num_steps + 1), counts], axis=1), num_steps)
@@ -227,7 +230,7 @@ def _is_correct(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 
 class Packing:
-    """Many tensors as one float32 vector: a transfer costs a call for each tensor, whatever its size."""
+    """Packs many tensors into one float32 vector: a transfer costs a call for each tensor, whatever its size."""
 
     def __init__(self, variables: list[keras.Variable]) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
@@ -236,7 +239,7 @@ class Packing:
         self.size = sum(self.sizes)
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
-        """A vector of `size` elements and those of the vectors `more`."""
+        """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         return tf.concat([*flat, *more], axis=0)
 
@@ -249,5 +252,5 @@ class Packing:
 
 
 def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
-    """A sum of N parts of a whole number is only close to it in float32."""
+    """Casts, and rounds for an integer type: a whole number that was summed up from parts is inexact in float32."""
     return tf.cast(tf.round(tensor) if dtype.is_integer else tensor, dtype)
