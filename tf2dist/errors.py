@@ -13,7 +13,7 @@
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
     `- Interrupted     143, 130 or 129     SIGTERM, Ctrl-C or SIGHUP
 
-Schedulers read 1 to 127 as permanent and 128 and up as worth a retry.
+Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 and higher ones.
 """
 
 import difflib
@@ -29,7 +29,7 @@ from tf2dist.signals import name_of
 
 
 class TfDistError(Exception):
-    """The base: `str(error)` is what the user reads."""
+    """The base of all errors that the user reads, as `str(error)`."""
 
     exit_code = 1
 
@@ -80,14 +80,14 @@ class Interrupted(TfDistError):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """How one task failed, as the task itself tells it in a file beside its log."""
+    """How one task failed; the task itself writes this into a file beside its log."""
 
     task: str
     time: float
     exit_code: int
     message: str
     details: str = ""
-    by_signal: bool = False  # it was killed, so this is what others say of it
+    by_signal: bool = False  # it was killed or lost, so it could write nothing itself
 
     @classmethod
     def of(cls, task: str, error: BaseException) -> "FailureRecord":
@@ -110,11 +110,11 @@ class FailureRecord:
 
 
 class TaskFailure(TfDistError):
-    """Tasks of this host failed: the first is the cause, the others are its echo.
+    """Tasks of this host failed: the first failure is the cause, the others are its consequences.
 
     Args:
-        records: one for each task that failed, the earliest first.
-        more: to be said of the first.
+        records: one for each task that failed, the cause first.
+        more: to be added to the line about the first.
     """
 
     def __init__(self, records: list[FailureRecord], more: str = "") -> None:
@@ -138,15 +138,15 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: what is no letter, sign or space is spelled out, such as \\x1b.
+    """Text for a terminal: control characters are spelled out, such as \\x1b.
 
-    Messages quote what others have written, and a terminal obeys what it is shown: it can be made to hide
-    lines, or to answer as if the user had typed.
+    Messages quote text that others have written, and a terminal obeys the escape sequences in it: they can hide
+    lines, or make the terminal answer as if the user had typed.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, as the end of an error's line; "" if none is like it."""
+    """The known word that was probably meant, as the end of an error's line; "" if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

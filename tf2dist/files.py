@@ -1,7 +1,7 @@
-"""Files in a folder that others may have had their hands in.
+"""Files in a folder into which other users may be able to write.
 
-A link there is not followed when it is written to: it could lead to any file of ours. A FIFO is not
-waited for: opened in the usual way, it stands still until somebody opens the other end.
+Writing follows no link, which could lead to any file of this user. Opening does not wait for a FIFO, which
+would block until another process opens its other end.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file; also an `opener` for `open`.
+    """Opens a regular file; can serve `open` as its `opener`.
 
     Args:
         flags, mode: of `os.open`.
 
     Raises:
-        OSError: it cannot be opened; also because it is a link or no regular file.
+        OSError: it cannot be opened, is a link, or is not a regular file.
     """
     try:
         return _regular(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode), path)
@@ -34,7 +34,7 @@ def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
 
 def open_log(path: str | Path) -> int:
-    """Opens a log, which its owner alone can read.
+    """Opens a log to append to it; only the owner can read one that is created here.
 
     Raises:
         OSError: see `open_to_write`.
@@ -43,10 +43,10 @@ def open_log(path: str | Path) -> int:
 
 
 def open_to_read(path: Path) -> io.BufferedReader:
-    """Opens a regular file, or the one that a link leads to.
+    """Opens a regular file to read it; follows links.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     return os.fdopen(_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
 
@@ -63,14 +63,14 @@ def _no_file(path: str | Path) -> OSError:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, text as UTF-8; takes the place of a link instead of following it.
+    """Writes a file whole or not at all, text as UTF-8; replaces a link instead of following it.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f"{path.name}.part")
     try:
-        part.unlink(missing_ok=True)  # of a process that was killed here
+        part.unlink(missing_ok=True)  # left by a process that was killed while it wrote
         with open(part, "xb", opener=open_to_write) as file:
             file.write(content.encode() if isinstance(content, str) else content)
         part.replace(path)
@@ -81,13 +81,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a directory, and those on the way to it, readable by their owner alone.
+    """Creates a directory and its missing parents, accessible by their owner alone.
 
-    An empty directory that is there already becomes private as well; one that holds something is
-    left as it is.
+    An existing directory becomes private too if it is empty; otherwise its mode stays as it is.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     for path in reversed([folder, *folder.parents]):
         try:
@@ -95,9 +94,9 @@ def make_private(folder: Path) -> None:
         except FileExistsError:
             if not path.is_dir():
                 raise
-        except OSError:  # a file system that is read-only says so of what is there, too
+        except OSError:  # a read-only file system reports that even for a directory that exists
             if not path.is_dir():
                 raise
     if not any(folder.iterdir()):
-        with contextlib.suppress(PermissionError):  # it is another user's, and may be meant for many
+        with contextlib.suppress(PermissionError):  # it belongs to another user, and may be shared on purpose
             folder.chmod(0o700)

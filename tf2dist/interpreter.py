@@ -1,4 +1,4 @@
-"""Commands for Python processes of our own, which import from where this process does, without its secrets."""
+"""Commands and environments of child Python processes: the same module path as here, without the secrets."""
 
 import json
 import os
@@ -11,19 +11,19 @@ CALL_MAIN = "import importlib; importlib.import_module(sys.argv.pop(1)).main()"
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that calls the `main` of a module, which finds `arguments` behind ``sys.argv[0]``.
+    """The command that calls the `main` of a module, with `arguments` in ``sys.argv[1:]``.
 
-    Unlike ``python -m MODULE`` it does not look for modules in the working directory, where anybody's keras.py may lie.
+    Unlike ``python -m MODULE`` it does not import from the working directory, where there may be some other keras.py.
     """
     return code_command(CALL_MAIN, module, *arguments)
 
 
 def code_command(code: str, *arguments: str) -> list[str]:
-    """The same for a piece of code."""
+    """The command that runs a piece of code, with `arguments` in ``sys.argv[1:]``."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     return [sys.executable, "-P", "-c", SAME_PATH + code, path, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """The environment without the token: these processes run users' code, and others may read theirs."""
+    """This process's environment without the job token, since child processes run the user's code."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}

@@ -1,8 +1,8 @@
-"""What only Linux has: a private network for a local cluster, and signals at the death of a parent.
+"""What only Linux offers: a private network for a local cluster, signals at a parent's death, its range of ports.
 
-A TensorFlow server told ``localhost:2222`` binds port 2222 of all interfaces, without
+A TensorFlow server at ``localhost:2222`` binds port 2222 of all interfaces, without
 authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network
-namespace that holds nothing but a loopback device, "all interfaces" is that device.
+namespace with only a loopback device, "all interfaces" means that device.
 """
 
 import ctypes
@@ -21,16 +21,18 @@ CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
 PR_SET_PDEATHSIG = 1
-DEFAULT_EPHEMERAL_PORTS = range(32768, 61000)  # the kernel's own
+DEFAULT_EPHEMERAL_PORTS = range(32768, 61000)  # the kernel's default
 
 
 def enter_private_network() -> bool:
-    """Moves this process, which must have one thread, into a fresh network with only loopback.
+    """Moves this process, which must have a single thread, into a new network namespace with only a loopback device.
 
-    Needs root, or a kernel that lets ordinary users make user namespaces. Returns whether it
-    worked; where it did not, nothing has changed.
+    Needs root, or a kernel that lets ordinary users create user namespaces.
+
+    Returns:
+        Whether it worked; if not, nothing has changed.
     """
-    pid = os.fork()  # a child tries first: half of the way in there is no way back
+    pid = os.fork()  # a child tries first: a failure half-way cannot be undone
     if pid == 0:
         code = 1
         try:
@@ -45,7 +47,7 @@ def enter_private_network() -> bool:
 
 
 def _enter() -> None:
-    """Raises OSError where the system does not allow it, AttributeError where it has no namespaces."""
+    """Raises OSError if the system does not allow it, AttributeError if it has no namespaces."""
     uid, gid = os.getuid(), os.getgid()
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     if unshare(CLONE_NEWNET) != 0:
@@ -60,19 +62,19 @@ def _enter() -> None:
 
 
 def set_death_signal(signum: int) -> None:
-    """Has the kernel send this process a signal when its parent ends, however it ends."""
+    """Makes the kernel send this process a signal when its parent ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when `parent_pid` ends, however it ends."""
+    """Makes the kernel kill this process when its parent `parent_pid` ends, for whatever reason."""
     set_death_signal(signal.SIGKILL)
-    if os.getppid() not in (parent_pid, 0):  # it ended before the call; 0: it is in another process namespace
+    if os.getppid() not in (parent_pid, 0):  # it has already ended; 0: it is in another PID namespace
         os._exit(1)
 
 
 def ephemeral_ports() -> range:
-    """The ports that the system gives to outgoing connections; empty if it does not say."""
+    """The ports that the kernel gives to outgoing connections; empty if they cannot be read."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:
@@ -81,9 +83,9 @@ def ephemeral_ports() -> range:
 
 
 def unused_ports(count: int) -> list[int]:
-    """Ports that are free, all different, and below those that the system gives to outgoing connections.
+    """Different free ports from 10,000 up to those that the kernel gives to outgoing connections.
 
-    Where these begin below 20,000, some of them too.
+    If these begin below 20,000, the free ports may be among them.
     """
     first_ephemeral = (ephemeral_ports() or DEFAULT_EPHEMERAL_PORTS)[0]
     candidates = list(range(10_000, max(first_ephemeral, 20_000)))
@@ -92,7 +94,7 @@ def unused_ports(count: int) -> list[int]:
 
 
 def _is_free(port: int) -> bool:
-    """Whether nobody listens there, in the families that the kernel has; it may have no IPv6."""
+    """Whether no process listens there, by IPv6 or IPv4; a kernel may have only one of the two."""
     for family in (socket.AF_INET6, socket.AF_INET):
         try:
             with socket.socket(family) as sock:

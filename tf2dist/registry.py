@@ -28,17 +28,18 @@ Registry = dict[str, Callable[..., Any]]
 MODELS: Registry = {}
 DATA: Registry = {}
 OPTIMIZERS: Registry = {}
-_PLACES: dict[tuple[str, str], str] = {}  # where each was registered, by option and name; not those of our own
+_PLACES: dict[tuple[str, str], str] = {}  # file and line of what plugins have registered, by option and name
 
 
 def _decorator(registry: Registry, option: str, name: str, override: bool) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
-        # That of the function, since a helper may register those of several files; a class has none of its own.
+        # A helper may register functions of several files, so the place is the function's own. A class has no code
+        # object; its place is the caller's.
         code, caller = getattr(function, "__code__", None), sys._getframe(1)
         file, line = (code.co_filename, code.co_firstlineno) if code else (caller.f_code.co_filename, caller.f_lineno)
         place = f"{file}, line {line}"
         before = _PLACES.get((option, name), "tf2dist itself")
-        # A file that another one imports runs twice; what it registers then is the same.
+        # A plugin that another one imports runs twice, and registers the same functions again.
         if name in registry and not override and before != place:
             raise ConfigError(
                 f"{option} ({name}): is registered by {before}, and again by {place}; choose another name, or replace "
@@ -59,7 +60,7 @@ def register_model(name: str, *, override: bool = False) -> Callable[[Function],
     that wants other inputs begins with a layer of its own, such as ``keras.layers.Rescaling(255.0)``.
 
     Args:
-        name: what ``model=`` chooses it by; its arguments are options, as in ``+model.width=128``.
+        name: the value of ``model=`` that chooses it; its arguments are options, as in ``+model.width=128``.
         override: replaces what is registered under the name, be it a model of tf2dist's own.
 
     Raises:
@@ -72,7 +73,7 @@ def register_data(name: str, *, override: bool = False) -> Callable[[Function], 
     """Registers ``function(data_config, **arguments) -> tf2dist.data.Splits``, with images of bytes (uint8).
 
     Args:
-        name: what ``data=`` chooses it by; its arguments are options, as in ``+data.size=1000``.
+        name: the value of ``data=`` that chooses it; its arguments are options, as in ``+data.size=1000``.
         override: as of `register_model`.
 
     Raises:
@@ -89,7 +90,7 @@ def register_optimizer(name: str, *, override: bool = False) -> Callable[[Functi
     gets the number of updates of the whole run, for a schedule.
 
     Args:
-        name: what ``optimizer=`` chooses it by; its arguments are options, as in ``+optimizer.peak=0.1``.
+        name: the value of ``optimizer=`` that chooses it; its arguments are options, as in ``+optimizer.peak=0.1``.
         override: as of `register_model`.
 
     Raises:
@@ -110,10 +111,10 @@ def look_up(registry: Registry, option: str, name: str) -> Callable[..., Any]:
 
 
 def call(option: str, name: str, function: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Calls what is registered as `name` with the user's arguments and those that the run gives.
+    """Calls a registered function with the user's arguments (`given`) and those of the run (`fixed`).
 
     Raises:
-        ConfigError: the function takes no such arguments, or wants others.
+        ConfigError: the function does not accept these arguments, or needs others.
     """
     if both := sorted(given.keys() & fixed.keys()):
         raise ConfigError(f"{option}.{both[0]} ({given[both[0]]}): is given by the run itself; leave it out")
@@ -126,7 +127,7 @@ def call(option: str, name: str, function: Callable[..., Any], given: dict[str, 
 
 
 class _Loader(SourceFileLoader):
-    """Leaves no byte code beside the user's file, and takes none: it is told from a changed file by whole seconds."""
+    """Neither reads nor writes cached byte code, which a change of the file in the same second would not invalidate."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         code: types.CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -134,13 +135,12 @@ class _Loader(SourceFileLoader):
 
 
 def load_plugins(paths: list[str]) -> None:
-    """Runs the user's files, which register what they define.
+    """Runs the user's files, which register their functions.
 
-    As with ``python FILE`` the file's own folder comes first where it looks for modules. When it
-    has run the folder goes to the end: its functions may import later, and no file beside it may
-    then stand in the place of a module that is installed.
+    While a file runs, its folder is the first in ``sys.path``, as with ``python FILE``. Then the folder moves to
+    the end: the file's functions may still import from it later, but a file there cannot hide an installed module.
 
-    Each file is a module that can be looked up, or its functions could not be given to `multiprocessing`.
+    Each file becomes a module in ``sys.modules``; without that `multiprocessing` could not find its functions.
     """
     for number, path in enumerate(paths):
         loader = _Loader(f"tf2dist_plugin_{number}_{Path(path).stem}", path)
@@ -152,6 +152,6 @@ def load_plugins(paths: list[str]) -> None:
         try:
             loader.exec_module(module)
         finally:
-            with contextlib.suppress(ValueError):  # the file may have made the list anew
+            with contextlib.suppress(ValueError):  # the file may have replaced the list
                 sys.path.remove(folder)
             sys.path.append(folder)

@@ -1,4 +1,4 @@
-"""The signals that ask a command to end, from its first moment on. Imports nothing that takes time."""
+"""The signals that ask the command to end, handled from its very start. Imports only what loads fast."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIG
 
 
 def endings() -> list[signal.Signals]:
-    """The signals that end this process: `nohup` starts it with SIGHUP ignored, and that stays so."""
+    """The signals to be handled: without SIGHUP if it was ignored when the process began, as with `nohup`."""
     return [number for number in NAMES if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
@@ -23,10 +23,10 @@ def name_of(number: int) -> str:
 
 
 def end_at_once() -> None:
-    """Has each of the signals end this process, quietly, until `Signals` takes over.
+    """Makes each of the signals end this process with one line of output, until `Signals` takes over.
 
-    Python shows a traceback for Ctrl-C while it imports, and the kernel drops a signal to process 1,
-    such as a container's command, that has no handler.
+    By default Python shows a traceback for Ctrl-C during imports, and process 1, such as a container's
+    command, does not get a signal for which it has no handler.
     """
     for number in endings():
         signal.signal(number, _exit)
@@ -34,16 +34,16 @@ def end_at_once() -> None:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:  # a reader that stalls must not keep this process
+        if select.select([], [2], [], 0)[1]:  # the write must not wait for a reader that stalls
             os.write(2, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
     os._exit(128 + number)
 
 
 class Signals:
-    """Receives the signals while a `with` block lasts: the first raises KeyboardInterrupt, unless `held`.
+    """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `held`.
 
     Attributes:
-        received: the first, and those that show impatience.
+        received: the first signal, and later ones that ask to stop at once; see `is_impatient`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[list[int]]:
-        """Around a loop that looks at `received`: nothing is raised."""
+        """For a block that looks at `received` itself: no signal raises anything in it."""
         self._is_held = True
         try:
             yield self.received
@@ -79,18 +79,18 @@ class Signals:
         if self._is_held:
             return
         if len(self.received) > 1:
-            os._exit(128 + self.received[0])  # tidying up takes too long
+            os._exit(128 + self.received[0])  # do not wait for the clean-up that the first signal began
         raise KeyboardInterrupt
 
 
 def is_impatient(first: int, number: int, secs: float) -> bool:
-    """Whether a signal means that the order which the first one asked for takes too long.
+    """Whether a later signal asks to stop at once, instead of the orderly stop that the first one began.
 
-    At a time limit SLURM sends SIGTERM twice within 30 ms, and systemd SIGHUP right after SIGTERM:
-    machines repeat themselves at once. Who has seen that nothing happened needs longer, or
-    chooses another signal.
+    At a time limit SLURM sends SIGTERM twice within 30 ms, and systemd sends SIGHUP right after SIGTERM:
+    such repetitions by programs do not count. A person who sees that the stop takes long sends a signal later,
+    or chooses another one.
 
     Args:
-        secs: between the two.
+        secs: the time between the two signals.
     """
     return secs >= REPEAT_SECS or (first != number and signal.SIGHUP not in (first, number))

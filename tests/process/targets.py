@@ -82,7 +82,7 @@ def stand(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Never returns from a function of the user's, as this file is, watched like a task."""
     from tf2dist.process import heartbeat
 
-    heartbeat.TELL_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
+    heartbeat.STANDING_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
     heartbeat.start(to_launcher, 0.5)
     never_returns()
     return 0

@@ -1,7 +1,7 @@
-"""What an address means: who can reach it, and which process holds its port on this host.
+"""Addresses: what a name resolves to, who can reach an address, and which process holds a port of this host.
 
-A TensorFlow server asks nobody for a password and listens on every interface of its host
-(https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md), so an address is a border.
+A TensorFlow server has no authentication and listens on every interface of its host
+(https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md), so whoever reaches it can run code there.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ def split(address: str) -> tuple[str, int]:
 
 
 def resolve(host: str, port: int) -> list[Endpoint]:
-    """What a name and a port mean to a socket, IPv4 first. May take long: a name server decides.
+    """The addresses of a name, each with the port, for a socket; IPv4 first. May wait long for a name server.
 
     Raises:
-        socket.gaierror: nobody knows the name.
+        socket.gaierror: the name is unknown.
     """
     return sorted(_look_up(host, port), key=lambda endpoint: endpoint[0] != socket.AF_INET)
 
 
 def ips_of(host: str) -> list[Ip]:
-    """All addresses of a name, each once; none if nobody knows it. May take as long as `resolve`."""
+    """All addresses of a name, each once; none if it is unknown. May wait long for a name server."""
     try:
         return list(dict.fromkeys(ip_of(address[0]) for _, address in _look_up(host, 0)))
     except OSError:
@@ -45,7 +45,7 @@ def ips_of(host: str) -> list[Ip]:
 def _look_up(host: str, port: int) -> list[Endpoint]:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError:  # no name can be written like this
+    except UnicodeError:  # it cannot be encoded as a host name
         raise socket.gaierror(socket.EAI_NONAME, "name unknown") from None
     return [(int(family), (str(address[0]), int(address[1]))) for family, _, _, _, address in infos]
 
@@ -65,13 +65,13 @@ def as_ipv4(ip: Ip) -> Ip:
 
 
 def is_public(ip: Ip) -> bool:
-    """Whether the internet routes it."""
+    """Whether the internet routes the address."""
     ip = as_ipv4(ip)
     return bool(ip.is_global) and not ip.is_multicast
 
 
 def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> None:
-    """Closed by default: see the head of this file.
+    """Refuses an address that the internet can reach, unless the user allows it: see the head of this file.
 
     Raises:
         ClusterError: the task's own address is one that the internet routes, and that is not allowed.
@@ -87,7 +87,7 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
 
 
 def exposure(cluster: Cluster, task: Task) -> str:
-    """What the user has to know, at localhost too; "" on a host that has nothing but its loopback."""
+    """The warning about who can reach the task's server, even one at localhost; "" if the host has only a loopback."""
     _, port = split(cluster.address(task))
     ips = interface_addresses()
     if all(ip.is_loopback for ip in ips):
@@ -109,7 +109,7 @@ def interface_addresses() -> list[Ip]:
 def port_holder(port: int) -> str:
     """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be seen.
 
-    Of several that share a socket it is the one that has forked the others, such as a web server's first process.
+    Of several processes that share the socket it is the one that forked the others, such as a web server's first one.
     """
     with contextlib.suppress(OSError, psutil.Error):  # no /proc, or the process has just ended
         pids = [each.pid for each in psutil.net_connections("tcp") if each.pid and _listens(each, port)]

@@ -1,4 +1,4 @@
-"""Listening sockets at a task's own address, and what its name means on this host."""
+"""Listening sockets at a task's own address."""
 
 import errno
 import socket
@@ -14,7 +14,7 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
     """Listens at some free port of the task's own address.
 
     Raises:
-        ClusterError: the address is not this host's.
+        ClusterError: the address is not one of this host.
         TaskLostError: the name is unknown.
     """
     name = cluster.label(task)
@@ -22,14 +22,21 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
 
 
 def listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
-    """At the first of some families and addresses that this host has."""
+    """Listens at the first of the candidates that is an address of this host.
+
+    Args:
+        name: of the task, for errors.
+
+    Raises:
+        ClusterError: none of them is, or the port is taken.
+    """
     for family, address in candidates:
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
         except OSError:  # a kernel without IPv6
             continue
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError as error:
@@ -48,13 +55,18 @@ def listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
 
 
 def own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
+    """The addresses by which other hosts reach this one under the name `host`.
+
+    Raises:
+        TaskLostError: the name is unknown.
+    """
     try:
         found = resolve(host, port)
     except socket.gaierror:
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     if host == "localhost" or _is_address(host):
         return found
-    # Some systems give a host's own name a loopback address, which the others would never reach.
+    # Some systems give a host's own name a loopback address, which other hosts cannot reach.
     return [(family, address) for family, address in found if not ip_of(address[0]).is_loopback]
 
 

@@ -1,4 +1,4 @@
-"""From TF_CONFIG or lists of hosts to one checked value: the cluster and this process's task in it."""
+"""Reads TF_CONFIG or lists of hosts into one checked value: the cluster and this process's task in it."""
 
 import ipaddress
 import json
@@ -34,7 +34,7 @@ def from_config(config: RunConfig, tf_config: str | None) -> HostTask:
 
 
 def _with_run_dir(config: RunConfig, cluster: Cluster, task: Task) -> HostTask:
-    """An evaluator with a default of its own would wait for checkpoints that nobody writes there."""
+    """Refuses an evaluator without `run_dir`: in a new default directory it would wait for checkpoints for ever."""
     if task.job == "evaluator" and config.run_dir is None:
         raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
     return HostTask(cluster, task)
@@ -65,7 +65,7 @@ def _from_tf_config(text: str, mode: str) -> HostTask:
             f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; "
             f"it looks like {EXAMPLE}"
         ) from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 100,000 brackets
+    except (ValueError, RecursionError) as error:  # for example a number of 5,000 digits, or 100,000 brackets
         raise ClusterError(f"TF_CONFIG: cannot be read ({error}); it looks like {EXAMPLE}") from None
     for key in ("cluster", "task"):
         if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
@@ -74,7 +74,7 @@ def _from_tf_config(text: str, mode: str) -> HostTask:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two members with one name, Python would take the last without a word."""
+    """A JSON object; refuses two members with the same name, of which Python would silently take the last."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ClusterError(f'TF_CONFIG: "{name}" is there {count} times; leave all but one out')
@@ -82,7 +82,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> HostTask:
-    """Checks everything that one task can see alone and reports all mistakes at once."""
+    """Checks everything that needs no other task, and reports all mistakes at once."""
     problems = [*_job_problems(jobs, mode), *_address_problems(jobs)]
     if not problems:
         problems += _count_problems(jobs, mode)
@@ -138,7 +138,7 @@ def _why_not_one_host(host: str) -> str:
     """Why a name or an address does not stand for one host, with the way out; "" if it does."""
     ip = _ip(host)
     if ip is None:
-        try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are no names: the system reads them as numbers
+        try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are not names: the system reads them as numbers
             read = socket.inet_ntoa(socket.inet_aton(host))
         except OSError:
             return ""
@@ -151,7 +151,7 @@ def _why_not_one_host(host: str) -> str:
 
 
 def _ip(host: str) -> Ip | None:
-    """The address that a text is, an IPv4 address written as IPv6 as what it is; None for a name."""
+    """The address in a text, as IPv4 if it is an IPv4 address written as IPv6; None for a name."""
     try:
         return as_ipv4(ip_of(host.strip("[]")))
     except ValueError:
@@ -159,9 +159,9 @@ def _ip(host: str) -> Ip | None:
 
 
 def canonical(address: str) -> str:
-    """One text for all ways to write one "host:port"; nothing is looked up.
+    """The same text for all ways to write the same "host:port", without looking up names.
 
-    TensorFlow's servers listen on all interfaces, so all loopback addresses of a port are one.
+    TensorFlow's servers listen on all interfaces, so all loopback addresses with one port count as the same.
     """
     host, port = split(address)
     ip = _ip(host)
@@ -190,7 +190,7 @@ def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     if not isinstance(job, str) or job not in jobs:
         return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
-        index = int(index)  # TensorFlow takes "0" too
+        index = int(index)  # TensorFlow accepts "0" too
     count = len(jobs[job]) if isinstance(jobs[job], list) else 0
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]

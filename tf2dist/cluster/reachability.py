@@ -1,4 +1,4 @@
-"""Addresses on the network: is mine mine, are the others there; with a deadline and a name for who is missing."""
+"""Whether a task's address is this host's own, and whether the other tasks can be reached at theirs."""
 
 import contextlib
 import errno
@@ -26,14 +26,14 @@ MAX_LOOKED_UP = 64  # names of other tasks, each by a thread of its own
 def wait_for_own_name(
     cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], notify: Callable[[str], None]
 ) -> None:
-    """Waits until this host knows the name in the task's address: a new pod's may be known later than the pod runs.
+    """Waits until this host can resolve the name in its task's address, which may be a while after a pod has started.
 
     Args:
         check: called several times a second; what it raises ends the waiting.
         notify: takes a line for the user every few seconds.
 
     Raises:
-        TaskLostError: it is not known within `timeout_secs`.
+        TaskLostError: it cannot be resolved within `timeout_secs`.
     """
     host, _ = split(cluster.address(task))
     wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
@@ -48,7 +48,7 @@ def wait_for_own_name(
 
 
 def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> list[Ip]:
-    """What a name means, none if it is not known by the deadline: a name server may take longer to say nothing."""
+    """Looks up a name in a thread, since a name server may take longer than the deadline allows; none if it is late."""
     found: queue.SimpleQueue[list[Ip]] = queue.SimpleQueue()
     threading.Thread(target=lambda: found.put(ips_of(host)), daemon=True).start()
     while True:
@@ -60,10 +60,10 @@ def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> lis
 
 
 def check_no_alias(cluster: Cluster, task: Task) -> None:
-    """Looks whether another task's name means this task's address and port; names that are not known yet pass.
+    """Checks that no other task has this task's address under another name; names that are not known yet pass.
 
     Raises:
-        ClusterError: two tasks of the list are one.
+        ClusterError: two tasks have the same address and port.
     """
     _, port = split(cluster.address(task))
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
@@ -81,10 +81,10 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
 
 
 def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: float) -> dict[Task, Answer]:
-    """Asks about many tasks at once what may take long, such as a look-up by a name server that is down.
+    """Calls a function for many tasks at once, since each call may block, for example in the look-up of a name.
 
     Returns:
-        The answers that came within `secs`. The threads of the others are left behind.
+        The answers that came within `secs`. The threads of the other calls are left behind.
     """
     answers: dict[Task, Answer] = {}
 
@@ -101,11 +101,11 @@ def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: flo
 
 
 def check_own_address(cluster: Cluster, task: Task) -> None:
-    """Finds out before TensorFlow does, which would only say that it could not start a server.
+    """Checks the task's address before TensorFlow uses it, whose error would not say what is wrong with it.
 
     Raises:
-        ClusterError: the task's address is not this host's, or its port is taken.
-        TaskLostError: its name is not known (any more).
+        ClusterError: it is not an address of this host, or its port is taken.
+        TaskLostError: its name is not known, or no longer known.
     """
     host, port = split(cluster.address(task))
     name = cluster.label(task)
@@ -128,7 +128,7 @@ def _bind_error(family: int, address: tuple[str, int]) -> int:
     """The error number of binding to an address, 0 for none."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:  # a kernel without IPv6 refuses this already
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what closed a moment ago is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
             probe.bind(address)
     except OSError as error:
         return error.errno or 0
@@ -136,7 +136,7 @@ def _bind_error(family: int, address: tuple[str, int]) -> int:
 
 
 def why_unreachable(address: str) -> str:
-    """Why nobody answers at "host:port", or "" if somebody does."""
+    """Why no connection to "host:port" can be made; "" if one can."""
     try:
         socket.create_connection(split(address), timeout=PROBE_SECS).close()
     except (socket.gaierror, UnicodeError):
@@ -164,7 +164,7 @@ def wait_for_peers(
         on_look: called after every look, about ten times a second.
 
     Raises:
-        TaskLostError: naming all who did not within `timeout_secs`, and why.
+        TaskLostError: some did not within `timeout_secs`; the message names them and says why.
     """
     wait = Wait(timeout_secs, notify)
     missing = dict.fromkeys(tasks, "")
@@ -182,7 +182,7 @@ def wait_for_peers(
 
 
 def wait_until_gone(cluster: Cluster, tasks: list[Task], timeout_secs: float) -> None:
-    """Waits until no task listens any more, or until the time is over."""
+    """Waits until none of the tasks listens any more, at most `timeout_secs`."""
     deadline = time.monotonic() + timeout_secs
     while any(not why_unreachable(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The cluster as a small value: who exists, and where."""
+"""The cluster as a small immutable value: its tasks and their addresses."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Task:
 
     @classmethod
     def parse(cls, name: str) -> "Task":
-        """From what `str` makes of it."""
+        """The task of a name such as "worker-0", which is what `str` makes of it."""
         job, _, index = name.rpartition("-")
         return cls(job, int(index))
 
@@ -30,8 +30,8 @@ class Task:
 class Cluster:
     """Addresses ("host:port") by job and index; every process of a run holds an equal value.
 
-    In mode async the task `chief` is the coordinator and computes nothing; in mode sync a chief
-    is a worker that comes before the others.
+    In mode async the task `chief` is the coordinator and computes no gradients; in mode sync a chief
+    is the first of the workers.
     """
 
     mode: str
@@ -73,7 +73,7 @@ class Cluster:
         return can_lose(self.mode, task.job)
 
     def tf_jobs(self) -> dict[str, list[str]]:
-        """What TensorFlow is told; it must not wait for an evaluator."""
+        """The cluster for TensorFlow: without the evaluator, for which it must not wait."""
         return {job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"}
 
 
@@ -85,7 +85,7 @@ class HostTask(NamedTuple):
 
 
 def can_lose(mode: str, job: str) -> bool:
-    """Whether a run goes on without a task of this job: an asynchronous worker holds nothing that is not on a ps."""
+    """Whether a run goes on without a task of this job: all state of an asynchronous worker is on the ps tasks."""
     return job == "evaluator" or (mode == "async" and job == "worker")
 
 

@@ -1,7 +1,7 @@
-"""Examples: found or downloaded once, decided for all tasks, cut and shuffled as a pure function.
+"""The examples: found or downloaded once for all tasks, then cut and shuffled as a pure function of the seed.
 
-`Arrays` and `Splits` are what a plugin's data function returns; they are imported when first asked for,
-since the launching process has no use for them.
+A plugin's data function returns `Arrays` in `Splits`. These are imported on first use, since the launching
+process does not need them.
 """
 
 from typing import TYPE_CHECKING, Any

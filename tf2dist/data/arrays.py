@@ -19,7 +19,7 @@ from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.errors import DataError, first_line, kind_of
 from tf2dist.registry import DATA, call, look_up, register_data
 
-# Rewriting functions takes longer than tracing them, and a task that is killed leaves the new source in /tmp.
+# AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 
 
@@ -51,11 +51,11 @@ class Splits:
 
 
 def load(config: DataConfig) -> Splits:
-    """Reads the data that `config.name` names.
+    """Loads the data set that `config.name` chooses.
 
     Raises:
         ConfigError: nothing is registered under that name, or it takes no such arguments.
-        DataError: it is not where it should be, or not what `Splits` promises.
+        DataError: it is missing, or is not as `Splits` and `Arrays` describe it.
     """
     function, name = look_up(DATA, "data", config.name), f"data ({config.name})"
     splits: Splits = call("data", config.name, functools.partial(function, config), config.arguments, {})
@@ -89,7 +89,7 @@ def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
 
 @register_data("mnist")
 def load_mnist(config: DataConfig) -> Splits:
-    """MNIST as tensorflow-datasets has prepared it; its first examples are the validation set."""
+    """MNIST as prepared by tensorflow-datasets; its first training examples become the validation set."""
     files = mnist_files(mnist_dir(config))
     if files is None:
         raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
@@ -108,7 +108,7 @@ def load_digits(config: DataConfig) -> Splits:
         gzip.open(packed) as file,
     ):
         table = np.loadtxt(file, delimiter=",", dtype=np.int32)
-    table = np.random.default_rng(0).permutation(table)  # the file is in the order of the writers
+    table = np.random.default_rng(0).permutation(table)  # the file is ordered by writer
     pixels = (table[:, :-1].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
     images = np.pad(pixels.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))[..., None]
     labels = table[:, -1].astype(np.uint8)
@@ -120,9 +120,9 @@ def load_digits(config: DataConfig) -> Splits:
 
 
 def _cached(path: Path) -> Arrays:
-    """The decoded images and labels of a TFRecord file, decoded once for each user and mapped from then on.
+    """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
 
-    Decoding 60,000 PNG images takes a second in every worker; where the cache cannot be written, it is done again.
+    Decoding 60,000 PNG images takes a second in every worker. If the cache cannot be written, every run does it.
 
     Raises:
         DataError: the file is damaged.
@@ -133,7 +133,7 @@ def _cached(path: Path) -> Arrays:
         raise location.damaged(path, f"cannot be read: {error.strerror}") from None
     if folder is None:
         return _decode(path)
-    with contextlib.suppress(OSError, ValueError, EOFError):  # not there, or not whole
+    with contextlib.suppress(OSError, ValueError, EOFError):  # missing or incomplete
         return _mapped(folder)
     is_broken, arrays = os.path.exists(folder), _decode(path)
     with contextlib.suppress(OSError, ValueError, EOFError):
@@ -146,17 +146,17 @@ def _cached(path: Path) -> Arrays:
             cache.seal(made)
             if is_broken:
                 folder.rename(Path(temporary, "broken"))
-            with contextlib.suppress(OSError):  # another task was faster, and what it has made may be mapped already
+            with contextlib.suppress(OSError):  # another task was faster, and its files may be mapped already
                 made.rename(folder)
         return _mapped(folder)
     return arrays
 
 
 def _mapped(folder: Path) -> Arrays:
-    """The arrays in a folder of the cache, whose bytes the launching process has compared with their hashes.
+    """The arrays in a folder of the cache, which the launching process has compared with their hashes.
 
     Raises:
-        OSError, ValueError, EOFError: they are not there, or not whole.
+        OSError, ValueError, EOFError: they are missing or incomplete.
     """
     if not cache.is_sealed(folder):
         raise ValueError(f"{folder} has no hashes")
@@ -167,7 +167,7 @@ def _decode(path: Path) -> Arrays:
     """The images and labels of a TFRecord file of tensorflow-datasets.
 
     Raises:
-        DataError: it is damaged, or holds another number of examples than it should.
+        DataError: it is damaged, or does not hold as many examples as it should.
     """
     expected = location.num_examples(path)
     try:
@@ -181,7 +181,7 @@ def _decode(path: Path) -> Arrays:
 
 
 def _decode_records(path: Path) -> Arrays:
-    """4 times as fast as `tfds.load`, which imports more too."""
+    """Four times as fast as `tfds.load`, which also has to import more."""
     features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
     @NO_AUTOGRAPH

@@ -1,4 +1,4 @@
-"""Decoded data, kept for the runs to come, and whether it still is what was written. Never imports TensorFlow."""
+"""A cache on disk of decoded data for later runs, with hashes that reveal damage. Never imports TensorFlow."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ HASHES = "sha256.json"
 
 
 def folder_of(source: Path) -> Path | None:
-    """Where the decoded arrays of a file are kept for this user; None if this user has no place for it.
+    """The folder for the decoded arrays of a file, one for each user; None if the user has no home directory.
 
     Raises:
-        OSError: there is no such file, or none that may be looked at.
+        OSError: the file does not exist, or may not be read.
     """
     root = paths.expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if root is None:
@@ -29,7 +29,7 @@ def folder_of(source: Path) -> Path | None:
 
 
 def seal(folder: Path) -> None:
-    """Adds the hashes of the arrays in a folder; one without them is not used."""
+    """Writes the hashes of the arrays in a folder, which completes it: a folder without hashes is not used."""
     (folder / HASHES).write_text(json.dumps({name: _sha256(folder / name) for name in ARRAYS}))
 
 
@@ -38,15 +38,16 @@ def is_sealed(folder: Path) -> bool:
 
 
 def discard_damaged(source: Path) -> bool:
-    """Removes what is kept of a file if its bytes have changed since they were written.
+    """Removes the cached arrays of a file if they no longer match their hashes.
 
-    This reads all of it, a tenth of a second for 60,000 small images: once for each run, before its tasks.
+    All of them are read, which takes a tenth of a second for 60,000 small images. So this is done once for each
+    run, before its tasks start.
 
     Returns:
-        Whether it was damaged.
+        Whether they were damaged.
 
     Raises:
-        DataError: it is damaged and cannot be removed.
+        DataError: they are damaged and cannot be removed.
     """
     folder = folder_of(source)
     if folder is None or not os.path.exists(folder) or _is_whole(folder):

@@ -1,4 +1,4 @@
-"""Where the data is, decided once and before any task starts. Never imports TensorFlow."""
+"""Decides which data all tasks use and where it is, before any of them starts. Never imports TensorFlow."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tf2dist.interpreter import child_environment, module_command
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
-DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # if there is nothing else
+DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # the fallback if MNIST cannot be had
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 
@@ -25,7 +25,7 @@ def mnist_dir(config: DataConfig) -> Path:
     """The folder in which tensorflow-datasets keeps its data sets.
 
     Raises:
-        DataError: it is below the home directory of a user who has none.
+        DataError: its path begins with ~, and this user has no home directory.
     """
     asked = config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     if folder := paths.expand(asked):
@@ -34,8 +34,8 @@ def mnist_dir(config: DataConfig) -> Path:
 
 
 def mnist_files(folder: Path) -> tuple[Path, Path] | None:
-    """The newest whole MNIST below `folder`: the TFRecord files of its training and its test set."""
-    if not os.path.isdir(folder):  # also for a folder that this user may not enter, where a look would fail
+    """The TFRecord files of the training and test set of the newest whole MNIST below `folder`; None without one."""
+    if not os.path.isdir(folder):  # nor for a folder that this user may not enter, where `glob` would fail
         return None
     for info in sorted(folder.glob("mnist/3.*/dataset_info.json"), reverse=True):
         files = [next(info.parent.glob(f"mnist-{split}.tfrecord*"), None) for split in ("train", "test")]
@@ -45,7 +45,7 @@ def mnist_files(folder: Path) -> tuple[Path, Path] | None:
 
 
 def num_examples(file: Path) -> int:
-    """How many examples a TFRecord file of MNIST holds, as tensorflow-datasets has written down beside it.
+    """How many examples a TFRecord file of MNIST holds, as recorded by tensorflow-datasets beside it.
 
     Raises:
         DataError: that cannot be read.
@@ -54,7 +54,7 @@ def num_examples(file: Path) -> int:
 
 
 def check_mnist(file: Path) -> None:
-    """What can be seen of a TFRecord file without reading all of it.
+    """Checks a TFRecord file as far as that is possible without reading all of it.
 
     Raises:
         DataError: it cannot be read, or is shorter than its examples.
@@ -76,7 +76,7 @@ def damaged(file: Path, why: str) -> DataError:
 
 
 def _split_info(file: Path) -> tuple[int, int]:
-    """The examples of the split that a file holds, and their bytes without the marks between them, 0 if not known."""
+    """The number of examples in a file, and of their bytes without the record headers; 0 if that is not known."""
     about, name = file.parent / "dataset_info.json", file.name.split(".")[0].partition("-")[2]
     try:
         (split,) = (each for each in json.loads(about.read_bytes())["splits"] if each["name"] == name)
@@ -97,9 +97,9 @@ def check_dir(config: DataConfig) -> None:
 
 
 def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
-    """The data that will really be used, by every task: as asked, or `digits` with a warning.
+    """The data that every task will use: as asked for, or `digits` with a warning.
 
-    MNIST that is missing is downloaded here, by one process, within `download_timeout_secs`.
+    If MNIST is missing, it is downloaded here, by one process, within `download_timeout_secs`.
 
     Raises:
         ConfigError: `data.dir` is given and does not exist.

@@ -1,9 +1,9 @@
 """The tf.data pipeline that shards, shuffles and batches arrays in memory.
 
 Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
-a run can go on anywhere without a saved shuffle buffer, and N workers with batches of b see the
-examples of one worker with batches of N*b. (An asynchronous worker passes over the batches whose
-updates came too late for a boundary, and were refused.)
+a run can resume at any step without a saved shuffle buffer, and N workers with batches of b see
+the examples of one worker with batches of N*b. (Batches of an asynchronous worker are lost where
+its updates came too late for a boundary and were refused.)
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Sharding:
         return self.steps_per_epoch if self.whole_batch_loss else sum(self.counted_steps())
 
     def counted_steps(self) -> list[int]:
-        """Steps in an epoch of every replica; asynchronous ones leave out those in which they have no example."""
+        """The steps of every replica in an epoch; asynchronous replicas leave out a last step without examples."""
         if self.whole_batch_loss:
             return [self.steps_per_epoch] * self.num_shards
         full_steps, rest = divmod(self.num_examples, self.global_batch_size)
@@ -62,9 +62,9 @@ class Sharding:
     def epoch_rows(self, epoch: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """One epoch of one worker: indices of its examples, int32 [steps, batch], and their weights.
 
-        The weights, float32 [steps, batch], turn a sum over examples into a mean. What is left
-        over after the last full step is divided evenly; the places that stay empty hold other
-        examples with weight 0, so that every batch has one shape.
+        The weights, float32 [steps, batch], turn a sum over examples into a mean. The
+        examples left over after the last full step are divided evenly. Unused places hold other
+        examples with weight 0, so that all batches have the same shape.
         """
         n, batch, shards = self.num_examples, self.batch_size, self.num_shards
         order = tf.random.experimental.stateless_shuffle(tf.range(n), tf.stack([self.seed, epoch]), alg="philox")
@@ -83,11 +83,14 @@ class Sharding:
 
 
 def of_arrays(examples: Arrays) -> Take:
-    """Takes them without Python, which in mode sync would wait for the Python of the steps; what is mapped stays so."""
+    """Gathers examples, without Python code if possible, for which the steps of mode sync would have to wait.
+
+    Arrays that are mapped from a file are not copied.
+    """
     images, labels = _same_memory(examples.images), tf.constant(examples.labels)
     if images is not None:
         return lambda index: (tf.gather(images, index), tf.gather(labels, index))
-    if _is_mapped(examples.images):  # at a place that TensorFlow would copy from
+    if _is_mapped(examples.images):  # and not aligned, so a tensor would be a copy
 
         def take(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             taken = tf.numpy_function(lambda i: examples.images.take(i, axis=0), [index], tf.uint8)
@@ -100,15 +103,15 @@ def of_arrays(examples: Arrays) -> Take:
 
 
 class _Writable:
-    """Passes an array that cannot be written on to DLPack, which has no word for that; TensorFlow only reads it."""
+    """Shows a read-only array to DLPack, which cannot express that, as writable; TensorFlow only reads it."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # as long as this is there, its memory is
+        self._array = array  # keeps its memory alive
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def _same_memory(array: np.ndarray) -> tf.Tensor | None:
-    """A tensor that lies where the array lies, which TensorFlow allows at multiples of 64 bytes; None elsewhere."""
+    """A tensor in the array's own memory, or None: TensorFlow wants that at a multiple of 64 bytes."""
     if array.ctypes.data % ALIGNMENT or not array.flags.c_contiguous or not array.size:
         return None
     return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
@@ -124,7 +127,8 @@ def _is_mapped(array: np.ndarray) -> bool:
 def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0) -> tf.data.Dataset:
     """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
 
-    It begins at the worker's own step `first_step`. Batches are taken whole: shuffling elements costs far more.
+    It begins at the worker's own step `first_step`. Whole batches are gathered at once, since shuffling single
+    elements costs far more.
     """
     return _taken(_rows(sharding, shard, first_step), take)
 
@@ -132,9 +136,9 @@ def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: 
 def blocks(
     take: Take, sharding: Sharding, shard: int | tf.Tensor, size: int, first_step: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
-    """Like `batches`, `size` steps an element: one call of the iterator for many steps.
+    """Like `batches` with `size` steps in each element: one call of the iterator serves many steps.
 
-    A step that has no example of its own for this worker is left out, and not counted: its update would do nothing.
+    A step without examples for this worker is left out and not counted, since its update would change nothing.
     """
 
     @NO_AUTOGRAPH
@@ -165,7 +169,7 @@ def _taken(rows: tf.data.Dataset, take: Take) -> tf.data.Dataset:
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # sharded above
-    options.autotune.enabled = False  # nothing to tune, and its thread, asleep, would hold up the end of an iterator
+    options.autotune.enabled = False  # there is nothing to tune, and its sleeping thread delays an iterator's end
     options.threading.private_threadpool_size = 1
-    options.experimental_optimization.apply_default_optimizations = False  # which would hold a copy of what is gathered
+    options.experimental_optimization.apply_default_optimizations = False  # they copy the gathered arrays
     return rows.map(examples).prefetch(2).with_options(options)

@@ -1,7 +1,7 @@
-"""What the launcher tells a running task, on its standard input, a message a line.
+"""The launcher's messages to a running task, one per line on its standard input.
 
-So far one thing: that another task is gone. TensorFlow notices the end of a process by its
-connections; when a whole host is cut off nothing closes them, and a call to it waits for ever.
+There is one so far: that another task is gone. TensorFlow notices the end of a process when its
+connections close. When a whole host is cut off nothing closes them, and a call to it waits for ever.
 """
 
 import contextlib
@@ -17,14 +17,15 @@ from tf2dist.messages import ToTask
 from tf2dist.packing import unpack
 from tf2dist.process import heartbeat
 
-RECONNECT_SECS = 90.0  # TensorFlow calls the lost host some times more, and gRPC gives up after 20 s each time
+RECONNECT_SECS = 90.0  # TensorFlow calls the lost host a few more times, and each time gRPC gives up after 20 s
 
 
 def listen(cluster: Cluster) -> None:
-    """Begins to read, in a thread of its own: the main one may be what waits.
+    """Reads the messages in a thread, since the main thread may wait in the call that has to be cut off.
 
-    It reads a copy of the file descriptor, and `sys.stdin` is empty from now on: a thread that waits in `sys.stdin`
-    holds its lock, and a process that the user's code forks closes `sys.stdin` first, and would wait for ever.
+    The thread reads from a copy of the file descriptor, and `sys.stdin` is empty from now on. A thread that waits in
+    `sys.stdin` holds its lock; a process that the user's code forks closes `sys.stdin`, and would wait for that lock
+    for ever.
     """
     copy = os.dup(0)
     with open(os.devnull, "rb") as nothing:
@@ -59,11 +60,11 @@ def sever(address: str) -> int:
 
 def _shut_down(number: int, wanted: set[tuple[Ip, int]]) -> bool:
     """Ends the connection behind a file descriptor, if it is one to a wanted peer."""
-    with contextlib.suppress(OSError):  # not connected, or closed in this moment
+    with contextlib.suppress(OSError):  # not connected, or just closed
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             with socket.socket(fileno=os.dup(number)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and _peer(found) in wanted:
-                    found.shutdown(socket.SHUT_RDWR)  # of the connection, whoever else holds it
+                    found.shutdown(socket.SHUT_RDWR)  # ends the connection even if other descriptors refer to it
                     return True
     return False
 

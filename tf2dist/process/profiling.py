@@ -1,8 +1,8 @@
 """``profile=true``: two seconds of the training, for TensorBoard's profiler.
 
 The leader chooses the time. In mode async it asks the first worker and the first ps by a file in
-their in-memory file systems, the way in which it says farewell, and each writes its own part into
-the run directory of its host.
+their in-memory file systems, which is also how it announces the end of the run. Each task writes
+its profile into the run directory of its host.
 """
 
 import threading
@@ -16,13 +16,13 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import first_line
 
 RAM_FILE = "ram://tf2dist/profile"
-AFTER_SECS = 4.0  # until calls have found their size
+AFTER_SECS = 4.0  # by then the number of steps in a call is settled
 SECS = 2.0
-JOIN_SECS = 10.0  # it may wait for a task that is lost
+JOIN_SECS = 10.0  # the thread may wait for a lost task
 
 
 def folder_of(run_dir: Path, task: Task) -> Path:
-    """A run of its own in TensorBoard: tasks of one host would write the same file."""
+    """Each task is a run of its own in TensorBoard; otherwise tasks of one host would write the same file."""
     return run_dir / "tensorboard" / str(task)
 
 
@@ -55,14 +55,14 @@ def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callabl
 
 
 def record(folder: Path, ended: threading.Event) -> None:
-    """Writes what this process does for some seconds, or until `ended` is set."""
+    """Profiles this process for `SECS`, or until `ended` is set."""
     tf.profiler.experimental.start(str(folder))
     ended.wait(SECS)
     tf.profiler.experimental.stop()
 
 
 class Answer:
-    """On a task that serves: the profile that the coordinator asks for; `look` is cheap."""
+    """On a task that serves the coordinator: makes the profile when that asks for it; `look` is cheap."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ended = folder, threading.Event()

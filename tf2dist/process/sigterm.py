@@ -7,17 +7,17 @@ import threading
 EXIT_CODE = 128 + signal.SIGTERM
 _write_end: list[int] = []
 _asked = threading.Event()
-_may_ask = threading.Event()
+_only_asks = threading.Event()  # set: SIGTERM does not end this process
 _fork = threading.local()
 
 
 def end_on_sigterm() -> None:
-    """Makes SIGTERM end this process at once, wherever it is; after `stop_when_asked` it is a question.
+    """Makes SIGTERM end this process at once; after `stop_when_asked` it only makes `asked_to_stop` true.
 
-    A Python handler waits until the main thread runs Python again, which a thread inside a
-    collective never does; but the C handler writes a byte first, and a thread reads it. To be
-    called once more after a synchronous strategy was made: TensorFlow's coordination service
-    installs a handler of its own, which only notes the signal.
+    A Python handler runs only when the main thread is back in Python code, and a thread inside a
+    collective operation may never be. Python's C handler writes a byte into a pipe at once, and a
+    thread reads it. To be called again after a synchronous strategy was made: TensorFlow's
+    coordination service installs a handler of its own, which only records the signal.
     """
     if not _write_end:
         read_end, write_end = os.pipe()
@@ -38,10 +38,10 @@ def _take_sigterm() -> None:
 
 
 def _leave_sigterm() -> None:
-    """In a process that the user's code has forked: SIGTERM ends that process alone.
+    """Restores the default effect of SIGTERM in a process that the user's code has forked.
 
-    It has inherited our pipe. A byte in it would reach the thread of this task, which would take the signal for its
-    own: so SIGTERM is held back from before the fork until the handler is gone.
+    That process inherits the pipe. A byte that its handler wrote would reach the thread of this task, which would
+    take the signal for its own. So SIGTERM is blocked from before the fork until the handler is removed.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -49,12 +49,12 @@ def _leave_sigterm() -> None:
 
 
 def stop_when_asked() -> None:
-    """From now on there is something to save: SIGTERM is a question, see `asked_to_stop`.
+    """From now on SIGTERM does not end this process, which has something to save; see `asked_to_stop`.
 
-    However often it is asked: who signals a whole service reaches this process twice, and one that
-    does not stop in time is killed by its launcher.
+    Nor does a second one: a signal to a whole service reaches this process directly and through its launcher. If
+    it does not stop in time, the launcher kills it.
     """
-    _may_ask.set()
+    _only_asks.set()
 
 
 def asked_to_stop() -> bool:
@@ -65,6 +65,6 @@ def _listen(read_end: int) -> None:
     while True:
         if os.read(read_end, 1)[0] != signal.SIGTERM:
             continue
-        if not _may_ask.is_set():
+        if not _only_asks.is_set():
             os._exit(EXIT_CODE)
         _asked.set()

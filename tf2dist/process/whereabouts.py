@@ -1,4 +1,4 @@
-"""Which function a process stands in, as its stacks show it: the user's own, if there is one."""
+"""Which function a process is in, as its stacks show it: the user's own, if there is one."""
 
 import sys
 import sysconfig
@@ -10,15 +10,16 @@ from types import FrameType
 OURS = str(Path(__file__).parents[1])  # the whole package
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
-PYTHON_FUNCTIONS = "script_ops.py"  # of TensorFlow
-GENERATED = "__autograph_generated_file"  # TensorFlow's, of a function of anybody
+PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls them
+GENERATED = "__autograph_generated_file"  # AutoGraph's version of a function, be it the user's or a library's
 
 
 def whereabouts() -> tuple[str, bool]:
-    """Such as "load (mine.py:12)", and whether that is the user's own code.
+    """The function, such as "load (mine.py:12)", and whether it is the user's own code.
 
-    It is the innermost function of the user's, in the main thread or else in one of TensorFlow's; without
-    one, the innermost of ours in the main thread. A thread that the user has started may wait as it likes.
+    It is the innermost function of the user's in the main thread, or else in a thread in which TensorFlow calls
+    Python. If there is none, it is the innermost of tf2dist in the main thread. Threads that the user has started
+    do not count, since they may wait for as long as they like.
     """
     stacks = sys._current_frames()
     main = stacks.pop(threading.main_thread().ident or 0, None)
@@ -31,7 +32,7 @@ def whereabouts() -> tuple[str, bool]:
 
 
 def _works_for_tensorflow(stack: FrameType) -> bool:
-    """Whether a graph called a Python function there, as `tf.numpy_function` and `from_generator` have it."""
+    """Whether a graph calls a Python function in this thread, as with `tf.numpy_function` and `from_generator`."""
     return any(frame.f_code.co_filename.endswith(PYTHON_FUNCTIONS) for frame in _outwards(stack))
 
 
