@@ -56,12 +56,12 @@ def test_what_is_told_reaches_that_task_alone(tmp_path: Path) -> None:
         for name in ("worker-0", "worker-1"):
             start(launcher, name, "hear")
             said(launcher, name)
-        launcher.send_to("nobody-0", PeerGone("nothing"))
+        launcher.send_to_task("nobody-0", PeerGone("nothing"))
         for name in ("worker-1", "worker-0"):
-            launcher.send_to(name, PeerGone(f"for {name}"))
+            launcher.send_to_task(name, PeerGone(f"for {name}"))
             assert said(launcher, name) == {"heard": f"for {name}"}
             wait_for(launcher, Exited, name)
-            launcher.send_to(name, PeerGone("too late"))
+            launcher.send_to_task(name, PeerGone("too late"))
 
 
 def test_tasks_run_report_and_log(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The time, as a value that is handed in: a test can have a clock of its own."""
+"""The clock as a parameter, so that a test can pass one of its own."""
 
 from typing import Protocol
 

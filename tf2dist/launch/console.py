@@ -11,7 +11,7 @@ from tf2dist.launch.unblocked import Unblocked
 from tf2dist.messages import Progress
 
 PLAIN_EVERY_SECS = 5.0
-LAST_WORDS_SECS = 1.0  # for a reader that is slow
+LAST_WORDS_SECS = 1.0  # at the end, for a slow reader
 WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
 
 
@@ -64,7 +64,7 @@ class Console:
             self._print(text)
 
     def note(self, text: str) -> None:
-        """What stays to be read, on a terminal too."""
+        """A line that stays readable, on a terminal too."""
         self._print(text)
 
     def warn(self, text: str) -> None:
@@ -72,7 +72,7 @@ class Console:
 
     def progress(self, progress: Progress) -> None:
         now, step, target = time.monotonic(), progress.step, progress.target_step
-        if self._first is None or step < self._step:  # a restart goes back
+        if self._first is None or step < self._step:  # a restart goes back to a checkpoint
             self._first = (now, step)
         self._step = step
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan

@@ -1,6 +1,7 @@
-"""What the end of a process says of its cause: signals, the kernel's count of kills, and limits of this system.
+"""Why a process has ended: a signal, the kernel's out-of-memory killer, or a limit of this system.
 
-A limit is the same at the next try, so who ends at one is not worth a retry; who was killed is.
+The next attempt would end at the same limit, so a process that ended at one is not worth a retry. One that was
+killed is.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from tf2dist.errors import TaskLostError, TfDistError, TrainingError
 MEMORY_LIMIT = "no more memory may be had; raise the limit (ulimit -v, or the container's), or use fewer tasks"
 THREAD_LIMIT = "no more processes or threads may be had; raise the limit (ulimit -u and -v, or the container's)"
 TIME_LIMIT = "the processor time is limited; raise the limit (ulimit -t)"
-# What the C and C++ libraries below TensorFlow, and Python, say before they end at a limit.
+# What Python, and the C and C++ libraries below TensorFlow, print before they end at a limit.
 LIMITS = (
     (
         re.compile(r"bad_alloc|[Cc]annot allocate memory|MemoryError|[Oo]ut of memory|failed to map segment"),
@@ -29,18 +30,18 @@ TAIL_LINES = 15
 
 
 def limit(code: int, log: str) -> str:
-    """The limit at which a process ended that this system would not let go on; empty if it ended otherwise.
+    """The limit of this system that ended a process; empty if something else did.
 
     Args:
-        code: how it ended; negative for a signal.
-        log: what it has written.
+        code: its exit code; negative for the signal that killed it.
+        log: its output.
     """
     if code == -signal.SIGXCPU:
         return TIME_LIMIT
     if code < 0 and code != -signal.SIGABRT:
         return ""
     tail = "\n".join(log.splitlines()[-TAIL_LINES:])
-    return next((said for pattern, said in LIMITS if pattern.search(tail)), "")
+    return next((text for pattern, text in LIMITS if pattern.search(tail)), "")
 
 
 def signal_name(number: int) -> str:
@@ -54,8 +55,8 @@ def last_word(log: str) -> str:
 
 
 class OomKills:
-    """Whether the kernel has killed a process for want of memory since the last look: in this control group, or
-    else on this host."""
+    """Whether the kernel has killed a process to free memory since the last look, in this control group or, if there
+    is no count of that, on this host."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
@@ -66,11 +67,12 @@ class OomKills:
 
 
 def of_fork_server(code: int | None, log: str, path: Path, oom_kills: OomKills) -> TfDistError:
-    """What the user reads of the end of the process that all tasks come from.
+    """The error that the user reads when the fork server has ended.
 
     Args:
-        code: how it ended, negative for a signal; None if it has not ended.
-        log: what it has written into the file `path`.
+        code: its exit code, negative for the signal that killed it; None if it has not ended.
+        log: its output.
+        path: of the file that holds the output.
     """
     if code is None:
         return TaskLostError(f"the fork server has closed its socket, see {path}")
@@ -91,7 +93,7 @@ def _oom_kills() -> int:
 
 
 def _oom_counts() -> list[Path]:
-    """The files that may tell it, those that know best first."""
+    """The files that may hold the kernel's count, the most specific first."""
     groups: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()

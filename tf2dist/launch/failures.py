@@ -1,4 +1,4 @@
-"""What can be said of a task's end, and which of several ends is the cause."""
+"""Why a task has ended, and which of several failures is the cause of the others."""
 
 import re
 import signal
@@ -11,16 +11,16 @@ from tf2dist.launch.task_record import Kill
 from tf2dist.messages import Exited
 
 TAIL_LINES = 30
-# No kill and no call that a signal cuts short makes these of a task, so its own word is believed.
+# Exit codes that neither a kill nor a call cut short by a signal produces: trust the record.
 NEVER_OF_A_KILL = (RequestError.exit_code, NotFiniteError.exit_code)
 
 
 class FailureReader:
-    """Tells the cause of a task's end from what it has left.
+    """Finds the cause of a task's end from its record, its exit code and its log.
 
     Args:
-        log_dir: where the tasks' records are.
-        log_of: what a task has written since it was started.
+        log_dir: the folder of the tasks' records.
+        log_of: returns what a task has written since it was started.
     """
 
     def __init__(self, log_dir: Path, log_of: Callable[[str], str]) -> None:
@@ -28,10 +28,10 @@ class FailureReader:
         self._oom_kills = OomKills()
 
     def read(self, exited: Exited, kill: Kill | None = None) -> FailureRecord:
-        """The record that the task left, or what can be said of one that could not leave any.
+        """The record that the task has written, or one made here for a task that could not write any.
 
         Args:
-            kill: that we have killed it; None if we have not.
+            kill: given if the launching process has killed the task.
         """
         task, code = exited.task, exited.code
         record = FailureRecord.read(self._log_dir, task)
@@ -56,12 +56,12 @@ class FailureReader:
 
 
 def is_echo(failure: FailureRecord) -> bool:
-    """Whether it is of another task's end."""
+    """Whether the task failed only because it lost another one."""
     return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
 
 
 def blames_another(task: str, message: str) -> bool:
-    """Whether the last words of a task's launching process are of another task's end; see `TaskFailure`."""
+    """Whether the message from a task's launching process begins with another task's name, as in `TaskFailure`."""
     named = re.match(r"([a-z]+-\d+): ", message)
     return named is not None and named[1] != task
 

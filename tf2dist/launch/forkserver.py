@@ -1,11 +1,10 @@
 """The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
 
-Runs with the arguments FD ISOLATE PRELOAD PARENT below a `launcher.Launcher`. It may import TensorFlow
-but must run no op and start no thread before it forks. Launcher and server exchange one message (see
-`messages`) a packet over the Unix socket FD; the tasks inherit the socket and send their own packets
-the same way, and read on their standard input, a message a line, what the launcher tells them. Whoever
-holds the other end may die in any way: the end of the socket makes the server kill every task and
-leave, and the death of the server kills the tasks.
+A `launcher.Launcher` runs it with the arguments FD ISOLATE PRELOAD PARENT. It may import TensorFlow, but
+must run no op and start no thread before it forks. Launcher and server exchange messages (see `messages`),
+one per packet, over the Unix socket FD. The tasks inherit the socket and send their own packets through it;
+they read the launcher's messages from their standard input, one per line. Each side may die at any time: at
+the end of the socket the server kills every task and exits, and if the server dies, the kernel kills the tasks.
 """
 
 import contextlib
@@ -36,8 +35,7 @@ Post = Callable[[Any], None]
 def poster(sock: socket.socket) -> Post:
     """Returns a function that sends one message.
 
-    A task must not wait for a launcher that somebody has stopped for a while: what will be said
-    again anyway is dropped then.
+    A task must not wait for a launcher that is suspended. Messages that are repeated anyway are dropped then.
     """
 
     def post(message: Any) -> None:
@@ -74,7 +72,7 @@ def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
     if pid:
         os.close(read_end)
         os.set_blocking(write_end, False)
-        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+        with contextlib.suppress(OSError):  # the child does the same; either may come first
             os.setpgid(pid, pid)
         return pid, write_end
     code = 1
@@ -93,7 +91,7 @@ def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
 
 
 def forward(inbox: int | None, line: str) -> None:
-    """Writes a line for a task; one that has ended, or that reads nothing, misses it."""
+    """Writes a line to a task's standard input; drops it if the task has ended or does not read."""
     if inbox is not None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(inbox, line.encode() + b"\n")
@@ -106,7 +104,7 @@ def reap(tasks: dict[int, str], inboxes: dict[str, int], post: Post) -> None:
         if pid == 0:
             return
         code = os.waitstatus_to_exitcode(status)
-        kill_group(pid)  # what the task has started and left behind
+        kill_group(pid)  # processes that the task has started and left behind
         if pid in tasks:
             name = tasks.pop(pid)
             os.close(inboxes.pop(name))
@@ -154,12 +152,13 @@ def serve(sock: socket.socket, wakeup: int) -> int:
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and linux.enter_private_network()
-    linux.die_with_parent(int(sys.argv[4]))  # an import takes seconds, and nobody looks at the socket meanwhile
-    for number in LAUNCHERS_SIGNALS:  # sent to a whole group or service they are for the launcher
+    linux.die_with_parent(int(sys.argv[4]))  # imports take seconds, and nothing reads the socket meanwhile
+    for number in LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
         signal.signal(number, signal.SIG_IGN)
     for module in filter(None, sys.argv[3].split(",")):
         importlib.import_module(module)
-    # From now on the socket's end tells of the launcher's, and there are tasks to end; but it wakes no frozen process.
+    # From now on the server has tasks to kill when the launcher dies, which it sees at the end of the socket. If it is
+    # stopped then, SIGCONT wakes it.
     linux.set_death_signal(signal.SIGCONT)
     ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
     read_end, write_end = os.pipe()
@@ -168,4 +167,4 @@ def main() -> None:
     signal.set_wakeup_fd(write_end)
     poster(sock)(Ready(isolated, tuple(ports)))
     code = serve(sock, read_end)
-    os._exit(code)  # tidying up after TensorFlow would take longer than a killed launcher may leave anybody
+    os._exit(code)  # without TensorFlow's clean-up: after the launcher's death nothing may stay for so long

@@ -9,7 +9,7 @@ from tf2dist.launch.plugin_findings import run_with_tensorflow
 from tf2dist.requirements import untested
 
 INTERNALS_TIMEOUT_SECS = 40.0
-# Ends with the doctor, however that ends; the last line says what is missing.
+# Ends when the doctor ends, for whatever reason; the last line says what is missing.
 TRY_INTERNALS = """
 import json, os, sys
 from tf2dist.linux import die_with_parent
@@ -22,7 +22,7 @@ os._exit(0)
 
 
 def of_internals() -> Iterator[Finding]:
-    """Whether what is used of their insides is still there; says nothing of tested versions, which have it."""
+    """Whether the private names that are used still exist; nothing for tested versions, in which they do."""
     if not (packages := " and ".join(untested(["tensorflow", "keras"]))):
         return
     try:

@@ -37,17 +37,17 @@ START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byt
 READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-SERVER_CHECK_SECS = 0.5  # its tasks hold the socket too: its end may come without an end of file
+SERVER_CHECK_SECS = 0.5  # tasks inherit the socket, so the server's death may give no EOF
 
 
 class Launcher:
     """The tasks of one host, each in its own process, forked from one that has TensorFlow loaded.
 
     Attributes:
-        ready: whether tasks can be forked; known from the events, as all that follows.
+        ready: whether tasks can be forked. `events` keeps this and the following attributes up to date.
         isolated: whether the tasks have a private network.
         ports: free ports for the tasks.
-        tasks: the process ids of the tasks that run, by name; 0 until a task is known to have started.
+        tasks: the process ids of the tasks that run, by name; 0 until the process id is known.
 
     Args:
         log_dir: an existing folder; task `worker-0` logs to ``worker-0.log`` there.
@@ -89,7 +89,7 @@ class Launcher:
                     stdout=log,
                     stderr=log,
                     env={**child_environment(), **self.env},
-                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the rest in order
+                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the others in order
                 )
             except OSError as error:
                 self._sock.close()
@@ -131,9 +131,9 @@ class Launcher:
         """Forks a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``, a `ToLauncher`.
 
         Raises:
-            ConfigError: it can have no log.
+            ConfigError: its log cannot be written.
         """
-        self._open_log(name).close()  # the task itself could report to nobody that it cannot
+        self._open_log(name).close()  # the task itself could not report that it has none
         FailureRecord.path(self.log_dir, name).unlink(missing_ok=True)  # of an earlier run
         self.tasks[name] = 0
         path = None if sys_path is None else tuple(sys_path)
@@ -144,11 +144,11 @@ class Launcher:
             self._give_up()
 
     def events(self, timeout_secs: float) -> Iterator[Event]:
-        """Yields what tasks and server say, for `timeout_secs`.
+        """Yields the messages of the tasks and of the server for `timeout_secs`.
 
         Raises:
             TaskLostError: the fork server was killed, and the tasks with it.
-            TrainingError: it failed by itself, as it would do again.
+            TrainingError: it failed by itself, and would fail again.
         """
         deadline = time.monotonic() + timeout_secs
         while True:
@@ -160,7 +160,7 @@ class Launcher:
                     return
                 continue
             packet = b""
-            with contextlib.suppress(ConnectionResetError):  # the server ended with words of ours unread
+            with contextlib.suppress(ConnectionResetError):  # the server ended before it had read everything
                 packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
                 self._give_up()
@@ -189,7 +189,7 @@ class Launcher:
         return _runs(self.tasks.get(name, 0))
 
     def give_up_on(self, name: str) -> NoReturn:
-        """Ends all, since nobody tells of the end of a task that was killed `KILL_TIMEOUT_SECS` ago.
+        """Kills everything, since a task that was killed `KILL_TIMEOUT_SECS` ago is not reported as ended.
 
         Raises:
             TaskLostError: always.
@@ -202,28 +202,28 @@ class Launcher:
         raise TaskLostError(f"the fork server is frozen: it does not tell of the end of {killed}")
 
     def _kill_server(self) -> None:
-        """The kernel kills the tasks with it, but not what they have started."""
+        """Also kills what the tasks have started, which the kernel does not kill when the server ends."""
         for name in list(self.tasks):
             self.signal(name, signal.SIGKILL)
         self._server.kill()
 
     def _give_up(self) -> NoReturn:
-        """Ends all, since the fork server has ended.
+        """Kills everything, since the fork server has ended.
 
         Raises:
             TaskLostError: it was killed.
-            TrainingError: it failed by itself, as it would do again.
+            TrainingError: it failed by itself, and would fail again.
         """
         code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket may be at its end before it is
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
             code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
         raise deaths.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
-    def send_to(self, name: str, message: ToTask) -> None:
+    def send_to_task(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs."""
         if name in self.tasks:
-            with contextlib.suppress(OSError):  # the server is gone, and `events` will say so
+            with contextlib.suppress(OSError):  # the server has ended, and `events` will raise that
                 self._sock.send(pack(Forward(name, pack(message).decode())))
 
     def signal(self, name: str, signum: int, alone: bool = False) -> None:
@@ -240,37 +240,38 @@ class Launcher:
         self.kill_all()
 
     def kill_all(self) -> list[Event]:
-        """KILL to every task; returns what was still told, when all have ended.
+        """KILL to every task; returns the messages that still came until all had ended.
 
         Raises:
-            TaskLostError: one does not end.
+            TaskLostError: a task does not end.
         """
-        told = self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
+        events = self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
         if self.tasks:
             self.give_up_on(next(iter(self.tasks)))
-        return told
+        return events
 
     def _end_all(self, signum: int, wait_secs: float) -> list[Event]:
-        deadline, told = time.monotonic() + wait_secs, []
+        deadline = time.monotonic() + wait_secs
+        events: list[Event] = []
         for name in list(self.tasks):
             self.signal(name, signum)
         while self.tasks and time.monotonic() < deadline:
             for event in self.events(0.1):
-                told.append(event)
-                if isinstance(event, Started):  # it was on its way when the signal went out
+                events.append(event)
+                if isinstance(event, Started):  # its process id was not known when the signal was sent
                     self.signal(event.task, signum)
-        return told
+        return events
 
     def __exit__(self, *_: object) -> None:
         try:
             if not self.ready:
-                self._server.kill()  # it is importing and would not listen
+                self._server.kill()  # it is importing and does not read the socket
             elif self._server.poll() is None:
                 self.stop()
         except (TfDistError, OSError):
             pass  # the server died: the kernel has killed its tasks
         finally:
-            self._sock.close()  # tells the server to kill what is left and to leave
+            self._sock.close()  # makes the server kill what is left and exit
             try:
                 self._server.wait(KILL_TIMEOUT_SECS)
             except subprocess.TimeoutExpired:

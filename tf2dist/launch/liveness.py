@@ -1,20 +1,20 @@
-"""Which tasks show no sign of life for so long that they must be taken for lost: pure logic, without processes."""
+"""Which tasks have given no sign of life for so long that they count as lost. Pure logic, without processes."""
 
 from collections.abc import Callable, Mapping
 
 from tf2dist.launch.task_record import TaskRecord
 
-SILENT_SECS = 2.5  # a task says every second that it lives
+SILENT_SECS = 2.5  # a task reports every second
 
 
 class LivenessTracker:
-    """Watches the signs of life of the tasks of a host.
+    """Tracks the signs of life of the tasks of a host.
 
-    Whether the kernel lets a task run tells who is frozen. One that runs and is silent may be stuck in
-    code that keeps Python's lock, or only wait there for another.
+    A task that the kernel does not let run is frozen. One that runs and is silent may be stuck in code that keeps
+    Python's lock, or only be waiting there for another task.
 
     Attributes:
-        awake_since: when the launcher itself last came back from being suspended.
+        awake_since: when the launcher itself last ran again after it had been suspended.
         any_silent: whether some task showed no sign of life at the last look; the others may wait for it.
 
     Args:
@@ -30,19 +30,19 @@ class LivenessTracker:
         self.any_silent = False
 
     def heard(self, task: str, now: float) -> None:
-        """Notes a sign of life; a silence that was announced goes on."""
+        """Notes a sign of life; does not end an announced silence."""
         record = self._records[task]
         record.heard_at = max(record.heard_at, now)
         record.ran_at = now
 
     def announced(self, task: str, now: float, silent_secs: float) -> None:
-        """Notes that the task will say nothing for so long; 0 ends such a silence."""
+        """Notes that the task announces a silence; 0 seconds end it."""
         record = self._records[task]
         record.heard_at = now + silent_secs
         record.ran_at = now
 
     def lost(self, now: float) -> list[str]:
-        """The tasks that have shown no sign of life for too long; to be asked all the time."""
+        """The tasks that have shown no sign of life for too long; to be called several times a second."""
         watched = {task: record for task, record in self._records.items() if record.is_expected_to_live}
         self._forgive_own_sleep(watched, now)
         for task, record in watched.items():
@@ -51,14 +51,14 @@ class LivenessTracker:
         frozen = {task: record for task, record in watched.items() if record.ran_at < now}
         self.any_silent = bool(frozen) or any(now - record.heard_at > SILENT_SECS for record in watched.values())
         if frozen:
-            # The others may wait for these, and have as much time once more.
+            # The others may be waiting for these, so their time starts again.
             for record in watched.values():
                 record.heard_at = max(record.heard_at, now)
             return [task for task, record in frozen.items() if now - record.ran_at > self._silence_secs]
         return self._mute(watched, now)
 
     def _forgive_own_sleep(self, watched: Mapping[str, TaskRecord], now: float) -> None:
-        """The launcher may have been suspended: what it could not hear does not count as silence."""
+        """If the launcher was suspended, does not count that time as silence."""
         looked_at, self._looked_at = self._looked_at, now
         if looked_at is None or (asleep_secs := now - looked_at) <= self._silence_secs / 2:
             return
@@ -68,7 +68,7 @@ class LivenessTracker:
             record.ran_at = max(record.ran_at, min(record.ran_at + asleep_secs, now))
 
     def _mute(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
-        """Of those that run and are silent, one at a time, since one may wait for another."""
+        """The lost among the tasks that run and are silent: one at a time, since one may be waiting for another."""
         suspects = [task for task, record in watched.items() if now - record.heard_at > self._silence_secs / 2]
         # The coordinator calls all others, and cannot be blamed while one of them is silent too.
         blamed = [task for task in suspects if not task.startswith("chief-")] or suspects

@@ -30,7 +30,7 @@ MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, t
 RUN_DIR_MB = 200
 GPU_TIMEOUT_SECS = 60.0
 ISOLATION_TIMEOUT_SECS = 20.0
-# Ends with the doctor however that ends, and says in one line what TensorFlow sees.
+# Ends when the doctor ends, for whatever reason; prints one line with the GPUs that TensorFlow sees.
 LIST_GPUS = """
 import json, os
 from tf2dist.linux import die_with_parent
@@ -88,7 +88,7 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
 
 
 def _free_memory_mb() -> int:
-    """What the system has free, or what the control group may still use if that is less."""
+    """The free memory of the system, or of the control group if that has less."""
     free = psutil.virtual_memory().available
     limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
@@ -168,7 +168,7 @@ def isolation() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """What TensorFlow sees, which takes it some seconds to say, beside what the driver sees."""
+    """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver."""
     seen = _driver_gpus()
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:

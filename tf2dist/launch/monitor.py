@@ -1,4 +1,4 @@
-"""Follows the tasks of a launcher: shows what they say, restarts the lost, stops all in order."""
+"""Follows the tasks of a launcher: shows their messages, restarts lost tasks, stops all in order."""
 
 import enum
 import time
@@ -22,10 +22,10 @@ from tf2dist.messages import Began, Done, Event, Exited, Note, PeerGone, Progres
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
-ECHO_SECS = 1.0  # the record of the task that failed first may arrive after the complaints of others
-CAUSE_SECS = 3.0  # the same for another host's
-LEAVE_SECS = 15.0  # for the other tasks, once the leader is done
-FOLLOW_END_SECS = 120.0  # for a task whose leader, on another host, is done
+ECHO_SECS = 1.0  # the failure that caused the others may be reported after them
+CAUSE_SECS = 3.0  # the same if it is on another host
+LEAVE_SECS = 15.0  # for the other tasks to end, once the leader is done
+FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
 
 
 class Phase(enum.Enum):
@@ -33,17 +33,17 @@ class Phase(enum.Enum):
 
     RUNNING = "running"  # from the first start on; what has failed may be started again
     STOPPING = "stopping"  # a signal has come, to this process or to another host's
-    DONE = "done"  # the result is there; what fails now is of no account
+    DONE = "done"  # the result is there; what fails now does not matter
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is to be run.
+    """The tasks to run.
 
     Attributes:
         names: of the tasks of this host.
         leader: the task that saves and makes the result; it may be on another host.
-        start: starts the task of a name; told how often all have been started again.
+        start: starts a task, by its name and the number of restarts of all tasks so far.
     """
 
     names: list[str]
@@ -62,7 +62,7 @@ class Life:
     Attributes:
         summary: the leader's result; empty before.
         leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
-        failures: those that nothing has been done about, in order.
+        failures: those that have not been dealt with yet, in order.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Monitor:
             self._answer()
             self._limit_leaving()
             if self._phase() is Phase.DONE and (self._shutdown.is_signalled or self._is_time_to_leave):
-                break  # the result is whole; leaving the launcher stops who does not leave
+                break  # the result is complete; leaving the launcher's block kills the tasks that are left
         return self._life.summary
 
     def _phase(self) -> Phase:
@@ -126,7 +126,7 @@ class Monitor:
         return Phase.STOPPING if self._shutdown.is_asked else Phase.RUNNING
 
     def _step(self) -> None:
-        """Takes what has come within `POLL_SECS`, and looks for tasks that are lost or stuck."""
+        """Handles the messages of the next `POLL_SECS`, and looks for tasks that are lost or stuck."""
         for event in self._launcher.events(POLL_SECS):
             self._on_event(event)
         for news in self._meeting.events() if self._meeting else ():
@@ -134,7 +134,7 @@ class Monitor:
         self._watchdog.look(self._phase() is Phase.DONE, self._gone)
 
     def _answer(self) -> None:
-        """Does what the phase and the failures ask for.
+        """Goes on with the stop, or deals with new failures.
 
         Raises:
             TaskFailure: a task failed for good.
@@ -148,7 +148,7 @@ class Monitor:
             self._restart_or_fail()
 
     def _limit_leaving(self) -> None:
-        """Gives the others a time to leave once the leader has ended.
+        """Sets the time by which the other tasks must end, once the leader has ended.
 
         Raises:
             TaskLostError: the leader, on another host, was done long ago.
@@ -199,7 +199,7 @@ class Monitor:
             self._life.failures.append(self._reader.read(exited, kill))
 
     def _on_meeting(self, event: control.MeetingEvent) -> None:
-        """What has become of a task on another host."""
+        """Handles news of a task on another host."""
         match event:
             case control.Stop():
                 self._shutdown.asked_by_peer(event.signum)
@@ -218,7 +218,7 @@ class Monitor:
             pass
         elif self._may_be_missed(task, code) and not blames_another(task, why):
             self._go_on_without(task, why)
-        elif not (self._life.failures and blames_another(task, why)):  # an echo of what is known
+        elif not (self._life.failures and blames_another(task, why)):  # an echo of a known failure
             what = f"is gone ({why})" if was_lost else why
             self._life.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
 
@@ -226,8 +226,8 @@ class Monitor:
         self._gone[task] = why
         if not self._life.failures:
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
-        for own in self._launcher.tasks:  # the call of one may wait for another's
-            self._launcher.send_to(own, PeerGone(task))
+        for own in self._launcher.tasks:  # any of them may wait in a call to the lost task
+            self._launcher.send_to_task(own, PeerGone(task))
 
     def _may_be_missed(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
@@ -235,7 +235,7 @@ class Monitor:
         return can_lose(self._mode, job) and (job == "evaluator" or code == TaskLostError.exit_code)
 
     def _restart_or_fail(self) -> None:
-        """Answers the failures since the last look.
+        """Deals with the failures since the last call.
 
         Raises:
             TaskFailure: no restart helps.
@@ -243,9 +243,9 @@ class Monitor:
         self._await_cause()
         failures = self._life.failures
         if self._phase() is not Phase.RUNNING:
-            return  # since then
+            return  # a stop or the result has come meanwhile
         if self._leader_is_done and all(map(is_echo, failures)):
-            failures.clear()  # the others are not lost but done: it was started again too late
+            failures.clear()  # the others are done, not lost: the task was started again too late
             return
         verdict = self._policy.judge(failures[0])
         if verdict is Verdict.FAIL and not self._meeting:
@@ -264,9 +264,9 @@ class Monitor:
             self._restart_all(lost)
 
     def _fail(self) -> None:
-        """Raises what the failures come to, TaskFailure or Interrupted."""
+        """Raises TaskFailure, or Interrupted if a signal on another host is behind it."""
         for failure in self._life.failures:
-            if (signum := failure.exit_code - 128) in NAMES:  # another host was told to stop
+            if (signum := failure.exit_code - 128) in NAMES:  # another host has got a signal
                 raise self._shutdown.interrupted(signum)
         used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
         raise TaskFailure(self._life.failures, used_up)

@@ -9,7 +9,7 @@ from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.machine import Finding
 
 PLUGINS_TIMEOUT_SECS = 60.0
-# What a task does with its plugins; the last line says what each group has to choose from, or why it cannot be told.
+# Loads the plugins as a task does; the last line has the names of each group, or why a plugin cannot be loaded.
 LOAD_PLUGINS = """
 import json, os, sys
 from tf2dist.linux import die_with_parent
@@ -61,7 +61,7 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
     """Whether the plugins can be loaded and register what is chosen; they run, in a process of their own."""
     try:
         done = run_with_tensorflow(LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS)
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        printed = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         text = f"not loaded in {PLUGINS_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "plugins", text, "leave to the registered functions what takes long")
@@ -69,16 +69,16 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
     except (ValueError, IndexError):
         yield Finding("fail", "plugins", f"loading them ends the process, exit code {done.returncode}", "correct them")
         return
-    if "why" in told:
-        yield Finding("fail", "plugins", f"{told['path']}: {told['why'][0]}", told["why"][1])
+    if "why" in printed:
+        yield Finding("fail", "plugins", f"{printed['path']}: {printed['why'][0]}", printed["why"][1])
         return
     chosen = {"model": config.model["name"], "data": config.data.name, "optimizer": config.optimizer["name"]}
     for group, name in chosen.items():
-        if name not in told[group]:
+        if name not in printed[group]:
             yield Finding(
                 "fail",
                 "plugins",
                 f"{group} ({name}): no plugin registers it",
-                f"choose one of {', '.join(told[group])}",
+                f"choose one of {', '.join(printed[group])}",
             )
     yield Finding("ok", "plugins", f"{', '.join(config.plugins)}: can be loaded")

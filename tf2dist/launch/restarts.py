@@ -1,4 +1,4 @@
-"""What to do when a task is lost: pure logic, without processes."""
+"""What to do when a task has failed. Pure logic, without processes."""
 
 import enum
 
@@ -13,17 +13,17 @@ class Verdict(enum.Enum):
 
 
 class RestartPolicy:
-    """Judges the ends of tasks.
+    """Decides whether a failed task is started again.
 
-    An asynchronous worker that was killed held nothing that is not on a ps, so it is started again
-    alone. Any other task takes with it what the others need, so all begin again from the last checkpoint.
+    All state of an asynchronous worker is on the ps tasks, so a worker that was killed is started again alone.
+    The others need the state of any other task, so all of them start again from the last checkpoint.
 
     Attributes:
         restarts: made so far.
 
     Args:
-        whole_cluster: whether all tasks are this launcher's; one task of a cluster of many hosts
-            cannot restart the others, and leaves that to who has started them all.
+        whole_cluster: whether all tasks are this launcher's. On a cluster of many hosts a launcher cannot
+            restart the tasks of the others, and leaves that to the scheduler that has started all of them.
     """
 
     def __init__(self, mode: str, max_restarts: int, whole_cluster: bool) -> None:
@@ -31,7 +31,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def judge(self, failure: FailureRecord) -> Verdict:
-        """What the end of one task asks for; a restart counts."""
+        """What to do about a failure; counts the restart, if it is one."""
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
             return Verdict.FAIL
         job = Task.parse(failure.task).job

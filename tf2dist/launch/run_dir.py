@@ -1,7 +1,7 @@
-"""The run directory: private, checked before anything is written into it, and held by one run.
+"""The run directory: private, checked before anything is written into it, and locked by one run.
 
-Others may have had their hands in one that is not private. What lies where the run will write must
-be a file or a folder of its own: a link could lead to any file of ours, and a FIFO stands still.
+Other users may have written into a directory that is not private. So whatever has the name of one of the
+run's files must be a regular file, or a folder: a link could lead to any file of this user, and a FIFO blocks.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ FOLDERS = ("logs", "checkpoints", "tensorboard")
 
 
 def make_run_dir(config: RunConfig) -> Path:
-    """The folder of this run, readable by its owner alone, with `logs` in it.
+    """Creates the folder of this run, accessible by its owner alone, with `logs` in it.
 
     Raises:
-        ConfigError: it cannot be made or used.
+        ConfigError: it cannot be created or used.
     """
     given = config.run_dir or "outputs"
     try:
@@ -47,7 +47,7 @@ def make_run_dir(config: RunConfig) -> Path:
 
 
 def _new_default_dir(config: RunConfig) -> Path:
-    """Makes outputs/DATE_TIME-MODE-MODEL, with a number behind it where that exists."""
+    """Creates outputs/DATE_TIME-MODE-MODEL, with a number at its end if that exists."""
     name = f"{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
     outputs = Path("outputs").absolute()
     outputs.mkdir(mode=0o700, exist_ok=True)
@@ -60,11 +60,11 @@ def _new_default_dir(config: RunConfig) -> Path:
 
 
 def _check_contents(run_dir: Path, given: str) -> None:
-    """Looks at what an earlier run, or somebody else, has left where this one will write.
+    """Checks what an earlier run, or another user, has left under the names that this run will use.
 
     Raises:
         OSError: it cannot be looked at.
-        ConfigError: names the first that cannot be written to.
+        ConfigError: something there cannot be written to; names the first.
     """
     folders = [run_dir / name for name in FOLDERS]
     plain = [run_dir / name for name in FILES]
@@ -77,7 +77,7 @@ def _check_contents(run_dir: Path, given: str) -> None:
 
 
 def _check(path: Path, given: str, kind: str, access: int) -> None:
-    """Raises ConfigError: there is something of this name, and it is of another kind or another user's."""
+    """Raises ConfigError if something with this name is of another kind, or may not be accessed."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -94,11 +94,11 @@ def _check(path: Path, given: str, kind: str, access: int) -> None:
 
 
 def why_not_private(run_dir: Path) -> str:
-    """Who else can write into the run directory or the folder that was made for all of them; "" for nobody."""
+    """Why other users can write into the run directory, or `outputs` above it; "" if they cannot."""
     outputs = run_dir.parent
     for folder in (run_dir, outputs) if outputs.name == "outputs" else (run_dir,):
         status = folder.stat()
-        is_sticky = folder == outputs and status.st_mode & stat.S_ISVTX  # others cannot rename what is ours there
+        is_sticky = folder == outputs and status.st_mode & stat.S_ISVTX  # others cannot rename what is not theirs
         foreign = os.geteuid() != 0 and status.st_uid not in (0, os.geteuid())
         if foreign or (status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky):
             return (
@@ -129,10 +129,10 @@ def open_log(log_dir: Path, name: str) -> int:
 
 @contextlib.contextmanager
 def the_only_run(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory for as long as this process lives, however it ends.
+    """Locks the run directory until the block or this process ends.
 
     Raises:
-        ConfigError: another run holds it, or it cannot be held.
+        ConfigError: another run has locked it, or its lock file cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -10,17 +10,17 @@ from tf2dist.launch.failures import cause_order
 from tf2dist.launch.launcher import Launcher
 
 OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
-FOLLOW_SECS = 5.0  # for a stop that another host's task leads
+FOLLOW_SECS = 5.0  # in addition, on hosts without the leader
 START_SECS = 2.0  # for a leader at its start: it has nothing to save, and TensorFlow swallows a SIGTERM there
 
 
 class Shutdown:
-    """Begins when this process has got a signal, or another host's task has.
+    """The stop of a run, which begins with a signal to this process or to one of another host.
 
-    It alone passes SIGTERM on to the tasks.
+    Nothing else sends SIGTERM to the tasks.
 
     Attributes:
-        saved_step: of the last checkpoint, whenever that was; None for none.
+        saved_step: the step of the last checkpoint; None if there is none.
 
     Args:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
@@ -41,7 +41,7 @@ class Shutdown:
         self._launcher, self._meeting, self._received = launcher, meeting, received
         self._grace_secs, self._notify, self._clock = grace_secs, notify, clock
         self._until: float | None = None
-        self._peer_signum = 0  # that another host's task has got
+        self._peer_signum = 0  # the signal that another host has got; 0 for none
         self._has_begun = False  # the leader has begun to train; not known if it is on another host
         self._has_saved = False  # since it was asked to stop
         self.saved_step: int | None = None
@@ -64,7 +64,7 @@ class Shutdown:
         self.saved_step = step or self.saved_step
 
     def leader_saved(self, step: int, stopping: bool) -> None:
-        """The leader has saved; `stopping`: because it was asked to stop, perhaps before we hear of that."""
+        """The leader has saved; `stopping`: because it was asked to stop, perhaps before this process knows of that."""
         self._has_saved = stopping
         self.saved_step = step
 
@@ -72,10 +72,9 @@ class Shutdown:
         self._has_begun = False
 
     def go_on(self, tasks: list[str], leader: str) -> int:
-        """Takes the stop as far as it can go now; returns the signal when it is over, 0 before.
+        """Begins the stop, or goes on with it; returns the signal when it is over, 0 before.
 
-        It is over when the leader has ended, or all tasks of this host, or the time, or with a second
-        signal the patience.
+        It is over when the leader or all tasks of this host have ended, when its time is up, or with a second signal.
         """
         if self._until is None:
             # The deadline is fixed once: a leader that begins later may have missed the signal.
@@ -88,7 +87,7 @@ class Shutdown:
         return 0
 
     def outcome(self, signum: int, leader: str, failures: list[FailureRecord]) -> TfDistError:
-        """What the stop has come to: also a fault of the leader's own, if that was the first of all failures."""
+        """The error to be raised: a fault of the leader's own if that caused all other failures, else Interrupted."""
         if failures:
             cause = min(failures, key=cause_order)
             if cause.task == leader and cause.exit_code in OWN_FAULTS:
@@ -96,14 +95,14 @@ class Shutdown:
         return self.interrupted(signum)
 
     def interrupted(self, signum: int) -> Interrupted:
-        """What the user is told at the end."""
+        """The error that tells the user what was saved."""
         if self.saved_step is None:
             return Interrupted(signum, "; nothing was saved" if self._has_begun else "")
         saved = "saved at" if self._has_saved else "not saved since"
         return Interrupted(signum, f"; {saved} step {self.saved_step}, where the same command with run_dir goes on")
 
     def _patience(self, leads: bool) -> float:
-        """Seconds from the signal; the leader is the one that saves, and has the shorter time."""
+        """Seconds for the stop. The leader saves, so hosts without it wait longer."""
         if not leads:
             return self._grace_secs + FOLLOW_SECS
         return self._grace_secs if self._has_begun else min(self._grace_secs, START_SECS)

@@ -1,4 +1,4 @@
-"""Tasks that make no progress: what they stand in, for people, and which of them is to blame."""
+"""Tasks that make no progress: in which functions they are, for the user, and which task is to blame."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -7,19 +7,19 @@ from tf2dist.messages import Stalled, Standing
 
 Message = TypeVar("Message", bound=Standing)
 
-GATHER_SECS = 1.0  # tasks that stand in the same function say so at about the same time
-BLAME_SECS = 3.0  # who waits for a task that stands in the user's code may complain before it
+GATHER_SECS = 1.0  # tasks in the same function report that at about the same time
+BLAME_SECS = 3.0  # a task may report that it is stalled before the one in the user's code that it waits for
 
 
 class Stalls:
-    """Gathers what tasks say that make no progress; see `heartbeat`.
+    """Gathers the reports of tasks that make no progress; see `heartbeat`.
 
     Args:
-        tell: takes a line for the user.
+        notify: takes a line for the user.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._standing: dict[str, Standing] = {}
         self._stalled: dict[str, Stalled] = {}
         self._standing_since = 0.0
@@ -42,9 +42,9 @@ class Stalls:
         self._stalled.clear()
 
     def look(self, now: float) -> list[Stalled]:
-        """Tells who stands where; returns the stalled that are to blame, as soon as that is clear."""
+        """Shows the user where tasks are; returns the stalled tasks that are to blame, as soon as that is clear."""
         if self._standing and now - self._standing_since > GATHER_SECS:
-            self._tell_standing()
+            self._notify_standing()
         blamed = in_users_code(self._stalled.values())
         if not blamed and self._stalled and now - self._stalled_since > BLAME_SECS:
             blamed = list(self._stalled.values())
@@ -52,15 +52,15 @@ class Stalls:
             self._stalled.clear()
         return blamed
 
-    def _tell_standing(self) -> None:
-        """Those that stand in the user's code, if there are any: the others may wait for them."""
+    def _notify_standing(self) -> None:
+        """Only of those in the user's code, if there are any: the others may be waiting for them."""
         places: dict[str, list[Standing]] = {}
         for message in in_users_code(self._standing.values()) or self._standing.values():
             places.setdefault(message.where, []).append(message)
         for where, messages in places.items():
             names = ", ".join(message.task for message in messages)
             secs = min(message.secs for message in messages)
-            self._tell(f"{names}: in {where} for {secs} s")
+            self._notify(f"{names}: in {where} for {secs} s")
         self._standing.clear()
 
 

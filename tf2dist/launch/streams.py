@@ -8,10 +8,10 @@ from tf2dist.errors import printable
 
 
 def prepare() -> None:
-    """Makes sure that there are three, and that they take every letter.
+    """Makes sure that all three exist and take every character.
 
-    A stream that was closed (``2>&-``) leaves its number to the next file that is opened, and what is
-    meant for the terminal would end up there. An ASCII terminal gets other letters spelled out.
+    If a stream was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the
+    terminal ends up there. On an ASCII terminal other characters are spelled out.
     """
     for number in range(3):
         try:
@@ -26,13 +26,13 @@ def prepare() -> None:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Prints lines, without what a terminal would obey.
+    """Prints lines, with control characters spelled out.
 
     Raises:
-        OSError: the stream does not take them; it takes nothing more then.
+        OSError: they cannot be written; the stream discards everything from then on.
     """
     try:
         print(printable(text), file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or Python tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python tries again when it exits
         raise

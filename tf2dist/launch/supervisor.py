@@ -1,4 +1,4 @@
-"""Runs a command's tasks on this host: which ones, with what environment, until what end."""
+"""Runs a command's tasks on this host, from the choice of the cluster to summary.json."""
 
 import contextlib
 import functools
@@ -24,9 +24,9 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
     "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
     "KERAS_BACKEND": "tensorflow",
-    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it, which is for JAX and needs a package of its own
+    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # that of nvidia-smi
-    "grpc_proxy": "",  # gRPC would ask a proxy for the way to the next process
+    "grpc_proxy": "",  # otherwise gRPC connects the tasks through a proxy
     "http_proxy": "",
     "https_proxy": "",
 }
@@ -35,8 +35,8 @@ ENVIRONMENT = {
 def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
     """The cluster of this host, after so many restarts of all tasks.
 
-    In a private network the ports are its own. Elsewhere another program may have taken one since
-    they were found to be free: a restart takes others.
+    In a private network no other program can take a port. Elsewhere one may have done so since the ports were
+    found to be free, so a restart uses others.
     """
     num_tasks = len(clusters.local(config.mode, config.cluster, launcher.ports).tasks)
     first = 0 if launcher.isolated else restarts * num_tasks % (len(launcher.ports) - num_tasks + 1)
@@ -60,12 +60,12 @@ def supervise(
         The summary, which is in summary.json too; empty if the task that makes it runs elsewhere.
 
     Raises:
-        TaskFailure: a task failed; it tells the first failure whole and the others in a line each.
+        TaskFailure: a task failed; the message has the first failure in full, and a line for each of the others.
         TaskLostError: the tasks could not be started.
-        TrainingError: the result could not be written, or its weights not be saved.
+        TrainingError: the result could not be written, or its weights could not be saved.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
-    # What is left when the monitor ends has nothing to save.
+    # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
     launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=ENVIRONMENT, grace_secs=0.0)
     with contextlib.ExitStack() as stack:
         received = stack.enter_context(signals.held())
@@ -105,7 +105,7 @@ def check_signals(received: list[int]) -> None:
 
 
 def payload_of(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float) -> dict[str, Any]:
-    """What `task.main` wants to know."""
+    """The payload of a task, for `task.main`."""
     return {
         "config": config.to_yaml(),
         "mode": cluster.mode,
@@ -132,7 +132,7 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
 
 
 def note_begin(config: RunConfig, run_dir: Path, console: Console) -> None:
-    """What the run directory holds from now on is of this run."""
+    """Puts this run's configuration into the run directory, and removes the summary of an earlier run."""
     try:
         (run_dir / "summary.json").unlink(missing_ok=True)
         write_whole(run_dir / "config.yaml", config.to_yaml())

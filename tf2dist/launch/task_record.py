@@ -7,7 +7,7 @@ from tf2dist.errors import TaskLostError
 
 @dataclass(frozen=True)
 class Kill:
-    """That the launching process has killed a task.
+    """A kill of a task by its launching process.
 
     Attributes:
         at: when, in seconds of the monotonic clock.
@@ -27,10 +27,10 @@ class TaskRecord:
     Attributes:
         heard_at: when it gave its last sign of life, in seconds of the monotonic clock. Later than now while a
             silence that it has announced lasts.
-        ran_at: when the kernel was last seen to let it run.
+        ran_at: when its process was last seen running, not stopped.
         is_done: whether it has said that it did all that it had to do.
         has_exited: whether its process has ended.
-        kill: that it was killed.
+        kill: given if the launching process has killed it.
     """
 
     heard_at: float

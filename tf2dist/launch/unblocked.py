@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-CHUNK_BYTES = 4096  # a pipe that is ready takes so many at once
+CHUNK_BYTES = 4096  # a pipe that is ready accepts this many without blocking
 MAX_PENDING_BYTES = 1 << 16
 
 
 class Unblocked(io.TextIOBase):
-    """Writes what the stream takes, keeps a little for later, and drops the rest.
+    """Writes what the stream accepts, keeps up to `MAX_PENDING_BYTES` for later, and drops the rest.
 
-    It leaves the descriptor as it is, which other processes share, and asks it before each write. A terminal
-    may be ready and still make a write wait, so it is opened once more, for writes that never do.
+    Other processes may share the descriptor, so it is not made non-blocking; `select` is asked before each write.
+    A write to a terminal can block even then, so a terminal is opened a second time, for writes that do not.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -24,7 +24,7 @@ class Unblocked(io.TextIOBase):
         self._pending = b""
         try:
             self._number: int | None = stream.fileno()
-        except (OSError, AttributeError):  # no file: it takes everything at once
+        except (OSError, AttributeError):  # not a file: it accepts everything at once
             self._number = None
 
     @property
@@ -54,7 +54,7 @@ class Unblocked(io.TextIOBase):
             self._stream.flush()
 
     def drain(self, secs: float) -> None:
-        """Gives the reader so long a time for what is left."""
+        """Gives the reader `secs` to take what is pending."""
         deadline = time.monotonic() + secs
         while self._pending and (left := deadline - time.monotonic()) > 0:
             self._write_pending(left)
@@ -75,9 +75,9 @@ class Unblocked(io.TextIOBase):
 
 @contextlib.contextmanager
 def _never_waiting(number: int) -> Iterator[int]:
-    """A descriptor for writes that never wait: of a terminal another one, since the flag would be everybody's."""
+    """A descriptor for writes that do not block: a new one for a terminal, since the flag of the old one is shared."""
     own = -1
-    with contextlib.suppress(OSError):  # no terminal, or one of another namespace, which has no name here
+    with contextlib.suppress(OSError):  # not a terminal, or one of another namespace, which has no name here
         own = os.open(os.ttyname(number), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         yield number if own < 0 else own

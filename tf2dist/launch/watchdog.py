@@ -1,4 +1,4 @@
-"""Finds the tasks of this host that are frozen, mute or without progress, and kills them."""
+"""Finds the tasks of this host that are frozen, silent or without progress, and kills them."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Watchdog:
         self.records[task] = TaskRecord(heard_at=now, ran_at=now)
 
     def excuse_all(self) -> None:
-        """Something is started again: who waits for it makes no progress meanwhile."""
+        """A task is started again: tasks that wait for it make no progress meanwhile."""
         self._restarted_at = self._clock.monotonic()
 
     def clear(self) -> None:
@@ -60,10 +60,10 @@ class Watchdog:
         if isinstance(message, Standing):
             self._stalls.heard(message, now)
         elif isinstance(message, Started) and self.records[message.task].kill:
-            self._launcher.signal(message.task, signal.SIGKILL)  # it had no process then
+            self._launcher.signal(message.task, signal.SIGKILL)  # it was killed before its process was known
 
     def exited(self, task: str) -> Kill | None:
-        """A task's process has ended; returns that it was killed here, if it was."""
+        """A task's process has ended; returns the kill, if it was killed here."""
         self._stalls.forget(task)
         record = self.records[task]
         record.has_exited = True
@@ -71,7 +71,7 @@ class Watchdog:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a task is silent, or was killed and has not ended: the cause of what others complain of."""
+        """Whether a task is silent, or was killed and has not ended: it may be the cause of the others' failures."""
         return self._liveness.any_silent or self._is_killing
 
     @property
@@ -82,7 +82,7 @@ class Watchdog:
         """Kills those that are lost or stuck; to be called several times a second.
 
         Args:
-            is_over: whether the run has its result: then a killed task that does not end is of no account.
+            is_over: whether the run has its result: then a killed task that does not end does not matter.
             gone: the tasks of other hosts that are gone, and why.
 
         Raises:
@@ -108,12 +108,12 @@ class Watchdog:
                 self._launcher.give_up_on(task)
 
     def _kill_stalled(self, is_over: bool, gone: Mapping[str, str]) -> None:
-        """Kills who made no progress by its own fault; it says so again as long as it makes none."""
+        """Kills the tasks that stalled by their own fault; those spared now report again if they stay stalled."""
         now = self._clock.monotonic()
         excused = now - max(self._restarted_at, self._liveness.awake_since) < self._watchdog_secs
         for message in self._stalls.look(now):
             if not (excused or (self._is_killing and not is_over) or self._liveness.any_silent):
-                # The user's own code would stand there again.
+                # The user's own code would stall there again.
                 code = (TrainingError if message.is_users else TaskLostError).exit_code
                 self._kill(message.task, why_stalled(message, gone), code)
 
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def why_stalled(message: Stalled, gone: Mapping[str, str]) -> str:
-    """What is said of a task that makes no progress; without its workers a coordinator can make none."""
+    """The message about a stalled task, with the tasks that are gone: a coordinator can do nothing without workers."""
     names = ", ".join(f"{task} is gone ({why})" for task, why in gone.items())
     while_gone = f" while {names}" if names else ""
     where = f" in {message.where}" if message.where else ""
