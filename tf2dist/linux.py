@@ -1,4 +1,4 @@
-"""What only Linux offers: a private network for a local cluster, signals at a parent's death, its range of ports.
+"""What only Linux offers: a private network for a local cluster, signals when a parent dies, free ports.
 
 A TensorFlow server at ``localhost:2222`` binds port 2222 of all interfaces, without
 authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network

@@ -83,7 +83,7 @@ class Sharding:
 
 
 def of_arrays(examples: Arrays) -> Take:
-    """Gathers examples, without Python code if possible, for which the steps of mode sync would have to wait.
+    """Returns a function that gathers examples, in C++ if possible: Python code would compete with that of the steps.
 
     Arrays that are mapped from a file are not copied.
     """
