@@ -11,7 +11,8 @@ import pytest
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.launch.console import Console
-from tf2dist.launch.monitor import Monitor, Tasks
+from tf2dist.launch.monitor import Monitor
+from tf2dist.launch.run_state import Tasks
 from tf2dist.messages import Alive, Done, Exited, Result
 
 TASKS = ["worker-0", "worker-1"]

@@ -1,9 +1,7 @@
 """Follows the tasks of a launcher: shows their messages, restarts lost tasks, stops all in order."""
 
-import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
@@ -16,6 +14,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.restarts import RestartPolicy, Verdict
+from tf2dist.launch.run_state import Life, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
 from tf2dist.messages import Began, Done, Event, Exited, Note, PeerGone, Progress, Result, Saved, Status, Warned
@@ -26,48 +25,6 @@ ECHO_SECS = 1.0  # the failure that caused the others may be reported after them
 CAUSE_SECS = 3.0  # the same if it is on another host
 LEAVE_SECS = 15.0  # for the other tasks to end, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
-
-
-class Phase(enum.Enum):
-    """Where a run stands, as seen from its launching process."""
-
-    RUNNING = "running"  # from the first start on; what has failed may be started again
-    STOPPING = "stopping"  # a signal has come, to this process or to another host's
-    DONE = "done"  # the result is there; what fails now does not matter
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """The tasks to run.
-
-    Attributes:
-        names: of the tasks of this host.
-        leader: the task that saves and makes the result; it may be on another host.
-        start: starts a task, by its name and the number of restarts of all tasks so far.
-    """
-
-    names: list[str]
-    leader: str
-    start: Callable[[str, int], None]
-
-    @property
-    def has_leader(self) -> bool:
-        return self.leader in self.names
-
-
-@dataclass
-class Life:
-    """What has been seen since all tasks were last started together.
-
-    Attributes:
-        summary: the leader's result; empty before.
-        leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
-        failures: those that have not been dealt with yet, in order.
-    """
-
-    summary: dict[str, Any] = field(default_factory=dict)
-    leave_by: float = float("inf")
-    failures: list[FailureRecord] = field(default_factory=list)
 
 
 class Monitor:

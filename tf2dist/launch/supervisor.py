@@ -17,7 +17,8 @@ from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import write_whole
 from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.monitor import Monitor, Tasks
+from tf2dist.launch.monitor import Monitor
+from tf2dist.launch.run_state import Tasks
 from tf2dist.signals import Signals
 
 ENVIRONMENT = {
