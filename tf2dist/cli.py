@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
     with Signals() as signals:
         try:
             code = code_of(arguments, started_at, signals)
-        except KeyboardInterrupt:  # before there was anything to stop
+        except KeyboardInterrupt:  # a signal before there was anything to stop
             code = told(Interrupted(signals.received[0]))
     sys.exit(code)
 
 
 def code_of(arguments: list[str], started_at: float, signals: Signals) -> int:
-    """Runs one command line; returns the exit code, when an error has been told."""
+    """Runs one command line and writes its error, if there is one; returns the exit code."""
     try:
         run(arguments, started_at, signals)
     except TfDistError as error:
@@ -78,11 +78,12 @@ def brief(text: str) -> str:
     if len(lines) > 3:
         lines = [*lines[:2], f"and {len(lines) - 2} more; python -m tf2dist.doctor with the same options shows all"]
     lines = [printable(line) for line in lines]
-    half = MAX_LINE_CHARS // 2 - 2  # the name is at the beginning, the way out at the end
+    half = MAX_LINE_CHARS // 2 - 2  # the option's name is at the beginning, the advice at the end
     return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[:half]}...{line[-half:]}" for line in lines)
 
 
 def run(arguments: list[str], started_at: float, signals: Signals) -> None:
+    """Shows what a flag asks for, or trains."""
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
     if unknown := sorted(flags - {"--help", "-h", "--cfg", "--version"}):
@@ -106,22 +107,25 @@ def show(text: str) -> None:
     """Writes what was asked for to the standard output.
 
     Raises:
-        TfDistError: it takes nothing; a full disk, for example.
+        TfDistError: it cannot be written, for example because of a full disk.
     """
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again at its exit
         raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None
 
 
 def train(config: RunConfig, host_task: HostTask | None, started_at: float, signals: Signals) -> None:
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
+    # What the configuration alone shows.
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     location.check_batch_size(config, num_workers)
     check_size(config, host_task)
+
+    # The place of this task in a cluster of many hosts.
     console = Console()
     if host_task:
         check_place(config, *host_task, console)
@@ -130,11 +134,15 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
     if host_task:
         if text := exposure(*host_task):
             console.warn(text)
-        # Every host sees its own data alone: to fall back is for all of them or none.
+        # Each host sees its own data only, and falling back is for all hosts or none: so here no host does.
         config.data = replace(config.data, offline="fail")
+
+    # The data, which a ps does not read.
     if host_task is None or host_task.task.job != "ps":
         config.data = location.resolve(config.data, console.warn)
-    location.check_batch_size(config, num_workers)  # again: the data may have become another
+    location.check_batch_size(config, num_workers)  # again: it may be another data set now
+
+    # The run.
     leads = host_task is None or host_task.task == host_task.cluster.leader
     run_dir = make_run_dir(config)
     if text := why_not_private(run_dir):
@@ -151,7 +159,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:
-    """What a task is told travels in one packet, and what hosts compare in one message.
+    """Checks that the configuration fits into the one packet to a task, and into the one message that hosts compare.
 
     Raises:
         ConfigError: it would be too long.
@@ -167,15 +175,15 @@ def check_size(config: RunConfig, host_task: HostTask | None) -> None:
 
 
 def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
-    """Checks the addresses of the list, once the own one is known, and the job token.
+    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name.
 
     Raises:
         ClusterError: this task cannot run here.
         TaskLostError: its name is not known on this host within `startup_timeout_secs`.
     """
     check_ports(cluster, config.cluster.control_port_shift)
-    job_key(os.environ, cluster, tell=lambda _: None)  # it warns once the run begins
-    wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal raises
+    job_key(os.environ, cluster, tell=lambda _: None)  # only checked here; its warning is given when the run begins
+    wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
     if config.cluster.check_address:
         check_no_alias(cluster, task)

@@ -44,11 +44,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        os._exit(130)  # a look-up of a name that still hangs is left behind
+        os._exit(130)  # without waiting for a look-up of a name that hangs
 
 
 def report(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Prints the findings for one command line; returns the exit code."""
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
     if flags & {"--help", "-h"}:
@@ -89,7 +89,7 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
     for check in [*checks, machine.gpus]:
         try:
             yield from check()
-        except Exception as error:  # of a system that is set up in a way nobody thought of; the rest is still told
+        except Exception as error:  # a system that is set up in a way nobody thought of; go on with the other checks
             yield Finding("warn", "doctor", f"could not look: {type(error).__name__}: {first_line(str(error))}")
 
 
@@ -107,7 +107,7 @@ def request(overrides: list[str], tf_config: str | None) -> tuple[RunConfig | No
     if kind == "local":
         return config, None, found
     try:
-        asked = config or RunConfig(mode=mode, run_dir=".")  # what it is has been told above
+        asked = config or RunConfig(mode=mode, run_dir=".")  # a mistake in the configuration has been found above
         asked.cluster.kind = kind
         host_task = parsing.from_config(asked, tf_config)
         counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(host_task.cluster.jobs.items()))
@@ -118,7 +118,7 @@ def request(overrides: list[str], tf_config: str | None) -> tuple[RunConfig | No
 
 
 def failures(topic: str, error: TfDistError) -> list[Finding]:
-    """One finding a line; what follows the last semicolon is the way out."""
+    """One finding for each line of an error; the text behind the last semicolon is the fix."""
     parts = [line.rpartition("; ") for line in str(error).splitlines()]
     return [Finding("fail", topic, text or fix, fix if text else "") for text, _, fix in parts]
 
@@ -137,7 +137,7 @@ def data(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
         yield from failures("data", error)
     if host_task is None:
         yield from machine.training_data(config.data)
-    elif host_task.task.job != "ps":  # hosts fall back all or none, so this one does not
+    elif host_task.task.job != "ps":  # falling back is for all hosts or none, so no host does
         yield from machine.training_data(replace(config.data, offline="fail"))
 
 
@@ -184,7 +184,7 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
 
 
 def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
-    """Who answers, all asked at once; who has not answered in time is told as such."""
+    """Which other tasks answer, all asked at once; one that has not answered in time is reported as such."""
     others = [task for task in cluster.tasks if task != own]
     at_home = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
 

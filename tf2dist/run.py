@@ -1,4 +1,4 @@
-"""One task's life, from the cluster that it belongs to, to the result."""
+"""The life of one task, from joining its cluster to the result."""
 
 import contextlib
 import functools
@@ -49,18 +49,20 @@ def run_task(
     """
     inbox.listen(cluster)
 
-    # TensorFlow takes its devices, and a synchronous cluster, before its first operation alone: both come before the
-    # user's code, which may run some in a plugin and where it makes the data.
+    # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
+    # the user's code, which may run operations in a plugin or when it makes the data.
     server_config = devices.configure(config.devices, cluster, task, share_host=config.cluster.kind == "local")
     strategy = None
     if cluster.mode == "sync" and task in cluster.training_tasks:
         strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs, config.watchdog_secs)
-        end_on_sigterm()  # TensorFlow's coordination service has installed a handler of its own
+        end_on_sigterm()  # again: TensorFlow's coordination service has installed its own handler
+
+    # The user's code.
     registry.load_plugins(config.plugins)
     if config.devices.precision == "bfloat16":
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
 
-    # A parameter server has no data of its own, and an asynchronous worker serves it.
+    # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
@@ -93,24 +95,24 @@ def train(
     started_at: float,
     strategy: tf.distribute.Strategy | None,
 ) -> None:
-    """Trains to the result; the leader reads and writes the run directory for all. See `run_task`.
-
-    Args:
-        strategy: that of the cluster, where this task has joined it already.
-    """
-
+    """Trains to the result. See `run_task`; `strategy` is that of the cluster if this task has joined it already."""
+    # The run directory, which the leader reads and writes for all tasks.
     start: Snapshot | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         start = first_snapshot(config, checkpoints, to_launcher.warn)
-        checkpoints.clean()  # of what a killed run has left; the launcher sees to it that there is no other
+        checkpoints.clean()  # removes what a killed run has left; the launcher makes sure that no other run is here
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, facts_of(config))
         reporter = Reporter(run_dir, task, to_launcher, started_at)
+
+    # The servers of an asynchronous cluster, all of which must listen before the coordinator can use them.
     if cluster.mode == "async":
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         still_starting = functools.partial(heartbeat.progress, heartbeat.START_SECS)
         reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, to_launcher.status, still_starting)
+
+    # The loop, which builds and restores the model.
     with reporter:
 
         def on_progress(progress: Progress) -> None:
@@ -125,6 +127,8 @@ def train(
             to_launcher.began(loop.progress.global_step)
         if start and task == cluster.leader:
             to_launcher.note(loop.restored_from)
+
+        # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
         wants_profile = config.profile and task == cluster.leader
         try:
@@ -135,15 +139,15 @@ def train(
             ):
                 drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
         except Interrupted:
-            raise  # it has said farewell
+            raise  # `drive` has ended the training on all tasks
         except Exception as error:
-            if config.cluster.kind != "local":  # there the launcher stops the others, with a better reason
+            if config.cluster.kind != "local":  # or the launcher stops the others, with a better reason
                 loop.abandon(first_line(str(error)))
             raise
 
 
 def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | None:
-    """Where the run goes on, or the weights that it begins with; None for the model's own.
+    """The snapshot from which the run goes on, or which gives its first weights; None for those of the new model.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -154,13 +158,13 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> S
     source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(warn)
     if source is None:
         raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
-    # The same weights would be of other pixels; another epsilon leaves them what they are.
+    # In another data format the same weights would belong to other pixels. Another epsilon does not matter to them.
     check_keras(source, KerasConfig(image_data_format=config.keras.image_data_format), "init_from")
     return Snapshot(0, source.of_model())
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint tells of its run, beside what the loop knows."""
+    """The facts about its run that a checkpoint holds, beside those that the loop knows."""
     return {
         "data": config.data.name,
         "model": config.model,
@@ -173,7 +177,7 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 def drive(
     config: RunConfig, cluster: Cluster, loop: Loop, saver: NoSaver, reporter: NoReporter, has_validation: bool
 ) -> None:
-    """From the first step to the result.
+    """Trains from the present step to the target, evaluates and reports the result.
 
     Raises:
         Interrupted: a task was asked to stop; the run is saved.
@@ -193,7 +197,7 @@ def drive(
         try:
             evaluation = loop.evaluate(split, pause_request)
         except WorkersAway:
-            stop_if(PauseRequest.STOP)
+            stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
             raise
         reporter.on_evaluation(split, loop.progress.global_step, evaluation)
         stop_if(loop.combine(pause_request()))

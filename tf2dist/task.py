@@ -45,7 +45,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
             "started_at".
     """
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is the launcher's, which stops us with SIGTERM
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops us with SIGTERM
     end_on_sigterm()
     sys.stdout, sys.stderr = (LossyLog(stream.buffer, errors="backslashreplace") for stream in (sys.stdout, sys.stderr))
     cluster = Cluster(payload["mode"], {job: tuple(addresses) for job, addresses in payload["jobs"].items()})
@@ -58,15 +58,15 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))
-        with contextlib.suppress(OSError):  # a full disk; the launcher sees the exit code
+        with contextlib.suppress(OSError):  # on a full disk; the launcher still sees the exit code
             record.write(run_dir / "logs")
         return record.exit_code
-    to_launcher.done()  # without it, who ends with code 0 was ended by somebody else's code
+    to_launcher.done()  # exit code 0 without this message: other code has ended the process
     return 0
 
 
 def set_up_keras(settings: schema.KerasConfig) -> None:
-    """Takes the settings from the configuration; Keras has read this host's keras.json when it was imported."""
+    """Gives Keras the settings of the configuration; on its import it has read this host's keras.json instead."""
     if settings.floatx:
         keras.config.set_floatx(settings.floatx)
         keras.config.set_dtype_policy(settings.floatx)
@@ -77,8 +77,8 @@ def set_up_keras(settings: schema.KerasConfig) -> None:
 
 
 def in_our_terms(error: BaseException) -> BaseException:
-    """TensorFlow's ways to say that a peer is gone, or the memory, or that XLA cannot compile a layer, as one."""
-    error = getattr(error, "original_exception", error)  # of what the coordinator has made on a worker
+    """TensorFlow's error as one of ours, if it is known: a lost task, no memory, a layer that XLA cannot compile."""
+    error = getattr(error, "original_exception", error)  # the coordinator wraps what a worker has raised
     text = str(error)
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
         return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(text)})")

@@ -95,7 +95,7 @@ def ps_cluster() -> PsCluster:
 
 @dataclass(frozen=True)
 class SyncWorker:
-    """What a function on a synchronous worker gets to know."""
+    """The first argument of a function that runs on a synchronous worker."""
 
     cluster: Cluster
     task: Task
@@ -139,7 +139,7 @@ class SyncWorkers:
         while not self._launcher.ready:
             self._follow(deadline, "the fork server")
         first = self._next if self._next + num_workers <= len(self._launcher.ports) else 0
-        self._next = first + num_workers  # a port is not at once free again
+        self._next = first + num_workers  # the next call takes other ports: a used one is not free again at once
         ports = self._launcher.ports[first:]
         cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])})
         call = self._folder / f"call-{self._runs}.pickle"
@@ -154,7 +154,7 @@ class SyncWorkers:
                 if any(path.exists() for path in map(self._error_file, names)):
                     break
         finally:
-            with contextlib.suppress(TfDistError):  # what is being raised tells more
+            with contextlib.suppress(TfDistError):  # the exception that is being raised tells more
                 self._launcher.stop()
         failed = [path for path in map(self._error_file, names) if path.exists()]
         if failed:
@@ -166,6 +166,7 @@ class SyncWorkers:
         return self._folder / f"{name}.error"
 
     def _follow(self, deadline: float, awaited: str) -> None:
+        """Takes the launcher's events; writes an error file for a worker that ended without a result or an error."""
         for event in self._launcher.events(0.1):
             if not isinstance(event, Exited) or self._error_file(event.task).exists():
                 continue
@@ -181,7 +182,7 @@ class SyncWorkers:
 def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Entry of a worker's process.
 
-    It lasts until all have their results: a worker may still be reading what this one has summed up for it.
+    The process lasts until all workers have their results: another one may still be reading sums from this one.
     """
     call, names = Path(payload["call"]), payload["names"]
     name = names[payload["index"]]

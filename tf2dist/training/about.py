@@ -1,4 +1,4 @@
-"""What TensorBoard is told of a run beside its curves: its options, its model, its learning rate."""
+"""What TensorBoard shows of a run beside its curves: its options, its model, its learning rate."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +27,7 @@ def summary_of(model: keras.Model) -> str:
 
 
 def hparams_of(config: RunConfig) -> dict[str, bool | float | str]:
-    """The options that make a difference to the result; those that are not set are left out."""
+    """The options that can change the result, by their dotted names; without those that are not set."""
     options = asdict(config)
     return dict(_leaves({name: options[name] for name in SECTIONS}))
 
@@ -43,9 +43,9 @@ def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool |
 
 
 class LearningRate:
-    """The learning rate of an optimizer at any step, without a look at its own count of steps.
+    """The learning rate of an optimizer at any step, without reading the optimizer's own count of steps.
 
-    That count stands on a ps in mode async, and a rate that does not change is read once.
+    With mode=async that count is on a ps. A constant rate is read once.
     """
 
     def __init__(self, optimizer: keras.Optimizer) -> None:

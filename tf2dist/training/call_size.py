@@ -1,21 +1,22 @@
-"""How many steps one call of TensorFlow takes: enough to hide what a call costs, few enough to pause soon."""
+"""How many steps one call of TensorFlow executes: enough to hide the cost of a call, few enough to pause soon."""
 
-MAX_STEPS = 50  # more would hide little, and in mode async they are unrolled, which takes its time
-CALL_SECS = 0.4  # a request to stop or save waits for two calls in mode async; longer ones make no run faster
-TRIAL_SECS = 0.3
+MAX_STEPS = 50  # more would hide little more, and with mode=async steps are unrolled, each of which takes time to trace
+CALL_SECS = 0.4  # with mode=async a request to stop or save waits for two calls; longer calls make no run faster
+TRIAL_SECS = 0.3  # for how long, at least, steps are timed
 TRIAL_STEPS = 3  # of each worker
-# In mode async, measured with models of 2 to 158 trainable variables, on two cores:
-SAVED_SECS = 0.003  # what a call costs the cluster, mostly the coordinator and the cores that it shares
-IDLE_SECS = 0.03  # between two updates of the cluster: then a call costs less than a tenth of them
-UNROLLED_SHARE = 0.1  # of what the first call of one step takes to get ready, for every further step
+# With mode=async, measured with models of 2 to 158 trainable variables, on two cores:
+SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
+IDLE_SECS = 0.03  # between two updates of the cluster; if it is longer, a call costs less than a tenth of it
+UNROLLED_SHARE = 0.1  # for every further step, of the time to prepare the first call of one step
 
 
 def steps_of_a_call(secs_per_step: float) -> int:
+    """As many steps as take about CALL_SECS, from 1 to MAX_STEPS."""
     return max(1, min(MAX_STEPS, int(CALL_SECS / secs_per_step)))
 
 
 def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: float, steps_left: int) -> int:
-    """The unrolled steps of a call that gain more in the rest of the run than they cost to get ready.
+    """The number of unrolled steps in a call that gains most in the rest of the run, less the time to prepare them.
 
     Args:
         secs_per_step: of one worker.
@@ -34,7 +35,7 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
 
     longest = steps_of_a_call(secs_per_step)
     best = max(range(1, longest + 1), key=net_gain)
-    # The estimate is rough: where much is gained either way, the longest calls have the best rate.
+    # The estimate is rough: if the longest calls gain nearly as much as the best, take them for their higher rate.
     return longest if net_gain(longest) > 0.8 * net_gain(best) > 0 else best
 
 
@@ -42,7 +43,7 @@ class Trial:
     """Times the first calls of a run, of one step each, to find the size of the later ones.
 
     Attributes:
-        first_call_secs: how long the first step took, with all that it had to prepare; 0 before.
+        first_call_secs: how long the first step took, with all that it had to prepare; 0 until then.
     """
 
     def __init__(self) -> None:
@@ -51,15 +52,15 @@ class Trial:
         self.first_call_secs = 0.0
 
     def secs_per_step(self, now: float, local_steps: tuple[int, ...]) -> float | None:
-        """The seconds that one worker takes for a step, as soon as they are clear.
+        """The seconds that one worker takes for a step; None until enough steps were timed.
 
         Args:
             now: in seconds of any clock.
-            local_steps: what each worker has done.
+            local_steps: the steps that each worker has done.
         """
         begun_at, begun = self._begun = self._begun or (now, local_steps)
         steps = sum(local_steps)
-        if self._first is None:  # the first call of a worker prepares its graph
+        if self._first is None:  # not timed: the first call of a worker prepares its graph
             if steps > sum(begun):
                 self._first, self.first_call_secs = (now, steps), now - begun_at
             return None

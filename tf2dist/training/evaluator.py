@@ -1,4 +1,4 @@
-"""The evaluator's life: evaluate the newest checkpoint of the run directory, whenever there is one, to the last."""
+"""What the evaluator does: evaluate the newest checkpoint of the run directory again and again, until the last one."""
 
 import contextlib
 import time
@@ -35,7 +35,10 @@ class Evaluator:
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
-        """The newest checkpoint, if it is beyond the step `done`; one that is gone or damaged may have a successor."""
+        """The newest checkpoint, if it is beyond the step `done`; else None.
+
+        None, too, if it is damaged or was removed while we read it: the run may save another one.
+        """
         try:
             path = checkpoints.paths()[-1]
             which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)  # the same step may be saved again
@@ -50,7 +53,7 @@ class Evaluator:
             return None
 
     def _variables_of_last(self, target_step: int) -> Named:
-        """What the last weights of a run are made of: an optimizer may have the last word on them."""
+        """The variables that the final weights need: the model's, and those of an optimizer that changes them."""
         if self._optimizer is None:
             self._optimizer = build_optimizer(self._config_of_optimizer, target_step)
             if finalizes(self._optimizer):
@@ -59,13 +62,17 @@ class Evaluator:
         return self._needed_last
 
     def evaluate(self, snapshot: Snapshot, split: str, is_last: bool = False) -> Evaluation:
-        """Evaluates a checkpoint on "test" or "validation"; the last one of a run as the run itself does.
+        """Evaluates a checkpoint on "test" or "validation".
+
+        Args:
+            is_last: whether it is the run's last one, whose weights the optimizer may change, as in the run itself.
 
         Raises:
             CheckpointError: it is of another model or data set.
         """
         target_step = snapshot.facts.get("target_step") or snapshot.step
         named = self._variables_of_last(target_step) if is_last else self._named
+        # All arrays of the model are kept, so that `check_same` sees any that this model does not have.
         needed = {name: array for name, array in snapshot.arrays.items() if name in named or name.startswith("model/")}
         check_same(named, Snapshot(snapshot.step, needed, snapshot.facts), self._data, self._keras)
         assign(named, needed)
@@ -83,13 +90,13 @@ class Evaluator:
 def follow(
     evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation, asked_steps: int | None
 ) -> None:
-    """Evaluates the newest checkpoint whenever there is a new one, until the run has come to its target.
+    """Evaluates the newest checkpoint whenever there is a new one, until the run has reached its target.
 
-    Those that come and go while another is evaluated are left out.
+    Checkpoints that come while another one is evaluated are skipped, except for the newest.
 
     Args:
         split: evaluated at every checkpoint; the last one is evaluated on "test" too.
-        asked_steps: train.steps, which may ask for more than the run that has left the checkpoint did.
+        asked_steps: train.steps, which may be more than the target of the run that has left the checkpoint.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
     done = -1

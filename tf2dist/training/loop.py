@@ -1,4 +1,4 @@
-"""What the two training loops have in common: the signature, and what they tell about themselves."""
+"""What the two training loops have in common: their interface, their progress, and the requests to pause them."""
 
 import enum
 import functools
@@ -25,8 +25,8 @@ class Progress:
 
     Attributes:
         global_step: updates applied to the model.
-        local_steps: steps of each worker that are part of them.
-            Those taken before by a cluster of another mode or size are not.
+        local_steps: the steps of each worker among these updates, without those that a cluster of another mode or
+            size took before.
         examples: seen by all workers, in the whole run.
         loss: mean over the steps since the last report; NaN if there were none.
         accuracy: on the training examples of these steps.
@@ -50,16 +50,17 @@ class PauseRequest(enum.Flag):
     STOP = enum.auto()
 
     def to_floats(self) -> list[float]:
-        """Something that can be added up: the sum is not zero where one worker's is not."""
+        """A number for each kind of request; the sum over workers is positive if any of them requests it."""
         return [float(one in self) for one in PauseRequest]
 
     @classmethod
     def of_sums(cls, sums: list[float]) -> "PauseRequest":
+        """The requests of all workers, from the sums of their `to_floats`."""
         requested = [one for one, total in zip(PauseRequest, sums, strict=True) if total > 0]
         return functools.reduce(operator.or_, requested, cls.NOTHING)
 
 
-PauseRequests = Callable[[], PauseRequest]  # asked every now and then during a training or an evaluation
+PauseRequests = Callable[[], PauseRequest]  # called every now and then during a training or an evaluation
 
 
 def never() -> PauseRequest:
@@ -67,14 +68,14 @@ def never() -> PauseRequest:
 
 
 class WorkersAway(Exception):
-    """A stop is requested, and no worker does what it was given."""
+    """A stop is requested, and no worker makes progress with the calls that it was given."""
 
 
 def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -> int:
     """The global step at which the run ends.
 
     Raises:
-        ConfigError: the run is beyond it already.
+        ConfigError: the run is already beyond train.steps.
     """
     step = start.step if start else 0
     if config.train.steps is not None:
@@ -88,7 +89,7 @@ def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -
     target = max(1, math.ceil(epochs * sharding.updates_per_epoch))
     if start is None or not start.is_resumed or start.facts["input"]["sharding"] == asdict(sharding):
         return max(target, step)
-    # Another cluster has made some of the passes, in steps of another size.
+    # Earlier passes were made in steps of another size, so they are counted in examples.
     done: float = start.facts["examples"] / start.facts["input"]["sharding"]["num_examples"]
     return step + max(0, math.ceil((epochs - done) * sharding.updates_per_epoch))
 
@@ -99,7 +100,7 @@ class Loop(Protocol):
     `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
 
     Attributes:
-        restored_from: how it has made use of `start`, for the user.
+        restored_from: what has been restored from `start`, for the user.
         advice: a warning about the model, for the user; empty for none.
     """
 
@@ -112,48 +113,49 @@ class Loop(Protocol):
 
     @property
     def optimizer(self) -> keras.Optimizer:
-        """One that has the learning rate of all."""
+        """An optimizer that has the learning rate of all."""
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied, or until a pause is requested.
 
         Args:
-            pause_request: asked every now and then; answered soon, at an exact step where all tasks stand.
+            pause_request: called every now and then; a request makes all tasks pause soon, at the same step.
 
         Returns:
-            What was requested by whatever task; nothing if `until_step` was reached.
+            What any of the tasks has requested; nothing if `until_step` was reached.
         """
 
     def combine(self, request: PauseRequest) -> PauseRequest:
-        """The requests of all tasks that drive the training; to be called by all while none trains."""
+        """The requests of all tasks that drive the training. All of them must call this, while none trains."""
 
     def snapshot(self) -> Snapshot:
-        """The state at `progress.global_step`; on the leader, while none trains."""
+        """The state at `progress.global_step`. Only for the leader, while no task trains."""
 
     def finalize(self) -> None:
-        """Gives the model its final weights, such as the optimizer's moving averages; snapshots are as before.
+        """Gives the model its final weights, such as the optimizer's moving averages.
 
-        To be called by all tasks that drive the training.
+        Later snapshots still hold the weights from which a training would go on. All tasks that drive the training
+        must call this.
         """
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Evaluates "test" or "validation", every example exactly once.
 
         Raises:
-            WorkersAway: a stop is requested, and this cannot come to an end.
+            WorkersAway: a stop is requested, and the evaluation cannot be finished.
         """
 
     def updates_applied(self) -> int:
-        """Counted where they are applied, independently of `progress`."""
+        """The updates as they were counted where they are applied, independently of `progress`."""
 
     def facts(self) -> dict[str, Any]:
-        """What only this mode can tell, for summary.json."""
+        """What only this mode knows of the run, for summary.json."""
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """What only this mode can count: how often 0, 1, 2, ... came up, for TensorBoard; while none trains."""
+        """What only this mode counts, for TensorBoard: how often 0, 1, 2, ... came up. Only while no task trains."""
 
     def finish(self, accuracy: float | None) -> None:
-        """Ends the training on every task; each logs the final accuracy, None if it was stopped before."""
+        """Ends the training on every task; each logs the final accuracy, which is None if the run was stopped."""
 
     def abandon(self, reason: str) -> None:
-        """Tells those who wait for this task that it has failed, as far as it can."""
+        """Tells the tasks that wait for this one that it has failed, as far as they can be reached."""

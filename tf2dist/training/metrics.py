@@ -35,7 +35,7 @@ class JsonlWriter:
         self._task = task
         with open_to_read(path) as file:
             file.seek(max(0, path.stat().st_size - 1))
-            if file.read() not in (b"", b"\n"):  # cut off on a full disk
+            if file.read() not in (b"", b"\n"):  # the last line was cut off on a full disk
                 self._file.write("\n")
 
     def write(self, step: int, values: Values) -> None:
@@ -48,14 +48,14 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Events for TensorBoard, written without TensorFlow: its ops would go through the cluster.
+    """Writes events for TensorBoard without TensorFlow, whose operations for this would go through the cluster.
 
     Args:
-        about: what is written first; None for curves alone.
+        about: written before the curves; None to leave it out.
     """
 
     def __init__(self, folder: Path, about: About | None) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # 0.2 s, and only the leader writes
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # takes 0.2 s, and few tasks write
 
         self._writer = EventFileWriter(str(folder))
         if about:
@@ -92,7 +92,7 @@ def _scalar(tag: str, value: float) -> Any:
 
 
 def _histogram(tag: str, counts: np.ndarray) -> Any:
-    """Rows of left edge, right edge and count."""
+    """A histogram as TensorBoard has it: rows of left edge, right edge and count."""
     from tensorboard.plugins.histogram import metadata
 
     counts = np.trim_zeros(counts, "b")
@@ -102,7 +102,7 @@ def _histogram(tag: str, counts: np.ndarray) -> Any:
 
 
 def _text(tag: str, text: str) -> Any:
-    """Markdown in which every line is code."""
+    """A text for TensorBoard, which shows Markdown: every line as code."""
     from tensorboard.plugins.text import metadata
 
     code = "\n".join(f"    {line}" for line in text.splitlines())
@@ -110,11 +110,11 @@ def _text(tag: str, text: str) -> Any:
 
 
 class PatientWriter:
-    """Goes on without a writer that fails, as on a full disk, and tries again with a new one.
+    """Writes through a writer that may fail, as on a full disk: then drops values, and later tries a new writer.
 
     Args:
         make: makes the writer; called before the first write.
-        warn: told once.
+        warn: called at the first failure only.
     """
 
     def __init__(self, make: Callable[[], Writer], warn: Callable[[str], None]) -> None:

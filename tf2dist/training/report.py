@@ -21,7 +21,7 @@ SEND_EVERY_SECS = 0.1
 
 
 class NoReporter:
-    """What the tasks do that are not the leader: nothing."""
+    """The reporter of a task that is not the leader: it does nothing."""
 
     def follow(self, loop: Loop, config: RunConfig) -> None:
         """Reports on this loop from now on."""
@@ -33,7 +33,7 @@ class NoReporter:
         pass
 
     def on_progress(self, progress: Progress) -> None:
-        """Takes a look at the run as often as the loop likes."""
+        """Takes the progress of the run, as often as the loop reports it."""
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Takes an evaluation, while the training stands still."""
@@ -63,6 +63,7 @@ class Reporter(NoReporter):
         self._loop: Loop | None = None
         self._rate: LearningRate | None = None
         self._about: About | None = None
+        # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves stand beside the leader's.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         makes = (
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
@@ -70,8 +71,8 @@ class Reporter(NoReporter):
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
         self._first_at: float | None = None
-        self._previous: tuple[float, Progress] | None = None  # the last look, unless it was interrupted
-        self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between looks
+        self._previous: tuple[float, Progress] | None = None  # at the last report, unless an evaluation followed
+        self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between reports of progress
         self._sent_at = self._written_at = 0.0
 
     def __exit__(self, *_: object) -> None:
@@ -84,6 +85,7 @@ class Reporter(NoReporter):
         self._about = About(summary_of(loop.model), hparams_of(config))
 
     def on_progress(self, progress: Progress) -> None:
+        # The time and the work since the last report.
         now, step = time.time(), progress.global_step
         self._first_at = self._first_at or now
         if self._previous:
@@ -92,6 +94,8 @@ class Reporter(NoReporter):
             self._steps += step - before.global_step
             self._examples += progress.examples - before.examples
         self._previous = (now, progress)
+
+        # The launcher's display, and the files; the last step always goes to both.
         scalars = {"loss": progress.loss, "accuracy": progress.accuracy}
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
@@ -119,7 +123,7 @@ class Reporter(NoReporter):
             writer.write(step, values)
 
     def steps_per_sec(self) -> float | None:
-        """The rate from the first look on, without start-up and evaluations; None for less than two looks."""
+        """The mean rate since the first report of progress, without start-up and evaluations; None while unknown."""
         return self._steps / self._secs if self._secs > 0 else None
 
     def on_result(

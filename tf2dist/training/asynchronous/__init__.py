@@ -1,1 +1,1 @@
-"""The asynchronous twin: ParameterServerStrategy driven by a ClusterCoordinator."""
+"""Asynchronous training: ParameterServerStrategy driven by a ClusterCoordinator."""

@@ -1,7 +1,7 @@
-"""Waiting for the calls that asynchronous workers were given, when all workers may be away.
+"""Waiting for the calls that asynchronous workers were given, even if all workers may be lost.
 
-TensorFlow waits for ever: it calls a lost worker until that is back. A stop cannot, and need not: all
-that was applied is on the parameter servers.
+TensorFlow waits for ever, until a lost worker is back. A stop cannot wait so long and need not: all
+updates that were applied are on the parameter servers.
 """
 
 import functools
@@ -16,17 +16,17 @@ from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.loop import PauseRequest, PauseRequests, WorkersAway
 
 POLL_SECS = 0.005
-SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05  # an update that was admitted is applied in less, or its worker was lost
+SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05  # an admitted update is applied in less, unless its worker was lost
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0
 
 
 class Patience:
-    """Waits as long as workers work, or may come back; after a request to stop only for a while.
+    """How long to wait for workers: for ever, but after a request to stop only while they make progress.
 
     Args:
-        pause_request: asked all the time.
-        progress: gives what changes while workers work.
-        quiet_secs: how long that may stay as it is before a stop no longer waits.
+        pause_request: called at every look.
+        progress: returns a value that changes while workers make progress.
+        quiet_secs: how long this value may stay the same after a request to stop.
     """
 
     def __init__(self, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float) -> None:
@@ -35,7 +35,7 @@ class Patience:
         self.requested = PauseRequest.NOTHING
 
     def look(self) -> None:
-        """Raises WorkersAway if a stop is requested, and nothing has come of the workers for `quiet_secs`."""
+        """Raises WorkersAway if a stop is requested, and the workers have made no progress for `quiet_secs`."""
         self.requested |= self._pause_request()
         if PauseRequest.STOP not in self.requested:
             return
@@ -47,11 +47,11 @@ class Patience:
 
 
 def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> float:
-    """How long nothing may come of workers before a stop takes them for lost: longer than a step, if there is time.
+    """How long workers may make no progress before a stop takes them for lost: longer than a step, if time allows.
 
     Args:
         steps_per_sec: of the whole cluster; 0 if not known yet.
-        grace_secs: what a stop has for everything.
+        grace_secs: the time that the whole stop may take.
     """
     longest = grace_secs / 2
     return min(longest, max(QUIET_SECS, QUIET_STEPS * num_workers / steps_per_sec)) if steps_per_sec else longest
@@ -60,7 +60,7 @@ def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> flo
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested for meanwhile. See `Patience`.
+    """Waits until all calls are done; returns what was requested meanwhile. See `Patience`.
 
     Raises:
         WorkersAway: a stop is requested, and the calls are not done.
@@ -80,14 +80,15 @@ def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
 
 
 def shut(servers: list[ParameterServer], limit: int) -> None:
-    """Makes the ps keep what they have, though calls are in flight: a worker that comes back pushes in vain.
+    """Makes all ps refuse further updates while calls are in flight, even from a worker that comes back.
 
     Args:
-        limit: of the updates that the calls in flight may bring.
+        limit: the global step beyond which the ps have refused updates already.
 
     Raises:
-        TaskLostError: the last push has reached some ps only, and nobody is there to bring it to the others.
+        TaskLostError: the last push has reached some ps only, and no worker is there to bring it to the others.
     """
+    # Updates that were admitted before may still be on their way into the variables.
     admitted = [min(server.refuse_all(), limit) for server in servers]
     give_up_at = time.monotonic() + SETTLE_SECS
     while True:
@@ -118,6 +119,7 @@ def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, q
 
     threading.Thread(target=fetch, name="results", daemon=True).start()
     for number in range(len(values)):
+        # Every value that comes counts as progress, so the wait for each one begins anew.
         patience = Patience(pause_request, functools.partial(int, number), quiet_secs)
         while True:
             try:

@@ -1,8 +1,8 @@
-"""The asynchronous twin, from the coordinator: workers at their own pace, an exact end.
+"""The asynchronous training loop of the coordinator: workers at their own pace, an exact end.
 
 The coordinator keeps a few calls in flight for each worker and watches the counters on the
-parameter servers, which alone know what has been applied: a call that is repeated because its
-worker died, or that runs past the end, is refused there update by update.
+parameter servers, which alone know what has been applied. They refuse every update beyond the end,
+from calls that run past it and from calls that are repeated because their worker died.
 """
 
 import math
@@ -42,9 +42,9 @@ from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, WorkersAway, never, target_step
 
-STEPS_ON_HOSTS = 10  # of a call
+STEPS_ON_HOSTS = 10  # of a call, on many hosts, where its size is fixed
 FAREWELL_TIMEOUT_SECS = 5.0
-TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # in a snapshot
+TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # the names of these arrays in a snapshot
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class _Start:
     """Where a run begins.
 
     Attributes:
-        counts: those of the ps; totals of zero if the snapshot has none for as many workers.
-        offsets: of each worker, from the steps in its totals to those of its input, int [workers].
-        earlier_steps, earlier_examples: those of the run that the totals do not hold.
+        counts: what the counters of the ps begin with; the totals are 0 if the snapshot has none for as many workers.
+        offsets: for each worker, its position in its input less the steps in its totals, int [workers].
+        earlier_steps, earlier_examples: those of the run that are not in the totals.
     """
 
     counts: Counts
@@ -102,12 +102,12 @@ class AsyncLoop:
         self.model = step.model
         self.restored_from = restored_from
         self.advice = advice_on_outputs(step.trial)
-        self._trained: dict[str, np.ndarray] = {}  # what `finalize` has replaced, as it was
+        self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
         self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
         self._evaluate_functions = {split: graphs.evaluate_function(split) for split in sizes}
 
-        # What has been seen of the counters.
+        # What has been read from the counters so far.
         counts = begin.counts
         local_steps, examples = tuple(map(int, counts.steps)), begin.earlier_examples + counts.examples
         self.progress = Progress(counts.applied, local_steps, examples, math.nan, math.nan)
@@ -133,7 +133,7 @@ class AsyncLoop:
         begin = _Start.of(start, sharding)
         last_step = target_step(config, sharding, start)
 
-        # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its own.
+        # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
         step = build_step(config.model, splits, config.seed, strategy.scope())
         check_assigned(config.model["name"], step.trial)
         graphs = AsyncStep(config, step, splits.image_shape, sharding, list(map(int, begin.offsets)), last_step)
@@ -145,9 +145,9 @@ class AsyncLoop:
         for server in graphs.servers:
             server.restore(begin.counts)
 
-        # TensorFlow tells all hosts of a new function, and the whole process stands still if one of them is cut off: on
-        # many hosts the calls keep a fixed size, and every function is made before the training: one of TensorFlow's
-        # own, too, which copies what workers return.
+        # TensorFlow sends each new function to all hosts, and the whole process stands still if one of them is cut off.
+        # So on many hosts the calls keep a fixed size, and every function is made before the training; with `identity`
+        # also one of TensorFlow's own, which copies what workers return.
         with tf.device(f"/job:{task.job}"):
             tf.identity(graphs.servers[0].counts())
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
@@ -193,11 +193,12 @@ class AsyncLoop:
             if missing <= 0 or (requested := pause_request()):
                 break
             if idle and admitted > applied and seen != before:
-                time.sleep(POLL_SECS)  # a worker that was given up may still push
+                time.sleep(POLL_SECS)  # a worker that TensorFlow has given up may still push
                 continue
+
             if idle:
                 for server in self._graphs.servers:
-                    server.forget_refused()  # admitted, then lost with their worker
+                    server.forget_refused()  # updates that were admitted and then lost with their worker
                 scheduler.begin_again(applied)
                 admitted = applied
             last_step = max(until_step, self.target_step)
@@ -205,7 +206,7 @@ class AsyncLoop:
                 continue
             scheduler.fill(admitted, missing)
             time.sleep(scheduler.secs_to_next_look(missing))
-        # Those calls that have nothing left to do, or that a request lets run out.
+        # The calls still in flight: they have nothing left to do, or a request lets them run to their end.
         return requested | scheduler.finish(pause_request)
 
     def _align_servers(self) -> None:
@@ -246,7 +247,7 @@ class AsyncLoop:
         return int(counts[0][0])
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Every worker evaluates some ranges of the split, whoever is free the next."""
+        """Every worker evaluates some ranges of the split: a free worker takes the next one."""
         parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
@@ -257,7 +258,7 @@ class AsyncLoop:
         return Evaluation.of_sums(total, self._sizes[split])
 
     def updates_applied(self) -> int:
-        """What every worker's steps add up to; the global step is the ps's own count."""
+        """The sum of all workers' steps; the global step is another counter of the ps."""
         return self._begin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def snapshot(self) -> Snapshot:
@@ -277,7 +278,7 @@ class AsyncLoop:
         self._trained = finalize(self._named, [(server.optimizer, server.trainable) for server in servers])
 
     def facts(self) -> dict[str, Any]:
-        """How many updates others applied between a worker's pull and its push, at every update."""
+        """The staleness of the updates: how many others were applied between a worker's pull and its push."""
         histogram = self._graphs.servers[0].counters.now().staleness
         total, bins = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
         quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}

@@ -1,8 +1,8 @@
 """How a step changes the model's own state, read from its graph: ``new = decay * old + term``.
 
-A worker computes the new state from the one that it has pulled, and by the time of its push others have
-changed it. With `decay` and `term` apart, the parameter server applies the step to what is there now, as
-one process would that took the steps one after the other:
+A worker computes the new state from the one that it has pulled; by the time of its push other workers have
+changed it. The parameter server knows `decay` and `term`, so it can apply the step to the present state, as
+if one process took all steps one after the other:
 
     counters      decay 1    nothing that is added is lost
     averages      momentum   the average stays between what the workers saw
@@ -17,10 +17,10 @@ UNCHANGED = ("Identity", "StopGradient", "Cast")
 
 
 def decay_of(new: tf.Tensor, old: tf.Tensor) -> float:
-    """The constant share of `old` in `new`, which have one shape and lie in one graph; 0 if there is none."""
+    """The constant factor of `old` in `new`, two tensors of one shape in one graph; 0 if there is none."""
     shares = dict.fromkeys(_reached_from(old), math.nan) | {old.name: 1.0}
     decay = _share(new, shares)
-    is_kept = new.dtype.is_floating or decay == 1  # whole numbers are added or assigned
+    is_kept = new.dtype.is_floating or decay == 1  # integers are added to or assigned
     return decay if math.isfinite(decay) and is_kept else 0.0
 
 
@@ -35,7 +35,12 @@ def _reached_from(tensor: tf.Tensor) -> set[str]:
 
 
 def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
-    """Of what `shares` has as 1; NaN if it is not constant. `shares` has all tensors that depend on it."""
+    """The factor of the old state in a tensor; NaN if it is not constant.
+
+    Args:
+        shares: this factor by name, for the tensors that depend on the old state; NaN where it has to be found, and
+            is then filled in.
+    """
     known = shares.get(tensor.name, 0.0)
     if not math.isnan(known):
         return known
@@ -59,6 +64,6 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
 
 
 def _constant(tensor: tf.Tensor) -> float:
-    """NaN if it is none, or more than one."""
+    """The value of a constant of one element; NaN for any other tensor."""
     value = tf.get_static_value(tensor)
     return float(value.item()) if value is not None and value.size == 1 and value.item() else math.nan

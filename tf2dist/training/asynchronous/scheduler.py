@@ -13,7 +13,7 @@ from tf2dist.training.call_size import Trial, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
-TRACED_SHARE = 0.25  # of the time that a function of one step takes to make, for every step of a longer one, about
+TRACED_SHARE = 0.25  # of the time to trace a function of one step, about, for each step of a longer one
 
 
 class Scheduler:
@@ -21,12 +21,12 @@ class Scheduler:
 
     Attributes:
         num_steps: of a call.
-        is_sized: whether that is final; before, the first calls of one step are timed.
-        steps_per_sec: of the cluster, as the loop has last seen it; 0 while that is not known.
+        is_sized: whether `num_steps` is final; until then calls of one step are timed.
+        steps_per_sec: of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
-        num_steps: None to find out.
-        grace_secs: what a stop has for everything.
+        num_steps: None to find the best number.
+        grace_secs: the time that a whole stop may take.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Scheduler:
         self.begin(0)
 
     def begin(self, until_step: int) -> None:
-        """A training begins, to end at a global step; every update beyond it is refused."""
+        """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""
         self._limit = tf.constant(until_step, tf.int64)
         self._trial = Trial()
         self.begin_again(0)
 
     def begin_again(self, applied: int) -> None:
-        """Nothing is in flight: what was scheduled is applied, or was lost with its worker."""
+        """Counts anew, when no call is in flight: each scheduled update is applied, or was lost with its worker."""
         self._num_scheduled = 0
         self._applied_before = applied
 
@@ -70,7 +70,7 @@ class Scheduler:
 
         Args:
             admitted: updates that a ps has begun to apply.
-            missing: to the end of the training.
+            missing: updates to the end of the training.
         """
         in_flight = self._in_flight(admitted)
         while in_flight < min(missing, self.window()):
@@ -78,17 +78,20 @@ class Scheduler:
             in_flight += self.num_steps
 
     def window(self) -> int:
-        """Steps to keep in flight: two calls for each worker, and what is done between three looks."""
+        """Steps to keep in flight: two calls for each worker, and what the cluster does in the time of three looks."""
         return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
 
     def secs_to_next_look(self, missing: int) -> float:
-        """A look takes 2 ms of the workers' cores on a shared host; near the end it comes soon."""
+        """How long to wait before the counters are read again: less near the end, to notice it soon.
+
+        A look takes 2 ms of the cores that the coordinator may share with workers.
+        """
         if not self.is_sized:
-            return POLL_SECS  # idle workers would look slow
+            return POLL_SECS  # workers that are idle between two looks would seem slow
         return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
 
     def resize(self, progress: Progress, admitted: int, missing: int, last_step: int, request: PauseRequests) -> bool:
-        """Makes the calls longer, as soon as it is known that this gains something; whether it was known.
+        """Makes the calls longer, once it is known whether this gains something; returns whether it has become known.
 
         Args:
             admitted, missing: see `fill`.
@@ -116,20 +119,21 @@ class Scheduler:
         self._num_scheduled += 1
 
     def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
-        """The steps of a call, once the first ones have shown how long a step takes and how long the graphs took."""
+        """The best number of steps of a call; None until calls have shown how long a step and its graph take."""
         secs_per_step = self._trial.secs_per_step(time.monotonic(), progress.local_steps)
-        # In a later training the graphs are there, and the first call tells nothing of them.
+        # In a later training the graphs exist already, and the first call does not show how long they take.
         self._first_call_secs = max(self._first_call_secs, self._trial.first_call_secs)
         if secs_per_step is None:
             return None
         steps_left = last_step - progress.global_step
-        # A worker that is late or lost now takes part later.
+        # All workers are counted: one that is late or lost now takes part later.
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
-        max_trace_secs = self._grace_secs / 2  # nobody looks at a request to stop meanwhile
+        max_trace_secs = self._grace_secs / 2  # no request to stop is seen while a function is traced
         return min(steps, max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE))))
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
         """Makes a longer function; the workers go on with calls of the short one meanwhile."""
+        # As many short calls as the workers can take while the longer function is traced.
         meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self.steps_per_sec)
         for _ in range(0, min(missing, meanwhile), self.num_steps):
             self._schedule()
@@ -140,6 +144,6 @@ class Scheduler:
         self._iterator = self._make_iterator(num_steps)
 
     def _make_iterator(self, num_steps: int) -> Any:
-        """An element for each call of `num_steps`; it begins where the updates of a worker have ended."""
+        """An iterator with an element for each call of `num_steps`; each worker's begins where its updates ended."""
         dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
         return iter(self._coordinator.create_per_worker_dataset(dataset))

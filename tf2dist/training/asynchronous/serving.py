@@ -1,4 +1,4 @@
-"""A ps's or an asynchronous worker's life: serve what the coordinator sends until it says done.
+"""What a ps or an asynchronous worker does: serve the coordinator's calls until its farewell.
 
 Such a task runs no Python for a step: TensorFlow's server runs graphs that the coordinator made.
 What the coordinator has to tell this process goes through ``ram://``, TensorFlow's in-memory file
@@ -23,7 +23,7 @@ from tf2dist.process.strategy import start_server
 FAREWELL = "ram://tf2dist/farewell"
 POLL_SECS = 0.1
 LOOK_EVERY_SECS = 0.5
-GONE_SECS = 15.0  # at least: to find out takes seconds
+GONE_SECS = 15.0  # at least, because it takes seconds to find out
 
 
 def serve(
@@ -32,11 +32,11 @@ def serve(
     """Serves until the coordinator has written its farewell, which is returned.
 
     Args:
-        silence_secs: how long the coordinator may not answer before it is taken for lost.
+        silence_secs: a coordinator that does not answer for so long is taken for lost.
 
     Raises:
         TaskLostError: the coordinator did not come in time, is gone, or has failed.
-        Interrupted: it was stopped.
+        Interrupted: the run was stopped.
     """
     start_server(cluster, task, server_config)
     profile = profiling.Answer(profiling.folder_of(run_dir, task))
@@ -66,7 +66,7 @@ def serve(
 
 
 def _farewell() -> dict[str, Any]:
-    """What the coordinator has written first, or nothing yet; in ram:// a second word stands behind it."""
+    """The first farewell that the coordinator has written, or {}; in ram:// a second one would be appended to it."""
     try:
         with tf.io.gfile.GFile(FAREWELL) as file:
             return dict(json.JSONDecoder().raw_decode(file.read())[0])
@@ -83,7 +83,7 @@ def say_farewell(cluster: Cluster, farewell: dict[str, Any], timeout_secs: float
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_secs  # a task that hangs would hold us too
+    deadline = time.monotonic() + timeout_secs  # or a task that hangs would make us wait for ever
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -92,6 +92,6 @@ def _write_farewell(task: Task, text: str) -> None:
     with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
         try:
             tf.io.write_file(FAREWELL, text)
-            tf.io.read_file(FAREWELL).numpy()  # written: an operation without a result may still be on its way
+            tf.io.read_file(FAREWELL).numpy()  # makes sure: an operation without a result may be on its way
         except tf.errors.OpError as error:
             print(f"no farewell to {task}: {error}", flush=True)

@@ -1,1 +1,1 @@
-"""The synchronous twin: MultiWorkerMirroredStrategy, gradients all-reduced every step."""
+"""Synchronous training: MultiWorkerMirroredStrategy, gradients all-reduced every step."""

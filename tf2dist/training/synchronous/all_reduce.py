@@ -1,9 +1,9 @@
 """The sum of a vector over all workers, through a connection between every two of them.
 
 TensorFlow's all-reduce on CPUs passes pieces round a ring: 2 (n - 1) remote calls one after the
-other, each of which wakes several threads of two processes. Here a vector that is small goes to
-everybody at once; of a larger one every worker sums its own part and sends the sum to everybody, which
-is two hops and as many bytes as in a ring (a direct reduce-scatter and all-gather; see Thakur,
+other, each of which wakes several threads of two processes. Here every worker sends a small vector
+to all others at once. Of a larger vector every worker sums one part and sends the sum to all others,
+which takes two hops and as many bytes as a ring (a direct reduce-scatter and all-gather; see Thakur,
 Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
@@ -34,10 +34,10 @@ class LostWorkerError(Exception):
 
 
 class AllReduce:
-    """Called by every worker with a vector of the same size, as often as by all others.
+    """To be called by all workers equally often, with vectors of the same size.
 
     Attributes:
-        lost: what the last call has raised, for who gets to see another exception instead.
+        lost: what a call has raised; TensorFlow turns it into an exception of its own when a graph makes the call.
 
     Args:
         index: of this worker.
@@ -52,7 +52,7 @@ class AllReduce:
             sock.setblocking(False)
 
     def __call__(self, vector: np.ndarray) -> np.ndarray:
-        """The sum of all vectors, float32 [n], added in the order of the workers: it is the same bits everywhere.
+        """The sum of all vectors, float32 [n], in the order of the workers, so that all get the same bits.
 
         Raises:
             LostWorkerError: a worker is gone.
@@ -60,18 +60,22 @@ class AllReduce:
         num_workers = len(self._sockets) + 1
         if num_workers == 2 or vector.nbytes <= ONE_HOP_BYTES:
             return self._sum_over_workers(vector, dict.fromkeys(self._sockets, _bytes(vector)))
+
+        # The first hop: each worker sums its part of all vectors.
         bounds = [len(vector) * part // num_workers for part in range(num_workers + 1)]
         parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         sends = {peer: _bytes(vector[parts[peer]]) for peer in self._sockets}
         result = np.empty_like(vector)
         result[parts[self._index]] = self._sum_over_workers(vector[parts[self._index]], sends)
+
+        # The second hop: each worker sends the sum of its part to all others.
         mine = _bytes(result[parts[self._index]])
         sums = {peer: _bytes(result[parts[peer]]) for peer in self._sockets}
         self._swap(dict.fromkeys(self._sockets, mine), sums)
         return result
 
     def _sum_over_workers(self, mine: np.ndarray, sends: Parts) -> np.ndarray:
-        """Sends each worker its part, and sums `mine` and what all have sent."""
+        """Sends each worker its part, and sums `mine` and what the others have sent."""
         if self._buffer.shape[1] != len(mine):
             self._buffer = np.empty([len(self._sockets) + 1, len(mine)], np.float32)
         self._swap(sends, {peer: _bytes(self._buffer[peer]) for peer in self._sockets})
@@ -82,13 +86,13 @@ class AllReduce:
         return result
 
     def _swap(self, unsent: Parts, missing: Parts) -> None:
-        """Sends and receives at the same time: if all only sent, full buffers would stop all of them for ever."""
+        """Sends `unsent` and fills `missing` at once: if all sent first, full buffers could block them for ever."""
         poll, peers = select.poll(), {sock.fileno(): peer for peer, sock in self._sockets.items()}
         ready = [(number, select.POLLOUT) for number in peers]
         while True:
             for number, events in ready:
                 peer = peers[number]
-                try:
+                try:  # POLLERR and POLLHUP pass both tests, and the calls then raise what is wrong
                     if unsent[peer] and events & ~select.POLLIN:
                         unsent[peer] = unsent[peer][self._sockets[peer].send(unsent[peer]) :]
                     if missing[peer] and events & ~select.POLLOUT:

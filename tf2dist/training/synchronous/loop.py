@@ -1,4 +1,4 @@
-"""The synchronous twin: every worker holds the model, gradients are all-reduced each step; see `step`."""
+"""The synchronous training loop: every worker holds the model, gradients are all-reduced each step; see `step`."""
 
 import contextlib
 import math
@@ -46,7 +46,7 @@ class _Start:
         step: updates that were applied before.
         examples: seen before, by all workers.
         position: steps that each replica has taken of its shard before.
-        earlier_steps: those of them that this number of synchronous workers did not take.
+        earlier_steps: the updates in `step` that were not applied by this number of synchronous workers.
     """
 
     step: int
@@ -90,10 +90,10 @@ class SyncLoop:
         self.restored_from = restored_from
         self.advice = advice_on_outputs(step.trial)
         self._counted = counter_of(optimizer)
-        self._trained: dict[str, np.ndarray] = {}  # what `finalize` has replaced, as it was
+        self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = tf.function(step.evaluate, autograph=False)
-        self._secs_per_step = 0.0  # mean of all workers; not known yet
-        self._own_secs = 0.0  # this worker's, the same
+        self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
+        self._own_secs = 0.0  # for a step of this worker; 0 while unknown
         self.progress = Progress(begin.step, self._local_steps(begin.step), begin.examples, math.nan, math.nan)
 
     @classmethod
@@ -107,7 +107,7 @@ class SyncLoop:
         report: Report,
         strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> "SyncLoop":
-        # The others, and what they share: the snapshot that the leader has read, the plan of the run.
+        # The other workers, and what all share: the snapshot that the leader has read, the plan of the run.
         workers = Workers.join(config, cluster, task, strategy)
         batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
         sharding = Sharding(len(splits.train), batch_size, workers.num_replicas, config.seed, whole_batch_loss=True)
@@ -116,12 +116,13 @@ class SyncLoop:
         last_step = target_step(config, sharding, start)
         all_reduce = workers.all_reduce(config.cluster.all_reduce)
 
-        # The model and the optimizer. Every worker has them to itself, outside of the strategy: what must be equal
-        # everywhere is seen to here and in each step, and a Keras optimizer does all that it does in a single process.
+        # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
+        # all that it does in a single process. What must be equal everywhere is made so here and in each step.
         step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
         _check(config, step, sharding, workers.num_replicas)
         optimizer = build_optimizer(config.optimizer, last_step)
         optimizer.build(step.trainable)
+        # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
         step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
         # The same values everywhere: those of worker 0, then those of the snapshot.
@@ -145,6 +146,8 @@ class SyncLoop:
         while self.progress.global_step < until_step and not requested:
             count = min(self._steps_per_call(), until_step - self.progress.global_step)
             started = time.monotonic()
+            # These numbers are summed over all replicas with the gradients: all workers learn of a request at the same
+            # step, and of the mean of their times.
             shared = [*pause_request().to_floats(), self._own_secs / self._workers.num_replicas]
             loss, correct, examples, *requests, secs = self._graphs.take(count, shared)
             requested = PauseRequest.of_sums(requests)
@@ -165,7 +168,7 @@ class SyncLoop:
         return requested
 
     def _steps_per_call(self) -> int:
-        """All workers must come to the same number, so it follows from the mean of their times."""
+        """The same number on all workers, because it follows from the mean of their times."""
         if self._config.train.steps_per_execution:
             return self._config.train.steps_per_execution
         return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1

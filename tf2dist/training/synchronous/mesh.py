@@ -1,8 +1,8 @@
 """Connections between every two synchronous workers, for `all_reduce`.
 
-Every worker listens at a free port of its own address and calls those before it. The ports, and
-a secret that a caller must know, travel through the cluster of TensorFlow. Where one connection
-cannot be had, because of a firewall for instance, there are none.
+Every worker listens at a free port of its own address and calls the workers with lower indices. The
+ports, and a secret that a caller must know, travel through TensorFlow's cluster. If one connection
+cannot be made, because of a firewall for instance, none is used.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tf2dist.training.synchronous.all_reduce import AllReduce
 SECRET_BYTES = 32
 CONNECT_SECS = 10.0  # for all connections of a worker
 CALL_SECS = 3.0  # for each of a worker's addresses
-GREETING_SECS = 1.0  # for what a caller says
+GREETING_SECS = 1.0  # for a caller to send the secret and its index
 INDEX = struct.Struct(">I")
 
 
@@ -35,16 +35,17 @@ def join(
     Args:
         secret: SECRET_BYTES, the same for all.
         add_up: sums what all workers give.
-        why_not: a reason of this worker's own to get none.
+        why_not: why this worker does not want one; "" if it does.
 
     Returns:
-        None too for a worker that is alone.
+        None if a worker does not want one or is not connected with all others, and for a worker that is alone.
     """
     num_workers = cluster.num_workers
     if num_workers == 1:
         return None
     mesh = Mesh(cluster, task, why_not)
     index = cluster.training_tasks.index(task)
+    # Each worker gives its port at its own index and 0 elsewhere, so the sum holds all ports; 0 if one does not listen.
     ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
     sockets = mesh.connect(ports, secret) if all(ports) else {}
     mesh.close()
@@ -58,11 +59,11 @@ def join(
 
 
 class Mesh:
-    """This worker's end.
+    """This worker's connections to the others.
 
     Attributes:
         port: where it listens; 0 if it does not.
-        why_not: why it does not, or could not connect.
+        why_not: why it does not listen, or could not connect; "" if neither is so.
     """
 
     def __init__(self, cluster: Cluster, task: Task, why_not: str = "") -> None:
@@ -105,7 +106,7 @@ class Mesh:
         for family, address in resolve(split(self._addresses[index])[0], port):
             try:
                 with contextlib.ExitStack() as stack:
-                    sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))  # or there is no IPv6
+                    sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))  # fails without IPv6
                     sock.settimeout(max(0.1, min(CALL_SECS, deadline - time.monotonic())))
                     sock.connect(address)
                     sock.sendall(secret + INDEX.pack(self._index))
@@ -116,7 +117,7 @@ class Mesh:
         raise error
 
     def _accept(self, secret: bytes, deadline: float) -> tuple[int, socket.socket]:
-        """The next worker behind this one that calls; who does not know the secret is not heard."""
+        """The index and the connection of the next worker that calls; callers without the secret are turned away."""
         while (left := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left)
             sock, _ = self._listener.accept()
@@ -134,7 +135,7 @@ class Mesh:
 
 
 def _greeting(sock: socket.socket, size: int) -> bytes:
-    """What a caller says first, up to `size` bytes; less if it is slow, since others wait to be heard."""
+    """The first bytes from a caller, up to `size`; fewer if it is slow, since other callers are waiting."""
     said, deadline = b"", time.monotonic() + GREETING_SECS
     with contextlib.suppress(OSError):
         while len(said) < size:

@@ -1,7 +1,7 @@
 """What synchronous workers must have in common before their first step: the data, the variables, the first weights.
 
-From then on all of them apply the same updates, so what differs at the start would differ for ever, and
-one worker's copy be saved.
+From then on all of them apply the same updates. What differs at the start would differ for ever, and
+checkpoints would hold one worker's copy only.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ def begin_equally(
         broadcast: gives everybody what worker 0 gives.
 
     Raises:
-        DataError: another data set than that of worker 0.
-        ConfigError: other variables, or another optimizer.
+        DataError: a worker has another data set than worker 0.
+        ConfigError: a worker has other variables, or another optimizer.
     """
     shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
     own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
@@ -49,6 +49,8 @@ def begin_equally(
     weights = hashlib.sha256()
     for variables in of_model.values():
         weights.update(np.ascontiguousarray(variables[0].numpy()).tobytes())
+
+    # Each worker fills its own row, so the sum holds the rows of all.
     digests = np.zeros([num_workers, len(own) + 1])
     digests[worker] = [*(_digest(hashlib.sha256(text)) for text in own), _digest(weights)]
     everywhere = add_up(digests.reshape(-1)).reshape(digests.shape)
@@ -57,13 +59,15 @@ def begin_equally(
         if differs[:, number].any():
             others = ", ".join(f"worker-{index}" for index in np.flatnonzero(differs[:, number]))
             raise _errors(config, others)[number]
+
+    # Other weights alone are no error: all workers take those of worker 0.
     if differs[:, -1].any():
         arrays = Snapshot.from_bytes(broadcast(Snapshot(0, values(of_model)).to_bytes())).arrays
         assign(of_model, arrays)
 
 
 def _errors(config: RunConfig, others: str) -> list[RequestError]:
-    """What each of the descriptions means if it is another one on some workers."""
+    """The error for each of the descriptions that `begin_equally` compares, if the workers `others` differ in it."""
     data, model, optimizer = config.data.name, config.model["name"], config.optimizer["name"]
     return [
         DataError(f"data ({data}): not the same examples on {others} as on worker-0; give all of them the same"),
@@ -82,10 +86,10 @@ def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
         return float(value) if isinstance(value, np.floating) else type(value).__name__
 
     config: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # a schedule of the user's own need not be one that can be written down
+    with contextlib.suppress(Exception):  # a user's own schedule may not be able to give its configuration
         config = optimizer.get_config()
     if not isinstance(config.get("learning_rate"), float | np.floating):
-        config["learning_rate"] = float(optimizer.learning_rate)  # a function's code would name its file
+        config["learning_rate"] = float(optimizer.learning_rate)  # the configuration of a function would name its file
     return json.dumps([type(optimizer).__name__, config], default=kind, sort_keys=True).encode()
 
 

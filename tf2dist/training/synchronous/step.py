@@ -18,12 +18,12 @@ from tf2dist.model.step import Batch, ModelStep, Packing, step_seed, without_pad
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.workers import Workers
 
-SHARED = 3  # numbers that every worker tells the others with a call
-SUMS = 3 + SHARED  # loss, correct and examples of the steps, and those
+SHARED = 3  # numbers that every worker shares with the others in each call
+SUMS = 3 + SHARED  # loss, correct and examples of the steps, and the shared numbers
 
 
 class SyncStep:
-    """One worker's part.
+    """One worker's part in the training steps.
 
     Attributes:
         sharding: of the training set, among the replicas.
@@ -31,7 +31,7 @@ class SyncStep:
 
     Args:
         step: of this worker's own model.
-        optimizer: that has been built for `step.trainable`.
+        optimizer: already built for `step.trainable`.
         all_reduce: None for TensorFlow's.
         train: the training set.
         begin_step: the updates that were applied before.
@@ -60,7 +60,7 @@ class SyncStep:
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, num_steps: int, shared: list[float]) -> np.ndarray:
-        """Takes steps; returns the sums over them and all workers of loss, correct, examples and `shared`.
+        """Takes steps; returns the sums of loss, correct, examples and `shared` over these steps and all replicas.
 
         Args:
             shared: SHARED numbers of this worker.
@@ -106,7 +106,7 @@ class SyncStep:
         seed = step_seed(self._seed, replica, self.applied.read_value())
         batch = without_padding(Batch(images, labels, weights))
         output = self._compute(trainable, state, batch, seed)
-        share = tf.reduce_sum(batch.weights)  # of the examples of the step; of all replicas together 1
+        share = tf.reduce_sum(batch.weights)  # this replica's share of the step's examples; all shares add up to 1
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
         return self._reduced(self._packing.pack([*output.gradients, *changes], output.sums, shared))
 
@@ -119,7 +119,7 @@ class SyncStep:
         """The same update on every worker; returns the sums that came with it, float32 [SUMS]."""
         tensors, (sums,) = self._packing.unpack(reduced, SUMS)
         gradients, changes = tensors[: len(self._step.trainable)], tensors[len(self._step.trainable) :]
-        for variable, change in zip(self._step.state, changes, strict=True):  # by the call, so before the optimizer
+        for variable, change in zip(self._step.state, changes, strict=True):  # of the call, before the optimizer
             variable.value.assign_add(change)
         self._optimizer.apply(gradients, self._step.trainable)
         self.applied.assign_add(1)

@@ -43,7 +43,7 @@ class Workers:
         task: Task,
         strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> "Workers":
-        """Meets the others in TensorFlow, unless `strategy` is what has come of that already."""
+        """Joins TensorFlow's cluster with the other workers, unless that has been done and gave `strategy`."""
         limits = config.startup_timeout_secs, config.watchdog_secs
         return cls(cluster, task, strategy or multi_worker_mirrored_strategy(cluster, task, *limits))
 
@@ -73,7 +73,9 @@ class Workers:
         return Snapshot.from_bytes(shared) if shared else None
 
     def all_reduce(self, choice: str) -> AllReduce | None:
-        """Our own: faster than TensorFlow's on CPUs; on GPUs that one is NCCL's, which is faster.
+        """Our own all-reduce, or None for TensorFlow's.
+
+        Our own is faster on CPUs. On GPUs TensorFlow's is NCCL, which is faster.
 
         Args:
             choice: the option cluster.all_reduce.
@@ -85,11 +87,11 @@ class Workers:
         return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)), why_not)
 
     def wait_for_all(self) -> None:
-        """A worker that ends cuts off what its neighbours still read of the last all-reduce."""
+        """Waits until all workers have finished: one that ends cuts off what others still read of an all-reduce."""
         barrier("finished", FINISH_TIMEOUT_SECS)
 
     def leave_last(self) -> None:
-        """On worker 0, which hosts the coordination service: who still listens to it must leave first."""
+        """On worker 0, which hosts the coordination service, waits until all others have left: they still use it."""
         if self.task == self.cluster.leader:
             others = [task for task in self.cluster.training_tasks if task != self.task]
             reachability.wait_until_gone(self.cluster, others, LEAVE_TIMEOUT_SECS)
