@@ -13,6 +13,7 @@ def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) ->
     """
     section, _, last = word.rpartition(".")
     names = {option: option.rpartition(".")[2] for option in known}
+    # From the surest guess to the vaguest.
     if same := [option for option in known if names[option] == last]:
         return f"; did you mean {same[0]}?"
     if chosen := [option for option in others if option == word or (not section and option.endswith(f".{last}"))]:

@@ -116,13 +116,13 @@ class Links:
         link = self._add(socket.socket(family, socket.SOCK_STREAM), dialed=True)
         link.owner = owner
         error = link.sock.connect_ex(address)
-        if error not in (0, errno.EINPROGRESS):
+        if error not in (0, errno.EINPROGRESS):  # a call in progress is finished by `_on_connected`
             self.close(link, reason(OSError(error, os.strerror(error))))
         return link
 
     def _add(self, sock: socket.socket, dialed: bool) -> Link:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more bytes
         link = Link(sock, Channel(self._key, dialed, self._nonces), dialed)
         self.all.append(link)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
@@ -174,7 +174,7 @@ class Links:
                 link.shut = True
                 link.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
-            pass
+            pass  # the next turn goes on with the rest
         except (OSError, WireError, MessageError) as error:
             self.close(link, plain(reason(error)))
         except (ValueError, RecursionError) as error:  # such as an address without a port, or a thousand brackets

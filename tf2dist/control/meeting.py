@@ -171,7 +171,7 @@ class Meeting:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not self._ended:
             if isinstance(error, Interrupted):
-                self.stop(error.exit_code - 128)
+                self.stop(error.exit_code - 128)  # the exit code is 128 plus the signal's number
             code = getattr(error, "exit_code", 1) if error else 0
             self.ended(code, (str(error) or type(error).__name__) if error else "")
         self._commands.put(None)  # ends the thread, after all that was to be said before

@@ -82,7 +82,7 @@ class Membership:
         Raises:
             MessageError: there is no such signal.
         """
-        if not 1 <= stop.signum <= 64:
+        if not 1 <= stop.signum <= 64:  # the signals that Linux has
             raise MessageError(f"a message that makes no sense (Stop.signum: {stop.signum!s:.40})")
         if self.agreed.is_set():
             self.event(stop)

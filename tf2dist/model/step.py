@@ -217,6 +217,7 @@ def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> l
 def _derived_seed(seed: tf.Tensor, number: int) -> tf.Tensor:
     """The seed of one random layer for one step of one worker, uint32 [2]."""
     key = seed + tf.constant([number, 0], tf.int64)
+    # The algorithm is fixed, because TensorFlow would choose one by the kind of device.
     return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
 
 
