@@ -5,6 +5,7 @@ which messages may come, and gets one of these, with every field of its declared
 came instead.
 """
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -53,7 +54,7 @@ def unpack(data: bytes, among: Any) -> Any:
     if not isinstance(whole, dict) or not isinstance(whole.get("type"), str):
         raise MessageError("a message without a type")
     kind, version = whole.pop("type"), whole.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
+    if type(version) is not int or version != VERSION:
         raise VersionError(f"another version of tf2dist: protocol {version!s:.20}, here {VERSION}")
     if kind not in (known := _by_name(among)):
         raise MessageError(f"a message of unknown type ({kind:.40})")
@@ -99,7 +100,8 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _made(hint, value, where)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+            return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
     raise MessageError(f"a message that makes no sense ({where}: {value!r:.40})")

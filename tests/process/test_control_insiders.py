@@ -165,7 +165,7 @@ def test_an_answer_that_is_none_is_told_without_its_control_characters(table: Ta
 
 def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -> None:
     """It passes on the texts of others as they are."""
-    cluster = cluster_of(worker=2)
+    cluster = cluster_of(worker=4)
     with socket.create_server(control_address(cluster.jobs["worker"][0])) as server:
         server.settimeout(WAIT_SECS)
         party = table(cluster, "worker-1")
@@ -183,6 +183,10 @@ def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -
             line.sendall(channel.unsent)
             assert party.go().event(Lost, "worker-2") == Lost("worker-2", "?[2J")
             assert party.event(Ended, "worker-3") == Ended("worker-3", 3, "?2J")
+            channel.send(pack(Lost("worker-\x1b[2J", "is no task of this cluster")))
+            line.sendall(channel.unsent)
+            lost = party.event(Lost, "worker-0")
+    assert lost == Lost("worker-0", "a message that makes no sense (Lost.task: 'worker-\\x1b[2J')")
 
 
 def other_version(message: Wire) -> bytes:

@@ -155,11 +155,12 @@ def test_a_killed_launcher_leaves_nobody(tmp_path: Path, frozen: bool) -> None:
     code = f"""
 import pathlib
 from tests.process import test_launcher as t
+from tf2dist.messages import Began
 with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
     t.start(launcher, "worker-0", "wait", stubborn=True)
     event = t.said(launcher)
     print(event["pid"], flush=True)
-    t.wait_for(launcher, t.Began)  # which never comes
+    t.wait_for(launcher, Began)  # which never comes
 """
     path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
     with subprocess.Popen(
@@ -170,6 +171,7 @@ with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
         if frozen:
             psutil.Process(task.ppid()).suspend()
         launcher.kill()
+    assert launcher.returncode == -signal.SIGKILL, "it was still waiting"
     psutil.wait_procs([task], timeout=5)
     assert not task.is_running()
 

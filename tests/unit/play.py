@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tf2dist.config.schema import RunConfig
+from tf2dist.control.messages import MeetingEvent
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.launch.console import Console
 from tf2dist.launch.monitor import Monitor
@@ -47,6 +48,7 @@ class Play:
         self.ready = True
         self.tasks: dict[str, int] = {}
         self.received: list[int] = []
+        self.sent: list[tuple[str, Any]] = []  # to tasks
         self.reaps = True  # tells of the end of a task that was killed
 
     def start(self, task: str, restarts: int) -> None:
@@ -92,6 +94,9 @@ class Play:
     def log_of(self, task: str) -> str:
         return ""
 
+    def send_to_task(self, task: str, message: Any) -> None:
+        self.sent.append((task, message))
+
     # The clock.
 
     def monotonic(self) -> float:
@@ -102,6 +107,18 @@ class Play:
 
     def sleep(self, secs: float) -> None:
         pass
+
+
+class Elsewhere:
+    """A meeting that hears of tasks on other hosts."""
+
+    def __init__(self, play: Play, script: list[tuple[float, MeetingEvent]]) -> None:
+        self._play, self._script = play, script
+
+    def events(self) -> list[MeetingEvent]:
+        due = [event for at, event in self._script if at <= self._play.now]
+        self._script = [(at, event) for at, event in self._script if at > self._play.now]
+        return due
 
 
 def ended(task: str, code: int) -> Exited:

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.play import (
     COMPLAINT,
     TASKS,
+    Elsewhere,
     EndedEarly,
     Play,
     complain,
@@ -20,15 +21,15 @@ from tests.unit.play import (
     warnings_of,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.messages import Ended, Lost, MeetingEvent
+from tf2dist.control.messages import Back, Ended, Lost, MeetingEvent
 from tf2dist.errors import TaskFailure
 from tf2dist.launch import deaths
-from tf2dist.messages import Result, Saved
+from tf2dist.messages import PeerGone, Result, Saved
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_result_after_a_complaint_is_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_restarts: int
 ) -> None:
     result = Result(TASKS[0], {"done": True})
     play = Play(tmp_path, [(104.0, ended("worker-1", 138)), (104.5, result), (106.0, ended(TASKS[0], 0))])
@@ -37,7 +38,7 @@ def test_a_result_after_a_complaint_is_the_result(
     assert "again" not in capsys.readouterr().err
 
 
-def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path) -> None:
     """Here that of a task which is frozen, and whose end nobody tells."""
     result = Result("chief-0", {"done": True})
     script = [(104.0, ended("worker-1", 138)), (104.5, result), (105.0, ended("chief-0", 0))]
@@ -49,25 +50,13 @@ def test_a_result_ends_the_wait_for_the_cause_of_a_complaint(tmp_path: Path, mon
     assert play.now < 130
 
 
-class Elsewhere:
-    """A meeting that hears of tasks on other hosts."""
-
-    def __init__(self, play: Play, script: list[tuple[float, MeetingEvent]]) -> None:
-        self._play, self._script = play, script
-
-    def events(self) -> list[MeetingEvent]:
-        due = [event for at, event in self._script if at <= self._play.now]
-        self._script = [(at, event) for at, event in self._script if at > self._play.now]
-        return due
-
-
 PS_LOST = Lost("ps-0", "the connection was closed")
 WORKER_ENDED = Ended("worker-1", 138, "ps-0: is gone (the connection was closed)")
 
 
 @pytest.mark.parametrize("order", [(103.0, 103.0), (103.0, 104.0), (104.0, 103.0)])
 def test_a_worker_that_ends_since_a_ps_is_gone_is_not_the_one_that_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], order: tuple[float, float]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: tuple[float, float]
 ) -> None:
     """Whichever of the two ends is heard of first."""
     play = Play(tmp_path, [])
@@ -89,7 +78,7 @@ def test_a_worker_that_ends_since_a_ps_is_gone_is_not_the_one_that_is_missed(
     ],
 )
 def test_a_task_that_ends_too_early_with_code_0_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, task: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, task: str, told: str
 ) -> None:
     tasks = TASKS if mode == "sync" else ["chief-0", "ps-0", "worker-0"]
     end = EndedEarly(task, 0, 0.0)
@@ -104,7 +93,7 @@ def test_a_task_that_ends_too_early_with_code_0_is_lost(
 
 @pytest.mark.parametrize(("ended_at", "fails"), [(102.0, False), (105.0, False), (1000.0, True)])
 def test_a_task_that_finds_nobody_since_the_run_is_done_has_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_at: float, fails: bool
+    tmp_path: Path, ended_at: float, fails: bool
 ) -> None:
     complain(tmp_path, "worker-0")
     play = Play(tmp_path, [(104.0, ended("worker-0", 138))])
@@ -165,3 +154,15 @@ def _run_out_of_memory(play: Play, timeout_secs: float, events: Path) -> Iterato
     if play.now > 103:
         events.write_text("pgfault 0\noom_kill 2\n")
     yield from Play.events(play, timeout_secs)
+
+
+def test_the_others_are_told_which_worker_of_another_host_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call to it may hang, so the coordinator cuts its connections to it; it goes on with the others."""
+    play = Play(tmp_path, [(106.0, Result("chief-0", {"done": True})), (107.0, ended("chief-0", 0))])
+    meeting = Elsewhere(play, [(103.0, Lost("worker-1", "silent for 6 s")), (104.0, Back("worker-1"))])
+    assert follow(play, RunConfig(mode="async"), ["chief-0"], meeting=meeting)["done"]
+    assert play.sent == [("chief-0", PeerGone("worker-1"))]
+    told = "worker-1 is gone (silent for 6 s); the others go on, and it may come back"
+    assert capsys.readouterr().err == f"tf2dist: warning: {told}\n"

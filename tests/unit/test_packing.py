@@ -77,6 +77,12 @@ def test_a_number_may_lack_its_point() -> None:
     assert (found, type(found.loss)) == (messages.Progress("t", 1, 2, 1.0, 0.0), float)
 
 
+def test_a_number_without_end_is_refused() -> None:
+    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "accuracy": 0}
+    with pytest.raises(MessageError, match=r"Progress\.loss"):
+        unpack(json.dumps(progress | {"loss": 10**400}).encode(), Event)
+
+
 def test_a_task_says_everything_in_its_own_name() -> None:
     said: list[Any] = []
     to_launcher = ToLauncher("worker-1", said.append)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.play import TASKS, Play, Signalled, complain, ended, follow, start_with_complaint
+from tests.unit.play import TASKS, Elsewhere, Play, Signalled, complain, ended, follow, start_with_complaint
 from tf2dist.config.schema import RunConfig
+from tf2dist.control.messages import Ended
 from tf2dist.errors import Interrupted, TaskFailure
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
@@ -27,7 +28,6 @@ BEGUN = Began(TASKS[0], 0)
 )
 def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     script: list[tuple[float, Any]],
     patience: float,
     told: str,
@@ -41,9 +41,7 @@ def test_a_stop_takes_its_time_only_if_there_is_something_to_save(
 
 @pytest.mark.parametrize("saved_at", [103.0, 105.5])  # the leader may have heard of the stop from another host's task
 @pytest.mark.parametrize(("stopping", "told"), [(False, "not saved since step 40"), (True, "saved at step 40")])
-def test_a_stop_says_whether_it_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_at: float, stopping: bool, told: str
-) -> None:
+def test_a_stop_says_whether_it_has_saved(tmp_path: Path, saved_at: float, stopping: bool, told: str) -> None:
     saved = Saved(TASKS[0], 40, stopping)
     script: list[tuple[float, Any]] = [(102.0, BEGUN), (saved_at, saved)]
     play = Play(tmp_path, [*script, (104.5, Signalled()), (106.0, ended(TASKS[0], 143))])
@@ -54,7 +52,7 @@ def test_a_stop_says_whether_it_has_saved(
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_stop_after_a_complaint_is_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_restarts: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_restarts: int
 ) -> None:
     """While the launching process waits for the cause it hears of other things, too."""
     complain(tmp_path, "worker-1")
@@ -66,7 +64,7 @@ def test_a_stop_after_a_complaint_is_a_stop(
     assert "again" not in capsys.readouterr().err
 
 
-def test_a_fault_is_told_though_a_stop_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_told_though_a_stop_comes_after_it(tmp_path: Path) -> None:
     script: list[tuple[float, Any]] = [(104.0, ended("worker-1", 2))]
     play = Play(tmp_path, [*script, (104.4, Signalled())])
     config = RunConfig(mode="sync")
@@ -75,7 +73,7 @@ def test_a_fault_is_told_though_a_stop_comes_after_it(tmp_path: Path, monkeypatc
     assert caught.value.exit_code == 2
 
 
-def test_a_stop_that_finds_the_own_task_done_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_finds_the_own_task_done_is_none(tmp_path: Path) -> None:
     """The leader, on another host, may be writing the result at that time."""
     play = Play(tmp_path, [(104.0, Signalled()), (105.0, ended("worker-1", 0))])
     config = RunConfig(mode="sync")
@@ -83,12 +81,19 @@ def test_a_stop_that_finds_the_own_task_done_is_none(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("code", "fails"), [(3, True), (1, True), (143, False), (138, False)])
-def test_a_fault_of_the_leader_while_it_stops_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
-) -> None:
+def test_a_fault_of_the_leader_while_it_stops_is_told(tmp_path: Path, code: int, fails: bool) -> None:
     stop_at: tuple[float, Any] = (104.0, Signalled())
     play = Play(tmp_path, [(103.0, BEGUN), stop_at, (105.0, ended(TASKS[0], code))])
     config = RunConfig(mode="sync")
     with pytest.raises(TaskFailure if fails else Interrupted) as caught:
         follow(play, config)
     assert caught.value.exit_code == (code if fails else 143)
+
+
+def test_a_stop_of_another_host_ends_as_that_one_does(tmp_path: Path) -> None:
+    """Also if only the end of its task is heard of, and not the stop itself."""
+    play = Play(tmp_path, [])
+    meeting = Elsewhere(play, [(103.0, Ended("worker-1", 130, "stopped by Ctrl-C"))])
+    with pytest.raises(Interrupted, match=r"^stopped by Ctrl-C") as caught:
+        follow(play, RunConfig(mode="sync"), ["worker-0"], meeting=meeting)
+    assert caught.value.exit_code == 130

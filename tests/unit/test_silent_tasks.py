@@ -14,9 +14,7 @@ from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.messages import Result, Stalled, Standing, Started
 
 
-def test_a_task_that_never_shows_up_is_frozen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_that_never_shows_up_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play = Play(tmp_path, [], silent="worker-1")
     play.now = 101.0
     told = warnings_of(play, capsys)
@@ -45,7 +43,7 @@ def stalled(task: str, where: str = "", is_users: bool = False) -> Stalled:
     return Stalled(task, 605, where, is_users)
 
 
-def test_who_stands_in_the_users_code_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stands_in_the_users_code_is_not_tried_again(tmp_path: Path) -> None:
     """Also if the one that waits for it complains first."""
     waits = stalled("worker-0", "SyncLoop.train (tf2dist/training/synchronous/loop.py:9)")
     play = Play(tmp_path, [(105.0, waits), (107.0, stalled("worker-1", "load (mine.py:3)", is_users=True))])
@@ -57,9 +55,7 @@ def test_who_stands_in_the_users_code_is_not_tried_again(tmp_path: Path, monkeyp
     assert str(caught.value) == said
 
 
-def test_it_is_told_where_tasks_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_told_where_tasks_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a line for all that stand there, without those that may wait for them."""
 
     def standing(task: str, is_users: bool) -> Standing:
@@ -80,9 +76,7 @@ def test_it_is_told_where_tasks_stand(
     assert told == "worker-1: in load (mine.py:3) for 30 s\nworker-0, worker-1: in load (mine.py:3) for 30 s\n"
 
 
-def test_who_makes_no_progress_alone_is_stalled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_makes_no_progress_alone_is_stalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play = Play(tmp_path, [(105.0, Stalled("worker-0", 10, "", False))])
     told = warnings_of(play, capsys)
     assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in told
@@ -149,9 +143,7 @@ def test_a_task_without_a_process_is_killed_once_it_has_one(
     assert [signum for at, signum in signals if at >= 108] == [signal.SIGKILL]
 
 
-def test_a_killed_task_whose_end_nobody_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_task_whose_end_nobody_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play = Play(tmp_path, [], silent="worker-1")
     play.reaps = False
     with pytest.raises(TaskLostError, match="worker-1 does not end"):

@@ -89,12 +89,19 @@ class Follower:
                 self._membership.agreed.set()
             case Beat():
                 self.waiting_for = plain(message.waiting_for) or self.waiting_for
+            case Stop() | Ended() | Lost():
+                self._on_news(message)
+
+    def _on_news(self, news: Stop | Ended | Lost) -> None:
+        """What the leader passes on about a task."""
+        self._membership.check_task(news)
+        match news:
             case Stop():
-                self._membership.stopped(message)
+                self._membership.stopped(news)
             case Ended():
-                self._on_ended(message)
+                self._on_ended(news)
             case Lost():
-                self._membership.event(message)
+                self._membership.event(news)
 
     def _on_accepted(self, link: Link, held: Held) -> None:
         self._link, self.held = link, held

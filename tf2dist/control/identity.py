@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
     found = {"tf2dist": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package) or "unknown"  # None where the metadata is damaged
         except importlib.metadata.PackageNotFoundError:
             found[package] = "missing"
     return found

@@ -11,9 +11,11 @@ from tf2dist.cluster.parsing import canonical
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.identity import explain, list_differences
 from tf2dist.control.messages import (
+    Ended,
     Identity,
     Jobs,
     Join,
+    Lost,
     MeetingEvent,
     Place,
     Probe,
@@ -75,6 +77,12 @@ class Membership:
 
     def event(self, event: MeetingEvent) -> None:
         self.events.put(plainly(event))
+
+    def check_task(self, message: Stop | Ended | Lost) -> None:
+        """Raises MessageError if the message is about no task of the cluster."""
+        if message.task not in map(str, self.cluster.tasks):
+            where = f"{type(message).__name__}.task"
+            raise MessageError(f"a message that makes no sense ({where}: {message.task!r:.40})")
 
     def stopped(self, stop: Stop) -> None:
         """Handles the news that a task was told to stop, which stops all tasks.

@@ -283,5 +283,5 @@ class Launcher:
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in NOT_RUNNING
-    except psutil.Error:  # it has ended
+    except (psutil.Error, OSError):  # it has ended, or no file can be opened to look
         return False

@@ -17,7 +17,7 @@ from tf2dist.launch.restarts import RestartPolicy, Verdict
 from tf2dist.launch.run_state import Life, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
-from tf2dist.messages import Began, Done, Event, Exited, Note, PeerGone, Progress, Result, Saved, Status, Warned
+from tf2dist.messages import Began, Event, Exited, Note, PeerGone, Progress, Result, Saved, Status, Warned
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
@@ -53,7 +53,7 @@ class Monitor:
         self._watchdog = Watchdog(launcher, config, console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._life = Life()
-        self._num_lives = 0
+        self._num_restarts_of_all = 0
         self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
 
@@ -140,8 +140,6 @@ class Monitor:
                 self._shutdown.leader_saved(event.step, event.stopping)
             case Result():
                 self._life.summary = {**event.summary, "restarts": self._policy.restarts}
-            case Done():
-                self._watchdog.records[event.task].is_done = True
             case Exited():
                 self._on_exit(event)
 
@@ -231,14 +229,14 @@ class Monitor:
     def _restart_all(self, lost: FailureRecord) -> None:
         for event in self._launcher.kill_all():
             if isinstance(event, Saved):
-                self._shutdown.leader_saved(event.step, event.stopping)
+                self._shutdown.leader_saved(event.step, stopping=False)
         self._watchdog.clear()
         self._shutdown.all_start_again()
         self._life = Life()
         step = self._shutdown.saved_step
         where = "" if step is None else f" from the checkpoint at step {step}"
         self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
-        self._num_lives += 1
+        self._num_restarts_of_all += 1
         self._start_all()
 
     def _start_all(self) -> None:
@@ -246,7 +244,7 @@ class Monitor:
             self._start(task)
 
     def _start(self, task: str) -> None:
-        self._tasks.start(task, self._num_lives)
+        self._tasks.start(task, self._num_restarts_of_all)
         self._watchdog.started(task)
 
     def _await_cause(self) -> None:

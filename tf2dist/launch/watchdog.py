@@ -10,7 +10,7 @@ from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Launcher
 from tf2dist.launch.liveness import LivenessTracker
 from tf2dist.launch.stalls import Stalls
 from tf2dist.launch.task_record import Kill, TaskRecord
-from tf2dist.messages import Event, Ready, Silence, Stalled, Standing, Started
+from tf2dist.messages import Done, Event, Ready, Silence, Stalled, Standing, Started
 from tf2dist.process.heartbeat import STACKS_SIGNAL
 
 STACKS_SECS = 0.5  # for a task to write them
@@ -57,10 +57,14 @@ class Watchdog:
             self._liveness.announced(message.task, now, message.secs)
         else:
             self._liveness.heard(message.task, now)
-        if isinstance(message, Standing):
-            self._stalls.heard(message, now)
-        elif isinstance(message, Started) and self.records[message.task].kill:
-            self._launcher.signal(message.task, signal.SIGKILL)  # it was killed before its process was known
+        record = self.records[message.task]
+        match message:
+            case Standing():
+                self._stalls.heard(message, now)
+            case Started() if record.kill:
+                self._launcher.signal(message.task, signal.SIGKILL)  # it was killed before its process was known
+            case Done():
+                record.is_done = True
 
     def exited(self, task: str) -> Kill | None:
         """A task's process has ended; returns the kill, if it was killed here."""

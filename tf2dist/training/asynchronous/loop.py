@@ -48,7 +48,7 @@ TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # the names o
 
 
 @dataclass(frozen=True)
-class _Start:
+class _Origin:
     """Where a run begins.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Start:
     earlier_examples: int
 
     @classmethod
-    def of(cls, start: Snapshot | None, sharding: Sharding) -> "_Start":
+    def of(cls, start: Snapshot | None, sharding: Sharding) -> "_Origin":
         step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
         totals = np.zeros((sharding.num_shards, len(TOTALS)))
         staleness = np.zeros(MAX_STALENESS + 1, np.int64)
@@ -85,7 +85,7 @@ class AsyncLoop:
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         sizes: dict[str, int],
         report: Report,
-        begin: _Start,
+        origin: _Origin,
         step: ModelStep,
         graphs: AsyncStep,
         named: Named,
@@ -96,7 +96,7 @@ class AsyncLoop:
         self._cluster, self._report = cluster, report
         self._coordinator, self._graphs, self._named = coordinator, graphs, named
         self._sizes = sizes  # in examples, of the splits to evaluate
-        self._begin = begin
+        self._origin = origin
         self.sharding = graphs.sharding
         self.target_step = last_step
         self.model = step.model
@@ -108,8 +108,8 @@ class AsyncLoop:
         self._evaluate_functions = {split: graphs.evaluate_function(split) for split in sizes}
 
         # What has been read from the counters so far.
-        counts = begin.counts
-        local_steps, examples = tuple(map(int, counts.steps)), begin.earlier_examples + counts.examples
+        counts = origin.counts
+        local_steps, examples = tuple(map(int, counts.steps)), origin.earlier_examples + counts.examples
         self.progress = Progress(counts.applied, local_steps, examples, math.nan, math.nan)
         self._reported = counts.totals.sum(axis=0)
         self._changed_at = time.monotonic()
@@ -125,25 +125,27 @@ class AsyncLoop:
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "AsyncLoop":
-        # The cluster, and the plan of the run.
-        strategy = strategy or parameter_server_strategy(cluster, task)
-        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        # The plan of the run. A mistake in it is told before any other host is called.
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
-        begin = _Start.of(start, sharding)
+        origin = _Origin.of(start, sharding)
         last_step = target_step(config, sharding, start)
+
+        # The cluster.
+        strategy = strategy or parameter_server_strategy(cluster, task)
+        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
         # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
         step = build_step(config.model, splits, config.seed, strategy.scope())
         check_assigned(config.model["name"], step.trial)
-        graphs = AsyncStep(config, step, splits.image_shape, sharding, list(map(int, begin.offsets)), last_step)
+        graphs = AsyncStep(config, step, splits.image_shape, sharding, list(map(int, origin.offsets)), last_step)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
         named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
         restored_from = restore(named, start, config)
         for server in graphs.servers:
-            server.restore(begin.counts)
+            server.restore(origin.counts)
 
         # TensorFlow sends each new function to all hosts, and the whole process stands still if one of them is cut off.
         # So on many hosts the calls keep a fixed size, and every function is made before the training; with `identity`
@@ -153,18 +155,18 @@ class AsyncLoop:
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         return cls(
-            config,
-            cluster,
-            coordinator,
-            sizes,
-            report,
-            begin,
-            step,
-            graphs,
-            named,
-            restored_from,
-            last_step,
-            num_steps,
+            config=config,
+            cluster=cluster,
+            coordinator=coordinator,
+            sizes=sizes,
+            report=report,
+            origin=origin,
+            step=step,
+            graphs=graphs,
+            named=named,
+            restored_from=restored_from,
+            last_step=last_step,
+            num_steps=num_steps,
         )
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
@@ -186,7 +188,7 @@ class AsyncLoop:
         self._changed_at = time.monotonic()
         scheduler.finish(pause_request)  # the last call of an evaluation may have its result and not be done yet
         while True:
-            idle = scheduler.is_idle
+            idle = scheduler.all_done()
             before, seen = seen, (self._read(), self.progress.global_step)
             admitted, applied = seen
             missing = until_step - applied
@@ -226,7 +228,7 @@ class AsyncLoop:
         totals = counts[0][2:].reshape(-1, len(TOTALS))
         steps, loss, _, examples = new = totals.sum(axis=0)
         if not np.isfinite(loss):
-            step = self._begin.earlier_steps + int(steps)
+            step = self._origin.earlier_steps + int(steps)
             raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
         delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
         now, before = time.monotonic(), self.progress
@@ -238,7 +240,7 @@ class AsyncLoop:
             self.progress = Progress(
                 global_step=applied,
                 local_steps=tuple(map(int, totals[:, TOTALS.index("steps")])),
-                examples=self._begin.earlier_examples + int(examples),
+                examples=self._origin.earlier_examples + int(examples),
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
                 accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
             )
@@ -259,7 +261,7 @@ class AsyncLoop:
 
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step is another counter of the ps."""
-        return self._begin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
+        return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def snapshot(self) -> Snapshot:
         counts = self._graphs.servers[0].counters.now()
@@ -268,7 +270,7 @@ class AsyncLoop:
             "local_steps": list(self.progress.local_steps),
             "target_step": self.target_step,
             "examples": self.progress.examples,
-            "input": input_facts(self.sharding, list(map(int, self._begin.offsets + counts.steps))),
+            "input": input_facts(self.sharding, list(map(int, self._origin.offsets + counts.steps))),
         }
         own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
         return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)

@@ -60,8 +60,7 @@ class Scheduler:
         self._num_scheduled = 0
         self._applied_before = applied
 
-    @property
-    def is_idle(self) -> bool:
+    def all_done(self) -> bool:
         """Whether all calls are done; raises what a worker has raised."""
         return bool(self._coordinator.done())
 

@@ -39,7 +39,7 @@ from tf2dist.training.synchronous.workers import Workers
 
 
 @dataclass(frozen=True)
-class _Start:
+class _Origin:
     """Where a run begins.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Start:
     earlier_steps: int
 
     @classmethod
-    def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "_Start":
+    def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "_Origin":
         position = input_positions(start, sharding)[0]
         if start is None:
             return cls(0, 0, position, 0)
@@ -73,7 +73,7 @@ class SyncLoop:
         workers: Workers,
         splits: data.Splits,
         report: Report,
-        begin: _Start,
+        origin: _Origin,
         last_step: int,
         step: ModelStep,
         optimizer: keras.Optimizer,
@@ -82,7 +82,7 @@ class SyncLoop:
         restored_from: str,
     ) -> None:
         self._config, self._workers, self._splits, self._report = config, workers, splits, report
-        self._begin, self._step, self._graphs, self._named = begin, step, graphs, named
+        self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
         self.sharding = graphs.sharding
         self.target_step = last_step
         self.model = step.model
@@ -94,7 +94,7 @@ class SyncLoop:
         self._evaluate = tf.function(step.evaluate, autograph=False)
         self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
         self._own_secs = 0.0  # for a step of this worker; 0 while unknown
-        self.progress = Progress(begin.step, self._local_steps(begin.step), begin.examples, math.nan, math.nan)
+        self.progress = Progress(origin.step, self._local_steps(origin.step), origin.examples, math.nan, math.nan)
 
     @classmethod
     def build(
@@ -112,7 +112,7 @@ class SyncLoop:
         batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
         sharding = Sharding(len(splits.train), batch_size, workers.num_replicas, config.seed, whole_batch_loss=True)
         start = workers.share(start)
-        begin = _Start.of(start, sharding, workers.count)
+        origin = _Origin.of(start, sharding, workers.count)
         last_step = target_step(config, sharding, start)
         all_reduce = workers.all_reduce(config.cluster.all_reduce)
 
@@ -129,16 +129,28 @@ class SyncLoop:
         named = named_variables(step.model, step.variables, [optimizer])
         begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
         restored_from = restore(named, start, config)
-        counter_of(optimizer).assign(begin.step)
+        counter_of(optimizer).assign(origin.step)
 
         # The graph of the steps.
         graphs = SyncStep(
-            config, workers, step, optimizer, all_reduce, splits.train, sharding, begin.step, begin.position
+            config, workers, step, optimizer, all_reduce, splits.train, sharding, origin.step, origin.position
         )
-        return cls(config, workers, splits, report, begin, last_step, step, optimizer, graphs, named, restored_from)
+        return cls(
+            config=config,
+            workers=workers,
+            splits=splits,
+            report=report,
+            origin=origin,
+            last_step=last_step,
+            step=step,
+            optimizer=optimizer,
+            graphs=graphs,
+            named=named,
+            restored_from=restored_from,
+        )
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
-        return (step - self._begin.earlier_steps,) * self._workers.count
+        return (step - self._origin.earlier_steps,) * self._workers.count
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Runs exactly as many steps as are missing; every worker must ask for the same."""
@@ -201,7 +213,7 @@ class SyncLoop:
         return int(self._counted.numpy())
 
     def snapshot(self) -> Snapshot:
-        position = self._begin.position + self.progress.global_step - self._begin.step
+        position = self._origin.position + self.progress.global_step - self._origin.step
         facts = {
             "mode": "sync",
             "local_steps": list(self.progress.local_steps),

@@ -20,7 +20,9 @@ LEAVE_TIMEOUT_SECS = 10.0
 
 
 class Workers:
-    """Every method is called by all workers at once, in the same order.
+    """All workers call the same methods in the same order: each of them waits for the others.
+
+    `batch_size_per_replica` alone is local, and in `leave_last` only worker 0 waits.
 
     Attributes:
         index: of this one.
