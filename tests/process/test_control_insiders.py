@@ -183,6 +183,7 @@ def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -
             line.sendall(channel.unsent)
             assert party.go().event(Lost, "worker-2") == Lost("worker-2", "?[2J")
             assert party.event(Ended, "worker-3") == Ended("worker-3", 3, "?2J")
+            channel.unsent.clear()
             channel.send(pack(Lost("worker-\x1b[2J", "is no task of this cluster")))
             line.sendall(channel.unsent)
             lost = party.event(Lost, "worker-0")
