@@ -4,16 +4,14 @@ import contextlib
 import functools
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf2dist import data, registry
 from tf2dist.checkpoint.saver import NoSaver, Saver
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints, Tell
 from tf2dist.cluster import reachability
@@ -97,13 +95,13 @@ def train(
 ) -> None:
     """Trains to the result. See `run_task`; `strategy` is that of the cluster if this task has joined it already."""
     # The run directory, which the leader reads and writes for all tasks.
-    start: Snapshot | None = None
+    start: Snapshot | Weights | None = None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         start = first_snapshot(config, checkpoints, to_launcher.warn)
         checkpoints.clean()  # removes what a killed run has left; the launcher makes sure that no other run is here
-        saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, facts_of(config))
+        saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher)
         reporter = Reporter(run_dir, task, to_launcher, started_at)
 
     # The servers of an asynchronous cluster, all of which must listen before the coordinator can use them.
@@ -146,8 +144,8 @@ def train(
             raise
 
 
-def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | None:
-    """The snapshot from which the run goes on, or which gives its first weights; None for those of the new model.
+def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | Weights | None:
+    """The snapshot from which the run goes on, or its first weights; None for those of the new model.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -159,19 +157,8 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> S
     if source is None:
         raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
     # In another data format the same weights would belong to other pixels. Another epsilon does not matter to them.
-    check_keras(source, KerasConfig(image_data_format=config.keras.image_data_format), "init_from")
-    return Snapshot(0, source.of_model())
-
-
-def facts_of(config: RunConfig) -> dict[str, Any]:
-    """The facts about its run that a checkpoint holds, beside those that the loop knows."""
-    return {
-        "data": config.data.name,
-        "model": config.model,
-        "optimizer": config.optimizer,
-        "seed": config.seed,
-        "keras": asdict(config.keras),
-    }
+    check_keras(source.facts.keras, KerasConfig(image_data_format=config.keras.image_data_format), "init_from")
+    return source.weights()
 
 
 def drive(

@@ -19,17 +19,18 @@ SAVE_FOR_EVER = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.checkpoint.facts import Facts
 from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.store import Checkpoints
 
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
-newest = checkpoints.newest(print)
+newest, facts = checkpoints.newest(print), Facts.of_json(json.loads(sys.argv[2]))
 step = newest.step if newest else 0
 print("begun", flush=True)
 while True:
     step += 1
     arrays = {f"model/{i}": np.full(30_000, step, np.float32) for i in range(5)}
-    checkpoints.save(Snapshot(step, arrays, json.loads(sys.argv[2])))
+    checkpoints.save(Snapshot(step, arrays, facts))
 """
 
 
@@ -47,7 +48,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
     before, left_something = 0, 0
     longest = max(0.05, 4 * secs_of_a_save(tmp_path / "timed"))
     for _ in range(KILLS):
-        command = [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder), json.dumps(facts(1))]
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder), json.dumps(facts(1).to_json())]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         assert process.stdout.readline() == "begun\n"

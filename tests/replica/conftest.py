@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.replica.small_runs import run_config
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
@@ -33,7 +33,9 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 
     loops: list[AsyncLoop] = []
 
-    def make(config: RunConfig, num_workers: int = 4, num_ps: int = 2, start: Snapshot | None = None) -> AsyncLoop:
+    def make(
+        config: RunConfig, num_workers: int = 4, num_ps: int = 2, start: Snapshot | Weights | None = None
+    ) -> AsyncLoop:
         settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}

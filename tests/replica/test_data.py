@@ -1,6 +1,7 @@
 """The pipeline: shards that are disjoint and cover the data, whatever the numbers."""
 
 import urllib.parse
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tfds import record, write_mnist
+from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, input_positions
@@ -97,8 +99,8 @@ def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None
 
 
 def test_a_worker_goes_on_at_the_same_part_of_the_data_in_another_mode() -> None:
-    facts = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
-    snapshot = Snapshot(6, {}, {"examples": 42, "input": facts})
+    before = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
+    snapshot = Snapshot(6, {}, replace(facts(6), examples=42, input=before))
     assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs, of 3 and of 2 steps"
     assert input_positions(snapshot, Sharding(21, 5, 2, 0, True)) == [6, 6]
 

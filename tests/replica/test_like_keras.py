@@ -97,10 +97,10 @@ def weights_of(model: keras.Model) -> list[np.ndarray]:
 
 def train(loop: Any) -> dict[str, Any]:
     loop.train(STEPS)
-    raw = loop.snapshot().of_model()
+    raw = loop.snapshot().weights().arrays
     loop.finalize()
     assert loop.progress.global_step == loop.updates_applied() == STEPS
-    kept = loop.snapshot().of_model()
+    kept = loop.snapshot().weights().arrays
     assert all(np.array_equal(kept[name], array) for name, array in raw.items()), "a run goes on from what was trained"
     return {"weights": weights_of(loop.model), "raw": list(raw.values()), "accuracy": loop.evaluate("test").accuracy}
 

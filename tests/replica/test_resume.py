@@ -15,24 +15,29 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
-from tf2dist.checkpoint.snapshot import Snapshot
+from tests.unit.test_saving import facts
+from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config import keras_settings
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.run import first_snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.asynchronous.counters import ONES
 
 MakeLoop = Callable[..., Any]
-DATA = {"data": "digits"}
 
 
 def taken(loop: Any) -> Snapshot:
     """As it comes back from a file."""
-    snapshot = loop.snapshot()
-    return Snapshot.from_bytes(replace(snapshot, facts=snapshot.facts | DATA).to_bytes())
+    return arrived(loop.snapshot())
+
+
+def arrived(snapshot: Snapshot) -> Snapshot:
+    found = from_bytes(to_bytes(snapshot))
+    assert isinstance(found, Snapshot)
+    return found
 
 
 def assert_same_arrays(one: Snapshot, other: Snapshot, prefixes: tuple[str, ...]) -> None:
@@ -68,7 +73,7 @@ def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_worker
         assert server.counters.now().applied == 71
     same_size = num_workers == 4
     assert sum(second.progress.local_steps) == (71 if same_size else 31)
-    assert sum(taken(second).facts["input"]["positions"]) >= 71 - 40
+    assert sum(taken(second).facts.input.positions) >= 71 - 40
 
 
 def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
@@ -76,11 +81,11 @@ def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
     first = async_loop(config)
     first.train(60)
     snapshot = taken(first)
-    assert snapshot.facts["input"]["positions"] == list(first.progress.local_steps)
+    assert snapshot.facts.input.positions == first.progress.local_steps
     fewer = async_loop(config, num_workers=2, start=snapshot)
     epochs = first.progress.examples / 1257
     expected = round(epochs * fewer.sharding.steps_per_epoch)
-    assert taken(fewer).facts["input"]["positions"] == [expected, expected], "the same part of the same pass"
+    assert taken(fewer).facts.input.positions == (expected, expected), "the same part of the same pass"
 
 
 def test_a_request_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
@@ -122,29 +127,24 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
             config.optimizer["momentum"] = 0.9
         with pytest.raises(CheckpointError, match=told):
             async_loop(config, start=snapshot)
-    elsewhere = replace(snapshot, facts=snapshot.facts | {"data": "mnist"})
+    elsewhere = replace(snapshot, facts=replace(snapshot.facts, data="mnist"))
     with pytest.raises(CheckpointError, match="trained on mnist, and data is digits"):
         async_loop(run_config(), start=elsewhere)
 
 
 def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:
     now = keras_settings.DEFAULTS
-    check_keras(Snapshot(1, {}, DATA), now, "run_dir")  # an older one does not say
-    check_keras(Snapshot(1, {}, {"keras": {"epsilon": 1e-7, "image_data_format": "channels_last"}}), now, "run_dir")
+    check_keras(None, now, "run_dir")  # an older one does not say
+    check_keras(KerasConfig(epsilon=1e-7, image_data_format="channels_last"), now, "run_dir")
     with pytest.raises(CheckpointError, match=r"run_dir: was trained with keras\.epsilon=0\.001, and it is 1e-07 now"):
-        check_keras(Snapshot(1, {}, {"keras": {"epsilon": 1e-3}}), now, "run_dir")
+        check_keras(KerasConfig(epsilon=1e-3), now, "run_dir")
 
 
 def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
     """They would be of other pixels; what they were divided by is another matter."""
     source = Checkpoints(tmp_path / "source" / "checkpoints")
-    facts = {
-        "examples": 5,
-        "target_step": 5,
-        "input": {"sharding": {"num_examples": 1, "batch_size": 1, "num_shards": 1}, "positions": [5]},
-        "keras": {"image_data_format": "channels_first", "epsilon": 0.1},
-    }
-    source.save(Snapshot(5, {"model/a": np.ones(2)}, facts))
+    settings = KerasConfig(image_data_format="channels_first", epsilon=0.1)
+    source.save(Snapshot(5, {"model/a": np.ones(2)}, replace(facts(5), keras=settings)))
     config = run_config()
     config.init_from = str(tmp_path / "source")
     for keras, told in (
@@ -153,7 +153,7 @@ def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
     ):
         config.keras = replace(keras_settings.DEFAULTS, image_data_format=keras)
         with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
-            assert first_snapshot(config, Checkpoints(tmp_path / "new"), print)
+            assert isinstance(first_snapshot(config, Checkpoints(tmp_path / "new"), print), Weights)
 
 
 def test_a_target_that_has_been_passed_is_refused(async_loop: MakeLoop) -> None:
@@ -169,7 +169,7 @@ def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
     donor = async_loop(run_config("dnn", hidden_units=[20, 15, 12]))
     donor.train(30)
     trained = taken(donor)
-    weights = Snapshot(0, trained.of_model())
+    weights = trained.weights()
     config = run_config("dnn", hidden_units=[20, 15, 12])
     config.seed, config.init_from, config.init_layers = 1, "elsewhere", "hidden[12]"
     fresh = taken(async_loop(replace(config, init_from=None, init_layers=None)))
@@ -213,7 +213,7 @@ def sync_run(
     snapshot = loop.snapshot()
     agreed = loop.combine(PauseRequest.SAVE if worker.index == 0 else PauseRequest.NOTHING)
     return {
-        "snapshot": replace(snapshot, facts=snapshot.facts | DATA),
+        "snapshot": snapshot,
         "requested": requested.name,
         "agreed": agreed.name,
         "updates": loop.updates_applied(),
@@ -231,7 +231,7 @@ def test_sync_goes_on_as_if_it_had_never_stopped(sync_workers: SyncWorkers) -> N
     config = small_cnn()
     straight = sync_workers(sync_run, 2, (config, None, 31))[0]["snapshot"]
     stopped = sync_workers(sync_run, 2, (config, None, 14))[0]["snapshot"]
-    resumed = sync_workers(sync_run, 2, (config, Snapshot.from_bytes(stopped.to_bytes()), 31))
+    resumed = sync_workers(sync_run, 2, (config, arrived(stopped), 31))
     for result in resumed:
         assert result["snapshot"].step == result["updates"] == 31
         assert_same_arrays(result["snapshot"], straight, ("model/", "optimizer/"))
@@ -256,12 +256,12 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     assert loop.progress.examples == 2 * 1257
     updates_per_epoch = loop.sharding.updates_per_epoch
     assert loop.target_step == 26 + 18 * updates_per_epoch, "the passes that are left, in updates of the new size"
-    assert taken(loop).facts["input"]["positions"] == [2 * loop.sharding.steps_per_epoch] * 3
+    assert taken(loop).facts.input.positions == (2 * loop.sharding.steps_per_epoch,) * 3
     loop.train(26 + updates_per_epoch)
     assert loop.updates_applied() == 26 + updates_per_epoch
     back = sync_workers(sync_run, 2, (config, taken(loop), 80))[1]
     assert back["snapshot"].step == back["updates"] == 80
-    position = back["snapshot"].facts["input"]["positions"][0]
+    position = back["snapshot"].facts.input.positions[0]
     assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1
     counters = loop._graphs.servers[0].counters
     counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1, 1]))

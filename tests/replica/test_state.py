@@ -1,6 +1,7 @@
 """The state of a run by name, and who looks at what was saved of it."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -69,7 +70,7 @@ def test_an_evaluator_knows_the_number_of_updates() -> None:
     splits = data.load(config.data)
     evaluator = Evaluator(config, splits, lambda text: None)
     step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
-    snapshot = Snapshot(10, values(named_variables(step.model, step.variables, [])), {"target_step": 10})
+    snapshot = Snapshot(10, values(named_variables(step.model, step.variables, [])), replace(facts(10), target_step=10))
     assert evaluator.evaluate(snapshot, "test", is_last=True) == evaluator.evaluate(snapshot, "test")
 
 
@@ -84,7 +85,7 @@ def test_an_evaluator_ends_with_the_weights_that_the_optimizer_ends_with() -> No
         gradients = [np.sin(number * np.arange(v.numpy().size)).reshape(v.shape) for v in step.trainable]
         optimizer.apply([keras.ops.cast(gradient, "float32") for gradient in gradients])
     named = named_variables(step.model, step.variables, [optimizer])
-    snapshot = Snapshot(3, values(named), {"target_step": 3})
+    snapshot = Snapshot(3, values(named), replace(facts(3), target_step=3))
     evaluator = Evaluator(config, splits, lambda text: None)
     found = [evaluator.evaluate(snapshot, "test", is_last).loss for is_last in (False, True)]
     images, labels = splits.test.images.astype(np.float32) / 255, splits.test.labels

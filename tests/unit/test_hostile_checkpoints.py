@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.unit.test_saving import assert_same, fail, snapshot
+from tests.unit.test_saving import assert_same, facts, fail, snapshot
+from tf2dist.checkpoint.facts import Facts
 from tf2dist.checkpoint.snapshot import ARRAYS, FORMAT, MANIFEST, _seal
 from tf2dist.checkpoint.store import Checkpoints
 
@@ -180,7 +181,16 @@ DAMAGES: list[Callable[[Path], None]] = [
     says(lambda manifest: manifest["input"].update(positions=[2, None]), "a position that is none"),
     says(lambda manifest: manifest["input"]["sharding"].update(num_examples=0), "no examples in a pass"),
     says(lambda manifest: manifest["input"].update(sharding="two"), "a word for the sharding"),
+    says(lambda manifest: manifest["input"].update(positions=[2, True]), "a position that is true"),
+    says(lambda manifest: manifest["input"].update(positions=[2, 2.0]), "a position with a point"),
+    says(lambda manifest: manifest["input"]["sharding"].pop("seed"), "no seed of the sharding"),
+    says(lambda manifest: manifest["input"]["sharding"].update(whole_batch_loss=1), "a number for yes or no"),
+    says(lambda manifest: manifest.update(local_steps=[-1, 2]), "negative local steps"),
+    says(lambda manifest: manifest.update(mode=None), "no name of the mode"),
     says(lambda manifest: manifest.update(data=["digits"]), "a list for the name of the data"),
+    says(lambda manifest: manifest.update(model="dnn"), "a word for the model"),
+    says(lambda manifest: manifest.update(keras=["float32"]), "a list for the settings of Keras"),
+    says(lambda manifest: manifest["keras"].update(epsilon="small"), "a word for a setting of Keras"),
     says(lambda manifest: manifest.update(arrays=["totals"]), "a list for the arrays"),
     says(lambda manifest: manifest["arrays"]["totals"].update(shape=[-4]), "a negative shape"),
     says(lambda manifest: manifest["arrays"]["totals"].update(dtype=7), "a number for a type"),
@@ -204,6 +214,36 @@ def test_whatever_is_wrong_leads_back_to_the_one_before(tmp_path: Path, damage: 
     assert_same(later.newest(fail), snapshot(2))
     later.clean()
     assert [path.name for path in later.folder.iterdir() if not path.name.startswith("step-")] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda said: said.pop("examples"), "examples"),
+        (lambda said: said.update(mode=None), "mode"),
+        (lambda said: said["input"].pop("sharding"), "input.sharding"),
+        (lambda said: said["input"]["sharding"].update(batch_size=0), "input.sharding.batch_size"),
+        (lambda said: said["input"].update(positions=[2, -1]), "input.positions"),
+        (lambda said: said["input"].update(positions=[2]), "input.positions"),
+    ],
+)
+def test_the_fact_that_is_wrong_is_named(change: Callable[[dict[str, Any]], object], where: str) -> None:
+    said = json.loads(json.dumps(facts(2).to_json()))
+    assert Facts.of_json(said) == facts(2)
+    change(said)
+    with pytest.raises(ValueError, match=rf"^does not say what it must \({where}\)$"):
+        Facts.of_json(said)
+
+
+def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    def add(manifest: dict[str, Any]) -> None:
+        for section in (manifest, manifest["input"], manifest["input"]["sharding"], manifest["keras"]):
+            section["more"] = ["of a later version"]
+
+    reseal(checkpoints.save(snapshot(1)), add)
+    assert_same(Checkpoints(tmp_path).newest(fail), snapshot(1))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch, Path.mkdir, lambda path: path.symlink_to("loop")])

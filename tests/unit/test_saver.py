@@ -32,7 +32,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     now = [0.0]
     sent: list[Any] = []
     disk = Disk(tmp_path)
-    saver = Saver(disk, 600.0, ToLauncher("chief-0", sent.append), {"data": "digits"}, clock=lambda: now[0])
+    saver = Saver(disk, 600.0, ToLauncher("chief-0", sent.append), clock=lambda: now[0])
     now[0] = 599.0
     assert not saver.due()
     now[0] = 600.0
@@ -47,14 +47,12 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     saver.save(lambda: snapshot(2))
     assert sent[-1] == Saved("chief-0", 2, stopping=False)
     assert not saver.due()
-    found = disk.newest(fail)
-    assert found
-    assert found.facts["data"] == "digits"
+    assert_same(disk.newest(fail), snapshot(2))
 
 
 def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    saver = Saver(disk, None, NOBODY, {})
+    saver = Saver(disk, None, NOBODY)
     saver.save(lambda: snapshot(9))
     saver.insist(9, lambda: snapshot(9))
     assert saver.saved_step is None
@@ -86,7 +84,7 @@ def steps_on(disk: Checkpoints) -> list[int]:
 def test_older_ones_make_room_for_the_last(tmp_path: Path, stopping: bool) -> None:
     sent: list[Any] = []
     disk = SmallDisk(tmp_path, keep=5)
-    saver = Saver(disk, None, ToLauncher("chief-0", sent.append), {})
+    saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
     for step in (1, 2, 3, 4):
         saver.save(lambda: snapshot(step))  # noqa: B023
     assert steps_on(disk) == [1, 2, 3], "on the way nothing makes room"
@@ -115,4 +113,4 @@ def test_the_newest_whole_one_makes_room_for_nothing(tmp_path: Path) -> None:
 
 
 def test_never_by_time(tmp_path: Path) -> None:
-    assert not Saver(Checkpoints(tmp_path), None, NOBODY, {}, clock=lambda: 1e9).due()
+    assert not Saver(Checkpoints(tmp_path), None, NOBODY, clock=lambda: 1e9).due()

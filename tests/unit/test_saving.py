@@ -9,16 +9,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, Snapshot
+from tf2dist.checkpoint.facts import Facts, InputFacts, ShardingFacts
+from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.config.keras_settings import DEFAULTS
 from tf2dist.errors import CheckpointError
 
 
-def facts(step: int) -> dict[str, Any]:
+def facts(step: int) -> Facts:
     """What a run with two workers says of itself."""
-    sharding = {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, "whole_batch_loss": True}
-    given = {"sharding": sharding, "positions": [step, step]}
-    return {"mode": "sync", "examples": 10 * step, "target_step": 20, "local_steps": [step, step], "input": given}
+    return Facts(
+        mode="sync",
+        local_steps=(step, step),
+        target_step=20,
+        examples=10 * step,
+        input=InputFacts(ShardingFacts(1257, 5, 2, seed=0, whole_batch_loss=True), (step, step)),
+        data="digits",
+        model={"name": "dnn", "hidden_units": [300, 50]},
+        optimizer={"name": "sgd", "learning_rate": 0.01, "clipnorm": None},
+        seed=0,
+        keras=DEFAULTS,
+    )
+
+
+# Of `facts(3)`, in every version since the keras settings are there.
+IN_THE_FILE = (
+    '"mode": "sync", "local_steps": [3, 3], "target_step": 20, "examples": 30, '
+    '"input": {"sharding": {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, '
+    '"whole_batch_loss": true}, "positions": [3, 3]}, "data": "digits", '
+    '"model": {"name": "dnn", "hidden_units": [300, 50]}, '
+    '"optimizer": {"name": "sgd", "learning_rate": 0.01, "clipnorm": null}, "seed": 0, '
+    '"keras": {"floatx": "float32", "image_data_format": "channels_last", "epsilon": 1e-07}'
+)
 
 
 def snapshot(step: int) -> Snapshot:
@@ -33,7 +55,7 @@ def snapshot(step: int) -> Snapshot:
 def assert_same(found: Snapshot | None, expected: Snapshot) -> None:
     assert found
     assert (found.step, found.arrays.keys()) == (expected.step, expected.arrays.keys())
-    assert expected.facts.items() <= found.facts.items()
+    assert found.facts == expected.facts
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array)
         assert found.arrays[name].dtype == array.dtype
@@ -54,7 +76,19 @@ def test_what_is_saved_is_found(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_travels_as_bytes() -> None:
-    assert_same(Snapshot.from_bytes(snapshot(7).to_bytes()), snapshot(7))
+    found = from_bytes(to_bytes(snapshot(7)))
+    assert isinstance(found, Snapshot)
+    assert_same(found, snapshot(7))
+    assert to_bytes(snapshot(3)).partition(b"\n")[0].decode() == f"[3, {{{IN_THE_FILE}}}]"
+
+
+def test_weights_travel_as_bytes_and_stay_weights() -> None:
+    packed = to_bytes(snapshot(7).weights())
+    assert packed.startswith(b"[0, {}]\n")
+    found = from_bytes(packed)
+    assert isinstance(found, Weights)
+    assert found.arrays.keys() == {"model/hidden1/kernel"}
+    np.testing.assert_array_equal(found.arrays["model/hidden1/kernel"], snapshot(7).arrays["model/hidden1/kernel"])
 
 
 def truncate(path: Path) -> None:
@@ -132,6 +166,8 @@ def test_the_manifest_describes_the_checkpoint(tmp_path: Path) -> None:
     assert manifest["step"] == 3
     assert manifest["arrays"]["model/hidden1/kernel"] == {"shape": [3, 2], "dtype": "float32"}
     assert manifest["files"][ARRAYS].keys() == {"bytes", "sha256"}
+    text = json.dumps(manifest)
+    assert text.startswith(f'{{"format": 2, "step": 3, {IN_THE_FILE}, "arrays": {{')
 
 
 def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
@@ -166,11 +202,10 @@ def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, lef
 
 
 def as_before(path: Path) -> Path:
-    """Makes it one of the format before, which had no hash of the manifest and, at first, no target."""
+    """Makes it one of the format before: no hash of the manifest and, at first, no target and no settings of Keras."""
     manifest = json.loads((path / MANIFEST).read_text())
-    target_step = manifest.pop("target_step")
-    assert target_step
-    del manifest["sha256"]
+    for name in ("target_step", "keras", "sha256"):
+        del manifest[name]
     (path / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
     return path
 
@@ -178,8 +213,8 @@ def as_before(path: Path) -> Path:
 def test_the_format_before_is_read_too(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     as_before(checkpoints.save(snapshot(1)))
-    without_target = {name: value for name, value in snapshot(1).facts.items() if name != "target_step"}
-    assert_same(checkpoints.newest(fail), replace(snapshot(1), facts=without_target))
+    older = replace(snapshot(1), facts=replace(facts(1), target_step=None, keras=None))
+    assert_same(checkpoints.newest(fail), older)
 
 
 @pytest.mark.parametrize("word", ['"step"', '"files"', '"arrays"', '"bytes"', '"model/hidden1/kernel"', "2"])

@@ -1,45 +1,88 @@
-"""The facts of a run beside its arrays, and what a checkpoint must say for a run to go on from it."""
+"""The facts of a run beside its arrays: what a checkpoint must say for a run to go on from it."""
 
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-WHOLE_NUMBERS_END = 2**63  # what TensorFlow's integers hold
-SIZES = ("num_examples", "batch_size", "num_shards")
+from tf2dist.config.schema import KerasConfig
+from tf2dist.declared import UndeclaredError, made
+
+WHOLE_NUMBERS = range(2**63)  # what TensorFlow's integers hold
+Count = Annotated[int, WHOLE_NUMBERS]
+Size = Annotated[int, WHOLE_NUMBERS[1:]]
 
 
-def check_facts(facts: dict[str, Any]) -> None:
-    """Checks what the loops and the evaluator will look up; what else there is may be of a later version.
+@dataclass(frozen=True)
+class ShardingFacts:
+    """How the training set was cut into batches; see `pipeline.Sharding`."""
 
-    Raises:
-        ValueError: names the first that is missing or of another kind.
+    num_examples: Size
+    batch_size: Size
+    num_shards: Size
+    seed: int
+    whole_batch_loss: bool
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """Where the input stood.
+
+    Attributes:
+        positions: the local step at which each shard goes on.
     """
-    _require("examples", is_whole(facts.get("examples")))
-    _require("target_step", is_whole(facts.get("target_step", 0)))  # the first checkpoints did not have it
-    given = _section("input", facts.get("input"))
-    sharding = _section("input.sharding", given.get("sharding"))
-    for name in SIZES:
-        _require(f"input.sharding.{name}", is_whole(sharding.get(name)) and sharding[name] > 0)
-    positions = given.get("positions")
-    _require("input.positions", _are_whole(positions) and len(positions or []) == sharding["num_shards"])
-    _require("local_steps", _are_whole(facts.get("local_steps", [])))
-    for name in ("mode", "data"):
-        _require(name, isinstance(facts.get(name, ""), str))
+
+    sharding: ShardingFacts
+    positions: tuple[Count, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a run says of itself at one step, in the order of the file.
+
+    Attributes:
+        local_steps: steps of each worker that are part of the global step.
+        target_step: at which the run ends; the first checkpoints did not have it.
+        examples: seen by all workers, in the whole run.
+        data: the name of the data set.
+        model, optimizer: name and arguments.
+        keras: its settings; older checkpoints have none.
+    """
+
+    mode: str
+    local_steps: tuple[Count, ...]
+    target_step: Count | None = None
+    examples: Count
+    input: InputFacts
+    data: str
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    seed: int
+    keras: KerasConfig | None = None
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> "Facts":
+        """Of what `to_json` gave, in this version or another; what else is there is left out.
+
+        Raises:
+            ValueError: names the first fact that is missing or of another kind.
+        """
+        try:
+            facts = made(cls, found, is_open=True)
+            if len(facts.input.positions) != facts.input.sharding.num_shards:
+                raise UndeclaredError("input.positions", repr(facts.input.positions))
+        except UndeclaredError as error:
+            raise ValueError(f"does not say what it must ({error.where})") from None
+        return facts
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the training set."""
+        return self.examples / self.input.sharding.num_examples
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold; without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def is_whole(value: Any) -> bool:
     """Whether it can count something; True cannot, although Python takes it for 1."""
-    return type(value) is int and 0 <= value < WHOLE_NUMBERS_END
-
-
-def _are_whole(values: Any) -> bool:
-    return isinstance(values, list) and all(map(is_whole, values))
-
-
-def _section(name: str, value: Any) -> dict[str, Any]:
-    _require(name, isinstance(value, dict))
-    found: dict[str, Any] = value
-    return found
-
-
-def _require(name: str, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"does not say what it must ({name})")
+    return type(value) is int and value in WHOLE_NUMBERS

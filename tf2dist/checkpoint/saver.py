@@ -3,8 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Tell
@@ -50,10 +48,9 @@ class Saver(NoSaver):
         checkpoints: Checkpoints,
         every_secs: float | None,
         to_launcher: ToLauncher,
-        facts: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._checkpoints, self._to_launcher, self._facts, self._clock = checkpoints, to_launcher, facts, clock
+        self._checkpoints, self._to_launcher, self._clock = checkpoints, to_launcher, clock
         self._every_secs = math.inf if every_secs is None else every_secs
         self._due_at = clock() + self._every_secs
 
@@ -65,7 +62,6 @@ class Saver(NoSaver):
 
     def _save(self, take: Callable[[], Snapshot], stopping: bool, tell_room: Tell | None) -> None:
         snapshot = take()
-        snapshot = replace(snapshot, facts=snapshot.facts | self._facts)
         self._due_at = self._clock() + self._every_secs
         try:
             self._checkpoints.save(snapshot, tell_room)

@@ -15,14 +15,14 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tf2dist.checkpoint.archive import Described, check_members, check_size, read_array
-from tf2dist.checkpoint.facts import check_facts, is_whole
+from tf2dist.checkpoint.facts import Facts, is_whole
 from tf2dist.errors import first_line
 from tf2dist.files import open_to_read
 
@@ -33,39 +33,48 @@ ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What the model of another run has learned: a new run begins with it, at step 0.
+
+    Attributes:
+        arrays: by name, under "model/".
+    """
+
+    arrays: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """A run at one exact global step.
+    """A run at one exact global step, which goes on from here.
 
     Attributes:
         step: updates applied.
         arrays: by name; the model's under "model/", the optimizer's under "optimizer/", what a mode
             keeps for itself under its own name.
-        facts: what JSON can hold: mode, cluster, data, examples seen, the input's position.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether a run goes on from here; otherwise only its first weights come from elsewhere."""
-        return bool(self.facts)
+    def weights(self) -> Weights:
+        return Weights({name: array for name, array in self.arrays.items() if name.startswith("model/")})
 
-    def to_bytes(self) -> bytes:
-        """For a task that cannot read the run directory."""
-        with io.BytesIO() as buffer:
-            np.savez(buffer, **self.arrays)  # type: ignore[arg-type]
-            return json.dumps([self.step, self.facts]).encode() + b"\n" + buffer.getvalue()
 
-    @classmethod
-    def from_bytes(cls, packed: bytes) -> "Snapshot":
-        head, _, body = packed.partition(b"\n")
-        with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
-            return cls(json.loads(head)[0], dict(arrays), json.loads(head)[1])
+def to_bytes(start: Snapshot | Weights) -> bytes:
+    """For a task that cannot read the run directory."""
+    head = [start.step, start.facts.to_json()] if isinstance(start, Snapshot) else [0, {}]
+    with io.BytesIO() as buffer:
+        np.savez(buffer, **start.arrays)  # type: ignore[arg-type]
+        return json.dumps(head).encode() + b"\n" + buffer.getvalue()
 
-    def of_model(self) -> dict[str, np.ndarray]:
-        return {name: array for name, array in self.arrays.items() if name.startswith("model/")}
+
+def from_bytes(packed: bytes) -> Snapshot | Weights:
+    """What `to_bytes` was given."""
+    head, _, body = packed.partition(b"\n")
+    step, facts = json.loads(head)
+    with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
+        return Snapshot(step, dict(arrays), Facts.of_json(facts)) if facts else Weights(dict(arrays))
 
 
 def folder_name(step: int) -> str:
@@ -87,7 +96,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": snapshot.step,
-        **snapshot.facts,
+        **snapshot.facts.to_json(),
         "arrays": {n: {"shape": list(a.shape), "dtype": str(a.dtype)} for n, a in snapshot.arrays.items()},
         "files": {ARRAYS: {"bytes": size, "sha256": sha256}},
     }
@@ -140,37 +149,46 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _described(manifest: dict[str, Any]) -> tuple[dict[str, Described], int, str]:
-    """Takes out of a manifest what it says of the arrays, and the size and the hash of their file.
+    """What a manifest says of the arrays, and the size and the hash of their file.
 
     Raises:
         ValueError: it does not say what a run needs.
     """
     try:
-        files, arrays = manifest.pop("files"), manifest.pop("arrays")
+        files, arrays = manifest["files"], manifest["arrays"]
         size, sha256 = files[ARRAYS]["bytes"], files[ARRAYS]["sha256"]
         described = {name: Described.of(array["shape"], array["dtype"]) for name, array in arrays.items()}
         if not is_whole(manifest["step"]):
             raise KeyError("step")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} does not say what it must ({error})") from None
-    try:
-        check_facts(manifest)
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST} {error}") from None
     return described, size, sha256
 
 
+def _facts(manifest: dict[str, Any]) -> Facts:
+    """What a manifest says of the run.
+
+    Raises:
+        ValueError: it does not say what a run needs.
+    """
+    try:
+        return Facts.of_json(manifest)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} {error}") from None
+
+
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Described], zipfile.ZipFile]]:
+def _opened(path: Path) -> Iterator[tuple[int, Facts, list[str], zipfile.ZipFile]]:
     """Checks everything of one checkpoint but the bytes of the arrays, and holds it open.
 
     Yields:
-        The step and the facts, what the arrays are, and the file with them.
+        The step, the facts, the names of the arrays, and the file with them.
     """
     manifest = _read_manifest(path)
     described, size, sha256 = _described(manifest)
-    if path.name != folder_name(manifest["step"]):
-        raise ValueError(f"{MANIFEST} is of {folder_name(manifest['step'])}")
+    step, facts = manifest["step"], _facts(manifest)
+    if path.name != folder_name(step):
+        raise ValueError(f"{MANIFEST} is of {folder_name(step)}")
     with open_to_read(path / ARRAYS) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"{ARRAYS} has {found} bytes instead of {size}")
@@ -180,7 +198,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Described], 
         file.seek(0)
         with zipfile.ZipFile(file) as archive:
             check_members(archive, described)
-            yield manifest, described, archive
+            yield step, facts, list(described), archive
 
 
 @contextlib.contextmanager
@@ -214,6 +232,5 @@ def read(path: Path) -> Snapshot:
     Raises:
         OSError, ValueError: what is wrong with it.
     """
-    with _damage(), _opened(path) as (facts, described, archive):
-        arrays = {name: read_array(archive, name) for name in described}
-        return Snapshot(facts.pop("step"), arrays, facts)
+    with _damage(), _opened(path) as (step, facts, names, archive):
+        return Snapshot(step, {name: read_array(archive, name) for name in names}, facts)

@@ -7,12 +7,12 @@ Neither the mode nor the number of workers or ps shows in the names: "model/hidd
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
@@ -101,18 +101,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def check_keras(snapshot: Snapshot, settings: KerasConfig, option: str) -> None:
+def check_keras(before: KerasConfig | None, settings: KerasConfig, option: str) -> None:
     """Refuses a checkpoint made under other settings of Keras, which make another model of equal weights.
 
     Args:
+        before: what the checkpoint says; older ones say nothing.
         option: that has named the checkpoint, for the message.
 
     Raises:
         CheckpointError: naming the first setting that differs.
     """
-    before = snapshot.facts.get("keras")  # older ones have none
     for name, now in asdict(settings).items():
-        then = before.get(name) if isinstance(before, dict) else None
+        then = getattr(before, name, None)
         if None not in (then, now) and then != now:
             raise CheckpointError(
                 f"{option}: was trained with keras.{name}={then}, and it is {now} now; give keras.{name}={then}, or "
@@ -127,10 +127,9 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
         CheckpointError: saying what is missing, extra or of another shape.
     """
     way_out = "name another run_dir; init_from takes over weights alone"
-    trained_on = snapshot.facts.get("data", data)
-    if trained_on != data:
-        raise CheckpointError(f"run_dir: was trained on {trained_on}, and data is {data} now; {way_out}")
-    check_keras(snapshot, settings, "run_dir")
+    if snapshot.facts.data != data:
+        raise CheckpointError(f"run_dir: was trained on {snapshot.facts.data}, and data is {data} now; {way_out}")
+    check_keras(snapshot.facts.keras, settings, "run_dir")
     found = {name: array.shape for name, array in snapshot.arrays.items()}
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
     for group in ("model/", "optimizer/"):
@@ -145,21 +144,21 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
             )
 
 
-def chosen(named: Named, source: Snapshot, layers: str | None) -> dict[str, np.ndarray]:
+def chosen(named: Named, source: Weights, layers: str | None) -> dict[str, np.ndarray]:
     """The arrays of those layers of the model whose whole name matches the pattern; all for None.
 
     Raises:
         CheckpointError: there is none, or one has another shape.
     """
     arrays = {}
-    for name, array in source.of_model().items():
+    for name, array in source.arrays.items():
         *parents, _ = name.removeprefix("model/").split("/")
         if layers is None or any(re.fullmatch(layers, parent) for parent in parents):
             arrays[name] = array
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items() if name in arrays}
     problems = differences({name: array.shape for name, array in arrays.items()}, wanted)
     if not arrays:
-        known = sorted({name.split("/")[-2] for name in source.of_model()})
+        known = sorted({name.split("/")[-2] for name in source.arrays})
         raise CheckpointError(f"init_layers ({layers}): matches no layer there; it has {', '.join(known)}")
     if problems:
         raise CheckpointError(
@@ -168,15 +167,15 @@ def chosen(named: Named, source: Snapshot, layers: str | None) -> dict[str, np.n
     return arrays
 
 
-def restore(named: Named, start: Snapshot | None, config: RunConfig) -> str:
-    """Puts a snapshot into the variables, whole or the layers asked for; returns what to tell of it.
+def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -> str:
+    """Puts a snapshot into the variables, or the weights of the layers asked for; returns what to tell of it.
 
     Raises:
         CheckpointError: it does not fit.
     """
     if start is None:
         return ""
-    if start.is_resumed:
+    if isinstance(start, Snapshot):
         check_same(named, start, config.data.name, config.keras)
         assign(named, {name: start.arrays[name] for name in named})
         return f"going on at step {start.step}"
@@ -214,9 +213,14 @@ def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Va
     return trained
 
 
-def input_facts(sharding: Sharding, positions: list[int]) -> dict[str, Any]:
+def input_facts(sharding: Sharding, positions: list[int]) -> InputFacts:
     """Where every worker's input stands, for the facts of a snapshot."""
-    return {"sharding": asdict(sharding), "positions": positions}
+    return InputFacts(ShardingFacts(**asdict(sharding)), tuple(positions))
+
+
+def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
+    """Whether its run has cut the training set in this way."""
+    return snapshot.facts.input.sharding == ShardingFacts(**asdict(sharding))
 
 
 def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
@@ -224,10 +228,8 @@ def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
 
     Cut in the same way it goes on exactly; cut in another, at the same part of the same pass over the data.
     """
-    if snapshot is None or not snapshot.is_resumed:
+    if snapshot is None:
         return [0] * sharding.num_shards
-    before = snapshot.facts["input"]
-    if before["sharding"] == asdict(sharding):
-        return list(before["positions"])
-    epochs = snapshot.facts["examples"] / before["sharding"]["num_examples"]
-    return [round(epochs * steps) for steps in sharding.counted_steps()]
+    if has_sharding(snapshot, sharding):
+        return list(snapshot.facts.input.positions)
+    return [round(snapshot.facts.epochs * steps) for steps in sharding.counted_steps()]

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -70,11 +71,11 @@ class Evaluator:
         Raises:
             CheckpointError: it is of another model or data set.
         """
-        target_step = snapshot.facts.get("target_step") or snapshot.step
+        target_step = snapshot.facts.target_step or snapshot.step
         named = self._variables_of_last(target_step) if is_last else self._named
         # All arrays of the model are kept, so that `check_same` sees any that this model does not have.
         needed = {name: array for name, array in snapshot.arrays.items() if name in named or name.startswith("model/")}
-        check_same(named, Snapshot(snapshot.step, needed, snapshot.facts), self._data, self._keras)
+        check_same(named, replace(snapshot, arrays=needed), self._data, self._keras)
         assign(named, needed)
         if is_last:
             finalize(named, [(self._optimizer, self._step.trainable)])
@@ -107,7 +108,7 @@ def follow(
             time.sleep(POLL_SECS)
             continue
         done = snapshot.step
-        is_last = done >= max(snapshot.facts.get("target_step", 0), asked_steps or 0)
+        is_last = done >= max(snapshot.facts.target_step or 0, asked_steps or 0)
         on_evaluation(split, done, evaluator.evaluate(snapshot, split, is_last))
         if is_last:
             if split != "test":

@@ -5,13 +5,15 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
 import numpy as np
 
+from tf2dist.checkpoint.facts import Facts
 from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import has_sharding, input_facts
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.pipeline import Sharding
@@ -87,11 +89,33 @@ def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -
         return config.train.steps
     epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
     target = max(1, math.ceil(epochs * sharding.updates_per_epoch))
-    if start is None or not start.is_resumed or start.facts["input"]["sharding"] == asdict(sharding):
+    if start is None or has_sharding(start, sharding):
         return max(target, step)
     # Earlier passes were made in steps of another size, so they are counted in examples.
-    done: float = start.facts["examples"] / start.facts["input"]["sharding"]["num_examples"]
-    return step + max(0, math.ceil((epochs - done) * sharding.updates_per_epoch))
+    return step + max(0, math.ceil((epochs - start.facts.epochs) * sharding.updates_per_epoch))
+
+
+def saved_facts(
+    config: RunConfig, mode: str, progress: Progress, last_step: int, sharding: Sharding, positions: list[int]
+) -> Facts:
+    """The facts about a run that its snapshots hold.
+
+    Args:
+        last_step: of the run, its target.
+        positions: where the input of each replica stands.
+    """
+    return Facts(
+        mode=mode,
+        local_steps=progress.local_steps,
+        target_step=last_step,
+        examples=progress.examples,
+        input=input_facts(sharding, positions),
+        data=config.data.name,
+        model=config.model,
+        optimizer=config.optimizer,
+        seed=config.seed,
+        keras=config.keras,
+    )
 
 
 class Loop(Protocol):

@@ -15,11 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     finalize,
-    input_facts,
     input_positions,
     named_variables,
     restore,
@@ -40,7 +39,16 @@ from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, WorkersAway, never, target_step
+from tf2dist.training.loop import (
+    PauseRequest,
+    PauseRequests,
+    Progress,
+    Report,
+    WorkersAway,
+    never,
+    saved_facts,
+    target_step,
+)
 
 STEPS_ON_HOSTS = 10  # of a call, on many hosts, where its size is fixed
 FAREWELL_TIMEOUT_SECS = 5.0
@@ -64,7 +72,7 @@ class _Origin:
 
     @classmethod
     def of(cls, start: Snapshot | None, sharding: Sharding) -> "_Origin":
-        step, examples = (start.step, int(start.facts.get("examples", 0))) if start else (0, 0)
+        step, examples = (start.step, start.facts.examples) if start else (0, 0)
         totals = np.zeros((sharding.num_shards, len(TOTALS)))
         staleness = np.zeros(MAX_STALENESS + 1, np.int64)
         shapes = {TOTALS_ARRAY: totals.shape, STALENESS_ARRAY: staleness.shape}
@@ -93,7 +101,7 @@ class AsyncLoop:
         last_step: int,
         num_steps: int | None,
     ) -> None:
-        self._cluster, self._report = cluster, report
+        self._config, self._cluster, self._report = config, cluster, report
         self._coordinator, self._graphs, self._named = coordinator, graphs, named
         self._sizes = sizes  # in examples, of the splits to evaluate
         self._origin = origin
@@ -121,15 +129,16 @@ class AsyncLoop:
         cluster: Cluster,
         task: Task,
         splits: data.Splits,
-        start: Snapshot | None,
+        start: Snapshot | Weights | None,
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "AsyncLoop":
         # The plan of the run. A mistake in it is told before any other host is called.
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
-        origin = _Origin.of(start, sharding)
-        last_step = target_step(config, sharding, start)
+        resumed = start if isinstance(start, Snapshot) else None
+        origin = _Origin.of(resumed, sharding)
+        last_step = target_step(config, sharding, resumed)
 
         # The cluster.
         strategy = strategy or parameter_server_strategy(cluster, task)
@@ -265,13 +274,8 @@ class AsyncLoop:
 
     def snapshot(self) -> Snapshot:
         counts = self._graphs.servers[0].counters.now()
-        facts = {
-            "mode": "async",
-            "local_steps": list(self.progress.local_steps),
-            "target_step": self.target_step,
-            "examples": self.progress.examples,
-            "input": input_facts(self.sharding, list(map(int, self._origin.offsets + counts.steps))),
-        }
+        positions = list(map(int, self._origin.offsets + counts.steps))
+        facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
         own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
         return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
 

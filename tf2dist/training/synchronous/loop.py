@@ -11,12 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     counter_of,
     finalize,
-    input_facts,
     input_positions,
     named_variables,
     restore,
@@ -32,7 +31,7 @@ from tf2dist.model.models import build_optimizer, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.call_size import steps_of_a_call
-from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, never, target_step
+from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, never, saved_facts, target_step
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -59,9 +58,9 @@ class _Origin:
         position = input_positions(start, sharding)[0]
         if start is None:
             return cls(0, 0, position, 0)
-        local_steps = start.facts.get("local_steps", []) if start.facts.get("mode") == "sync" else []
+        local_steps = start.facts.local_steps if start.facts.mode == "sync" else ()
         earlier_steps = start.step - (local_steps[0] if len(local_steps) == num_workers else 0)
-        return cls(start.step, int(start.facts.get("examples", 0)), position, earlier_steps)
+        return cls(start.step, start.facts.examples, position, earlier_steps)
 
 
 class SyncLoop:
@@ -103,7 +102,7 @@ class SyncLoop:
         cluster: Cluster,
         task: Task,
         splits: data.Splits,
-        start: Snapshot | None,
+        start: Snapshot | Weights | None,
         report: Report,
         strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> "SyncLoop":
@@ -112,8 +111,9 @@ class SyncLoop:
         batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
         sharding = Sharding(len(splits.train), batch_size, workers.num_replicas, config.seed, whole_batch_loss=True)
         start = workers.share(start)
-        origin = _Origin.of(start, sharding, workers.count)
-        last_step = target_step(config, sharding, start)
+        resumed = start if isinstance(start, Snapshot) else None
+        origin = _Origin.of(resumed, sharding, workers.count)
+        last_step = target_step(config, sharding, resumed)
         all_reduce = workers.all_reduce(config.cluster.all_reduce)
 
         # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
@@ -214,13 +214,8 @@ class SyncLoop:
 
     def snapshot(self) -> Snapshot:
         position = self._origin.position + self.progress.global_step - self._origin.step
-        facts = {
-            "mode": "sync",
-            "local_steps": list(self.progress.local_steps),
-            "target_step": self.target_step,
-            "examples": self.progress.examples,
-            "input": input_facts(self.sharding, [position] * self.sharding.num_shards),
-        }
+        positions = [position] * self.sharding.num_shards
+        facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
         return Snapshot(self.progress.global_step, values(self._named) | self._trained, facts)
 
     def finalize(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Weights, from_bytes, to_bytes
 from tf2dist.checkpoint.state import Named, assign, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -62,7 +62,7 @@ def begin_equally(
 
     # Other weights alone are no error: all workers take those of worker 0.
     if differs[:, -1].any():
-        arrays = Snapshot.from_bytes(broadcast(Snapshot(0, values(of_model)).to_bytes())).arrays
+        arrays = from_bytes(broadcast(to_bytes(Weights(values(of_model))))).arrays
         assign(of_model, arrays)
 
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -69,10 +69,10 @@ class Workers:
         """What worker 0 gives."""
         return broadcast(self.strategy, packed)
 
-    def share(self, start: Snapshot | None) -> Snapshot | None:
-        """The snapshot that worker 0, the leader, has read."""
-        shared = self.broadcast(start.to_bytes() if start else b"")
-        return Snapshot.from_bytes(shared) if shared else None
+    def share(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
+        """What worker 0, the leader, has read."""
+        shared = self.broadcast(to_bytes(start) if start else b"")
+        return from_bytes(shared) if shared else None
 
     def all_reduce(self, choice: str) -> AllReduce | None:
         """Our own all-reduce, or None for TensorFlow's.
