@@ -205,7 +205,8 @@ if log.endswith("worker-1.log") and not mark.exists():
 """
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_worker_that_leaves_with_code_0(command: Command, mode: str) -> None:
     """Some code has ended the process: it is named, and started again."""
     (command.folder / "leaves.py").write_text(LEAVES)

@@ -74,9 +74,8 @@ def test_async_the_coordinator_last(command: Command) -> None:
     assert json.loads((command.folder / "chief-0" / "summary.json").read_text())["global_step"] == STEPS
 
 
-@pytest.mark.parametrize(
-    "counts", [pytest.param({"worker": 3}, marks=pytest.mark.slow), {"worker": 1, "chief": 1}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [{"worker": 3}, {"worker": 1, "chief": 1}], ids=str)
 def test_sync(command: Command, counts: dict[str, int]) -> None:
     jobs = addresses(counts)
     finish_all(command, start_one_by_one(command, jobs, "sync"))
