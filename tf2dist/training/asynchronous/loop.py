@@ -7,7 +7,6 @@ from calls that run past it and from calls that are repeated because their worke
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,7 +18,6 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     finalize,
-    input_positions,
     named_variables,
     restore,
     values,
@@ -35,7 +33,8 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.calls import results, shut
-from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS, Counts
+from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS
+from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, Origin
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
@@ -52,35 +51,6 @@ from tf2dist.training.loop import (
 
 STEPS_ON_HOSTS = 10  # of a call, on many hosts, where its size is fixed
 FAREWELL_TIMEOUT_SECS = 5.0
-TOTALS_ARRAY, STALENESS_ARRAY = "async_totals", "async_staleness"  # the names of these arrays in a snapshot
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where a run begins.
-
-    Attributes:
-        counts: what the counters of the ps begin with; the totals are 0 if the snapshot has none for as many workers.
-        offsets: for each worker, its position in its input less the steps in its totals, int [workers].
-        earlier_steps, earlier_examples: those of the run that are not in the totals.
-    """
-
-    counts: Counts
-    offsets: np.ndarray
-    earlier_steps: int
-    earlier_examples: int
-
-    @classmethod
-    def of(cls, start: Snapshot | None, sharding: Sharding) -> "_Origin":
-        step, examples = (start.step, start.facts.examples) if start else (0, 0)
-        totals = np.zeros((sharding.num_shards, len(TOTALS)))
-        staleness = np.zeros(MAX_STALENESS + 1, np.int64)
-        shapes = {TOTALS_ARRAY: totals.shape, STALENESS_ARRAY: staleness.shape}
-        if start and all(start.arrays.get(name, np.empty(0)).shape == shape for name, shape in shapes.items()):
-            totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
-        counts = Counts(step, totals, staleness)
-        offsets = np.array(input_positions(start, sharding)) - counts.steps
-        return cls(counts, offsets, step - int(counts.steps.sum()), examples - counts.examples)
 
 
 class AsyncLoop:
@@ -93,7 +63,7 @@ class AsyncLoop:
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         sizes: dict[str, int],
         report: Report,
-        origin: _Origin,
+        origin: Origin,
         step: ModelStep,
         graphs: AsyncStep,
         named: Named,
@@ -137,7 +107,7 @@ class AsyncLoop:
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
         sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
         resumed = start if isinstance(start, Snapshot) else None
-        origin = _Origin.of(resumed, sharding)
+        origin = Origin.of(resumed, sharding)
         last_step = target_step(config, sharding, resumed)
 
         # The cluster.
