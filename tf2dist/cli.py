@@ -15,10 +15,12 @@ from tf2dist.cluster.addresses import check_not_public, exposure
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import keras_settings
+from tf2dist.config.arguments import parse
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 from tf2dist.config.paths import settle_home
 from tf2dist.config.schema import RunConfig
+from tf2dist.config.show import configuration, information
 from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
@@ -84,23 +86,20 @@ def brief(text: str) -> str:
 
 def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     """Shows what a flag asks for, or trains."""
-    flags = {argument for argument in arguments if argument.startswith("-")}
-    overrides = [argument for argument in arguments if argument not in flags]
-    if unknown := sorted(flags - {"--help", "-h", "--cfg", "--version"}):
-        raise ConfigError(f"{unknown[0]}: there is no such flag; options look like train.steps=1000, see --help")
-    if "--version" in flags:
-        show(f"tf2dist {__version__}\n")
-        return
-    if flags & {"--help", "-h"}:
-        show(help_text(shutil.get_terminal_size((120, 24)).columns))
-        return
+    request = parse(arguments)
     tf_config = os.environ.get("TF_CONFIG") or None
-    config = load(overrides, tf_config)
-    if "--cfg" in flags:
-        show(config.to_yaml())
-        return
-    host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
-    train(config, host_task, started_at, signals)
+    if request.action == "--version":
+        show(f"tf2dist {__version__}\n")
+    elif request.action == "--help":
+        show(help_text(shutil.get_terminal_size((120, 24)).columns))
+    elif request.action == "--cfg":
+        show(configuration(request, tf_config))
+    elif request.action == "--info":
+        show(information(request, tf_config))
+    else:
+        config = load(request.overrides, tf_config, request.source)
+        host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
+        train(config, host_task, started_at, signals)
 
 
 def show(text: str) -> None:

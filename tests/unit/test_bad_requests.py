@@ -103,7 +103,36 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["hydra.run.dir=elsewhere"], "there is no such option"),
     (["hydra/launcher=basic"], "there is no such option"),
     (["model@data=cnn"], "there is no such option"),
-    (["--multirun"], "there is no such flag"),
+    (["--multirn"], "--multirn: there is no such flag"),
+    (["--config-path=x"], "--config-path=x: is not taken; conf/ is part of tf2dist; add a folder of your own with"),
+    (["-cp", "x"], "-cp: is not taken"),
+    (["--hydra-help"], "--hydra-help: is not taken"),
+    (["--experimental-rerun=x"], "is not taken"),
+    (["--config-dir"], "--config-dir: lacks its value; give --config-dir DIR"),
+    (["-cn", "--cfg"], "--config-name: lacks its value"),
+    (["--config-dir={files}/nowhere"], "nowhere): there is no such folder"),
+    (["-cd", "{files}/file"], "there is no such folder"),
+    (["-cd", "{files}", "-cn", "cfg"], "has broken, config; did you mean"),
+    (["-cd", "{files}", "-cn", "broken"], "broken.yaml (in "),
+    (["-cn", "mine"], "--config-name (mine): there is no such file; add --config-dir DIR"),
+    (["-cn", "../conf/config"], "there is no such file"),
+    (["--cfg", "hydra"], "--cfg (hydra): must be job"),
+    (["--info=plugins"], "--info (plugins): must be all or config or defaults or"),
+    (["--cfg", "--info"], "--info: does not go with --cfg; leave out one of them"),
+    (["--resolve"], "--resolve: is for --cfg; add that"),
+    (["--cfg", "--package=nope"], "--package (nope): is no part of the configuration"),
+    (["--cfg", "--package=train.steps.x"], "is no part of the configuration"),
+    (["--resolve=yes", "--cfg"], "--resolve (yes): takes no value"),
+    (["hydra.run.dir=x"], "hydra.run.dir=x: there is no such option; give run_dir=DIR"),
+    # What is filled in.
+    (["seed=${nope}"], "seed (${nope}): cannot be filled in (Interpolation key 'nope' not found); name an option"),
+    (["seed=${seed}"], "seed (${seed}): cannot be filled in (Recursive"),
+    (["seed=${train.log_every_steps}", "train.log_every_steps=${seed}"], "cannot be filled in (Recursive"),
+    (["+model.x=${model}"], "model.x (${model}): cannot be filled in"),
+    (["seed=${model.name}"], "seed (dnn): must be a whole number"),
+    (["seed=${oc.env:TF2DIST_NOT_SET}"], "the environment has no TF2DIST_NOT_SET; set it, or"),
+    (["seed=${train.steps"], "seed (${train.steps): has a ${ without its }"),
+    (["seed=${train}"], "seed ({"),
     (["--ps_hosts=a:1"], "there is no such flag"),
     ([""], "cannot be read"),
     (["seed 5"], "cannot be read"),
@@ -215,6 +244,7 @@ def files(tmp_path: Path) -> Path:
     (folder / "file").touch()
     (folder / "empty.py").touch()
     (folder / "config.yaml").touch()
+    (folder / "broken.yaml").write_text("seed: [")
     (folder / "loop").symlink_to("loop")
     (folder / "broken.py").write_text("def x(:\n")
     (folder / "bytes.py").write_bytes(b"\xff\xfe\x00")

@@ -74,30 +74,89 @@ def test_a_tag_in_the_file_that_tasks_read_is_refused(folder: Path, text: str) -
 @pytest.mark.parametrize(
     "override",
     [
-        "run_dir=${oc.env:A_SECRET}",
-        "run_dir='${oc.env:A_SECRET}'",
-        r"++run_dir=$\{oc.env:A_SECRET\}",
-        "run_dir=x${oc.env:A_SECRET}",
-        "data.dir=${oc.env:A_SECRET}",
-        "+model.x=${oc.env:A_SECRET}",
-        "+model.x=[1,${oc.env:A_SECRET}]",
         "+optimizer.x=${oc.decode:${oc.env:A_SECRET}}",
-        "cluster.worker=['${oc.env:A_SECRET}:1']",
-        "plugins=['${oc.env:A_SECRET}']",
+        "+optimizer.x='${oc.decode:${oc.env:A_SECRET}}'",
+        "run_dir=${oc.env:${init_layers}}",
+        "run_dir='${oc.env:${init_layers}}'",
+        "run_dir='${oc.create:x}'",
+        "run_dir='${oc.select:seed}'",
+        "run_dir='${oc.dict.keys:train}'",
+        "run_dir=${env:A_SECRET}",
         "model=${oc.env:A_SECRET}",
         "experiment=${oc.env:A_SECRET}",
-        "seed=${oc.env:A_SECRET}",
         "run_dir=${hydra:runtime.cwd}",
-        "run_dir=${seed}",
+        "run_dir=${hydra.runtime.cwd}",
+        "run_dir=${now:%Y}",
+        "run_dir=${oc.env:WITH_A_DOLLAR}",
+        "hydra.job.env_copy=[A_SECRET]",
+        "hydra.searchpath=[pkg://os]",
     ],
 )
-def test_nothing_is_taken_from_the_environment(folder: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_else_is_computed(
+    folder: Path, override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WITH_A_DOLLAR", "${oc.env:A_SECRET}")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--cfg", override])
+        cli.main(["--cfg", "--resolve", "init_layers=A_SECRET", "init_from=.", override])
     assert ended.value.code == 2
     output = capsys.readouterr()
     assert SECRET not in output.out + output.err
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=x/${oc.env:A_SECRET}",
+        "run_dir='x/${oc.env:A_SECRET}'",
+        "run_dir=${oc.env:NOT_SET,x}/${oc.env:A_SECRET}",
+    ],
+)
+def test_the_command_line_itself_may_name_the_environment(folder: Path, override: str) -> None:
+    assert load([override], None).run_dir == f"x/{SECRET}"
+
+
+FILES = [
+    "run_dir: ${oc.env:A_SECRET}",
+    "run_dir: x/${oc.env:A_SECRET}",
+    "run_dir: ${oc.env:${init_layers}}",
+    "run_dir: ${oc.decode:'${oc.env:A_SECRET}'}",
+    "model: {x: [1, '${oc.env:A_SECRET}']}",
+    "data:\n  ${oc.env:A_SECRET}: 1",
+    "defaults: [config, _self_, {override model: '${oc.env:A_SECRET}'}]",
+    "seed: !!python/object/apply:os.system ['touch ran']",
+    "seed: !!python/name:os.system ''",
+    "hydra: {searchpath: ['pkg://os']}",
+    "hydra: {job: {env_copy: [A_SECRET]}}",
+    "hydra: {sweeper: {_target_: os.system}}",
+    "# @package hydra\nsearchpath: ['pkg://os']",
+    "# @package hydra.job\nenv_copy: [A_SECRET]",
+    "defaults: [config, {override hydra/launcher: basic}]",
+    "defaults: [config, {override /hydra/job_logging: x}]",
+    "_target_: os.system\ncommand: touch ran",
+    "model: {_target_: os.system, command: touch ran}",
+    "[1, 2]",
+]
+
+
+@pytest.mark.parametrize("text", FILES)
+@pytest.mark.parametrize("place", ["mine.yaml", "experiment/mine.yaml"])
+def test_a_file_names_neither_the_environment_nor_code(
+    folder: Path, text: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where the command line has the same words."""
+    file = folder / "conf" / place
+    file.parent.mkdir(parents=True)
+    begin = "" if "defaults" in text or text[0] in "#[" or "/" in place else "defaults: [config, _self_]\n"
+    file.write_text(("# @package _global_\n" if "/" in place and text[0] != "#" else "") + begin + text + "\n")
+    flag = "experiment=mine" if "/" in place else "--config-name=mine"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--cfg", "--config-dir=conf", flag, "init_from=.", "init_layers=${oc.env:A_SECRET}"])
+    assert ended.value.code == 2
+    output = capsys.readouterr()
+    assert SECRET not in output.out + output.err
+    assert "Traceback" not in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 def test_a_plugin_is_checked_without_being_run(folder: Path) -> None:

@@ -1,56 +1,69 @@
-"""The command line and ``conf/``, composed by Hydra into one plain tree, or one line that says why not.
-
-Hydra and its parser are used in this module alone.
-"""
+"""The command line and the files, composed by Hydra into one plain tree, or one line that says why not."""
 
 import re
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.choices import CONF_MODULE, HIDDEN, PLUGIN_GROUPS, groups, of_choices, public
+from tf2dist.config import interpolation
+from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS, groups, of_choices
 from tf2dist.config.hints import for_unknown
-from tf2dist.config.schema import SECTIONS, defaults, first_line
+from tf2dist.config.schema import SECTIONS
+from tf2dist.config.source import Source, check_complete, opened, told, why_missing
 from tf2dist.errors import ConfigError, nearest
 
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 MAX_OVERRIDE_CHARS = 4096
 CALL = re.compile(r"\w+\s*\(.*\)\s*")
+MANY = ""
 FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
 # What Hydra and its parser raise; the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
 
 
-def compose(overrides: list[str]) -> dict[str, Any]:
-    """The tree of all options: the schema's defaults, what the choices set, and what is given.
+def compose(overrides: list[str], source: Source) -> dict[str, Any]:
+    """The tree of all options: the schema's defaults, what the choices set, and what is given; all of it filled in.
 
     Raises:
-        ConfigError: an override cannot be used; the message says why, with the nearest known option if there is one.
+        ConfigError: an override or a file cannot be used; the message says why, with the nearest known option if there
+            is one.
     """
+    tree = interpolation.resolve(unresolved(overrides, source), overrides)
+    check_complete(source, tree)
+    return tree
+
+
+def unresolved(overrides: list[str], source: Source) -> DictConfig:
+    """The same as Hydra leaves it, with its ``${...}``. Raises ConfigError as `compose`."""
+    parts = for_hydra(overrides, source)
+    try:
+        return _hydra(parts, source)
+    except MissingConfigException as error:
+        if error.missing_cfg_file == source.name:
+            raise why_missing(source) from None
+        raise ConfigError(_explain(error, parts, source)) from None
+    except UNREADABLE as error:
+        raise ConfigError(_explain(error, parts, source)) from None
+
+
+def for_hydra(overrides: list[str], source: Source) -> list[str]:
+    """The overrides in the form that Hydra needs. Raises ConfigError for those that this command does not take."""
     for override in overrides:
         _check_form(override)
-    parts = [part for override in overrides for part in _checked_choice(override, overrides)]
-    try:
-        return _hydra(parts)
-    except UNREADABLE as error:
-        raise ConfigError(_explain(error, parts)) from None
+    return [part for override in overrides for part in _checked_choice(override, overrides, source)]
 
 
-def _hydra(overrides: list[str]) -> dict[str, Any]:
-    ConfigStore.instance().store("tf2dist_options", defaults())  # conf/config.yaml begins with it
-    GlobalHydra.instance().clear()  # the caller may have used Hydra itself, as a test might
-    with initialize_config_module(CONF_MODULE, version_base="1.3"):
-        tree = OmegaConf.to_container(hydra_compose("config", overrides))
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+def _hydra(overrides: list[str], source: Source) -> DictConfig:
+    with opened(source) as hydra:
+        tree = hydra.compose_config(source.name, overrides, RunMode.RUN, from_shell=False)
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree
 
 
 def _check_form(override: str) -> None:
@@ -64,7 +77,9 @@ def _check_form(override: str) -> None:
     if override.startswith("~"):
         raise ConfigError(f"{shown}: options cannot be removed; leave it out for the default")
     if group.partition("/")[0] == "hydra" or "@" in override.partition("=")[0]:
-        raise ConfigError(f"{shown}: there is no such option; see --help")
+        instead = {"hydra.run.dir": "give run_dir=DIR", "hydra.mode": "give --multirun"}.get(key, "see --help")
+        instead = "it is for --multirun; add that" if key.startswith("hydra.sweep.") else instead
+        raise ConfigError(f"{shown}: there is no such option; {instead}")
     if override.startswith("+") and key in groups():
         raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
     if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
@@ -73,11 +88,13 @@ def _check_form(override: str) -> None:
         is_task = key == "task"
         way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
         raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
+    if value.count("${") > value.count("}"):
+        raise ConfigError(f"{key} ({value}): has a ${{ without its }}; write it in whole, as in ${{train.steps}}")
     if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, perhaps at random
-        raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself")
+        raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself{MANY}")
 
 
-def _checked_choice(override: str, overrides: list[str]) -> list[str]:
+def _checked_choice(override: str, overrides: list[str], source: Source) -> list[str]:
     """One override in the form that Hydra needs.
 
     Paths are quoted and ``group=name`` is checked; for a name that a plugin may register, the file `HIDDEN` is chosen.
@@ -90,14 +107,16 @@ def _checked_choice(override: str, overrides: list[str]) -> list[str]:
         return [f"{key}='{quoted}'"]  # brackets and spaces have a meaning in Hydra's grammar
     if override == "experiment=null":
         return []
-    if not separator or key not in groups() or value in groups()[key]:
+    known = source.names(key)
+    if not separator or key not in groups() or value in known:
         return [override]
-    names = ", ".join(public(key))
+    offered = [name for name in known if name != HIDDEN]
+    names = ", ".join(offered)
     if "," in value:
-        raise ConfigError(f"{key} ({value}): must be one of {names}; a run takes one of them, so give one")
+        raise ConfigError(f"{key} ({value}): must be one of {names}; a run takes one of them, so give one{MANY}")
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}={HIDDEN}", f"{key}.name={value}"]
-    raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, public(key))}")
+    raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, offered)}")
 
 
 def _quoted_list(value: str) -> str:
@@ -109,7 +128,7 @@ def _quoted_list(value: str) -> str:
     return "[" + ",".join(path if path in ("", "null") else f"'{path}'" for path in paths) + "]"
 
 
-def _explain(error: Exception, overrides: list[str]) -> str:
+def _explain(error: Exception, overrides: list[str], source: Source) -> str:
     """One line that says why Hydra could not compose the overrides, with the nearest known option."""
     parsed = []
     for text in overrides:
@@ -118,11 +137,15 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         except UNREADABLE:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
     try:
-        chosen = _leaves(_hydra([text for text in overrides if text.partition("=")[0] in groups()]))
+        tree = _hydra([text for text in overrides if text.partition("=")[0] in groups()], source)
+        chosen = _leaves(OmegaConf.to_container(tree))
     except UNREADABLE:
-        return first_line(error)
+        return told(error)
+    for override in parsed:
+        if (key := override.key_or_group) not in groups() and not override.is_add() and source.names(key):
+            return f"{key} ({override.value()}): is no group of tf2dist; write +{override.input_line} for one of yours"
     problems = (_problem(override, chosen, overrides) for override in parsed)
-    return next(filter(None, problems), first_line(error))
+    return next(filter(None, problems), told(error))
 
 
 def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:
@@ -131,7 +154,7 @@ def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -
     if override.is_sweep_override():
         value = str(override.input_line).partition("=")[2]
         if key in known and not isinstance(chosen.get(key), list):
-            return f"{key} ({value}): has a comma, and a run takes one value; give one, and a number with a point"
+            return f"{key} ({value}): has a comma, and a run takes one value; give one, and a number with a point{MANY}"
         return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
     names = [f"{group}.name" for group in PLUGIN_GROUPS]
     if key in [*known, *names] or override.is_add() or override.is_force_add():
@@ -143,7 +166,7 @@ def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -
     return f"{key}: there is no such option{meant}"
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """All options below a node by their dotted names, with their values; without those that only a choice sets."""
     found: dict[str, Any] = {}
     for key, value in tree.items():

@@ -16,10 +16,15 @@ Train a Keras 3 model on many workers.
 Choices, as name=choice:
 """
 TAIL = """
-  --help       this text
-  --cfg        the configuration that the other arguments make, and nothing else
-  --version    the version
+  --config-dir, -cd DIR     a folder with configuration files of your own, such as DIR/experiment/mine.yaml
+  --config-name, -cn NAME   the file from which the configuration begins; it begins with "defaults: [config, _self_]"
+  --cfg, -c                 the configuration that the other arguments make, and nothing else;
+                            --package, -p SECTION: a part of it; --resolve: with values for ${...}
+  --info, -i                where it comes from; searchpath, defaults-tree, defaults or config: that alone
+  --help, -h                this text
+  --version                 the version
 
+A value may name other options, as in run_dir=runs/${model.name}, and here alone the environment, as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, starts no training and says what would stand in the way.
 """
 SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all sections

@@ -11,17 +11,20 @@ from tf2dist.config.choices import groups, keys
 from tf2dist.config.compose import compose
 from tf2dist.config.rules import with_floats
 from tf2dist.config.schema import RunConfig, from_tree
+from tf2dist.config.source import Source
 from tf2dist.errors import ConfigError
 
+BUILT_IN = Source()
 MAX_DIGITS = 308  # of a number that a float can hold
 
 
-def load(overrides: list[str], tf_config: str | None) -> RunConfig:
+def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN) -> RunConfig:
     """Composes, types and checks the configuration of one command line.
 
     Args:
         overrides: what follows the command, such as ``["mode=sync", "train.steps=100"]``.
         tf_config: the value of the environment variable TF_CONFIG, which chooses the default cluster.
+        source: where the files are.
 
     Raises:
         ConfigError: with one line that says what is wrong and what would be right.
@@ -30,9 +33,7 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
-    if tf_config and not any(override.startswith("cluster=") for override in overrides):
-        overrides = [*overrides, "cluster=tf_config"]
-    tree = compose(overrides)
+    tree = compose(with_cluster(overrides, tf_config), source)
     check_literal(tree)
     config = from_tree(tree)
     _check_names(config, overrides)
@@ -50,11 +51,19 @@ def load(overrides: list[str], tf_config: str | None) -> RunConfig:
     return config
 
 
+def with_cluster(overrides: list[str], tf_config: str | None) -> list[str]:
+    """The overrides with the cluster that TF_CONFIG chooses, unless they choose one."""
+    if tf_config and not any(override.startswith("cluster=") for override in overrides):
+        return [*overrides, "cluster=tf_config"]
+    return overrides
+
+
 def check_literal(node: Any, name: str = "") -> None:
-    """Refuses values that are not literal: no value may be filled in from the environment or other options.
+    """Refuses values that are not literal.
 
     Raises:
-        ConfigError: a value has ``${...}``, is missing, or is a number that no float can hold.
+        ConfigError: a value still has ``${...}``, for example from the environment, is missing, or is a number that no
+            float can hold.
     """
     if isinstance(node, dict):
         for key, value in node.items():
@@ -63,7 +72,7 @@ def check_literal(node: Any, name: str = "") -> None:
         for value in node:
             check_literal(value, name)
     elif isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{name} ({node}): nothing is filled in for ${{...}}; give the value itself")
+        raise ConfigError(f"{name} ({node}): holds ${{...}} where a value must stand; give the value itself")
     elif node == "???":
         raise ConfigError(f"{name} (???): is missing; give a value")
     elif isinstance(node, int) and abs(node) >= 10**MAX_DIGITS:

@@ -1,0 +1,129 @@
+"""A folder of the user's own, and values that name other options."""
+
+from pathlib import Path
+
+import pytest
+
+from tf2dist import cli
+from tf2dist.config.load import load
+from tf2dist.config.source import Source
+from tf2dist.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "conf/experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /optimizer: sgd\n"
+        "train: {steps: 40, log_every_steps: '${train.steps}'}\n",
+        "conf/experiment/mine/deeper.yaml": "# @package _global_\nseed: 5\n",
+        "conf/experiment/wrong.yaml": "# @package _global_\ntrain: {stepss: 40}\n",
+        "conf/experiment/lost.yaml": "# @package _global_\ndefaults: [{override /model: none_such}]\n",
+        "conf/model/small.yaml": "name: dnn\nhidden_units: [7, 8]\n",
+        "conf/model/cnn.yaml": "name: dnn\nhidden_units: [1]\n",
+        "conf/length/short.yaml": "# @package _global_\ntrain: {steps: 3}\n",
+        "conf/mine.yaml": "defaults: [config, _self_]\nseed: 9\n",
+        "conf/bare.yaml": "seed: 9\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+OWN = Source("conf")
+
+
+def test_an_own_experiment(folder: Path) -> None:
+    made = load(["experiment=mine"], None, OWN)
+    assert (made.optimizer["name"], made.train.steps, made.train.log_every_steps) == ("sgd", 40, 40)
+    assert load(["experiment=mine", "train.steps=7"], None, OWN).train.log_every_steps == 7
+    assert load(["experiment=mine/deeper"], None, OWN).seed == 5
+    assert load(["experiment=book_sync"], None, OWN) == load(["experiment=book_sync"], None)
+
+
+def test_an_own_choice(folder: Path) -> None:
+    assert load(["model=small"], None, OWN).model == {"name": "dnn", "hidden_units": [7, 8]}
+    assert load(["+length=short"], None, OWN).train.steps == 3
+
+
+def test_of_two_files_with_one_name_ours_is_taken_as_with_hydra(folder: Path) -> None:
+    assert load(["model=cnn"], None, OWN).model["name"] == "cnn"
+
+
+def test_an_own_beginning(folder: Path) -> None:
+    made = load(["train.steps=4"], None, Source("conf", "mine"))
+    assert (made.seed, made.train.steps, made.model["name"]) == (9, 4, "dnn")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source", "words"),
+    [
+        (["model=smal"], OWN, "must be one of cnn, dnn, softmax, small; did you mean small?"),
+        (["experiment=mien"], OWN, "mine/deeper, mine, wrong; did you mean mine?"),
+        (["experiment=wrong"], OWN, "train.stepss: there is no such option"),
+        (["experiment=lost"], OWN, "Could not find 'model/none_such'"),
+        (["length=short"], OWN, "length (short): is no group of tf2dist; write +length=short for one of yours"),
+        (["+length=long"], OWN, "Could not find 'length/long'"),
+        (["experiment=mine"], Source(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
+        ([], Source("conf", "bare"), 'begin the file with "defaults: [config, _self_]"'),
+    ],
+)
+def test_what_is_wrong_has_a_line(folder: Path, overrides: list[str], source: Source, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides, None, source)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("run_dir=runs/${model.name}-${seed}", "run_dir", "runs/dnn-3"),
+        ("init_layers='hidden[${seed}]'", "init_layers", "hidden[3]"),
+        ("grace_secs=${checkpoint.every_secs}", "grace_secs", 600.0),
+        ("max_restarts=${.seed}", "max_restarts", 3),
+        ("max_restarts=${model.hidden_units[1]}", "max_restarts", 50),
+        ("run_dir=${oc.env:TF2DIST_NOT_SET,here}", "run_dir", "here"),
+    ],
+)
+def test_a_value_names_other_options(override: str, name: str, value: object) -> None:
+    made = load([override, "init_from=.", "seed=3"], None)
+    assert getattr(made, name) == value
+    assert "${" not in made.to_yaml()
+
+
+def test_a_list_names_other_options() -> None:
+    assert load(["model.hidden_units=[${seed},4]", "seed=3"], None).model["hidden_units"] == [3, 4]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    output = capsys.readouterr()
+    assert ended.value.code == 0, output.err
+    assert output.err == ""
+    return output.out
+
+
+def test_a_part_of_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--config-dir", "conf", "experiment=mine"]
+    part = shown(capsys, "--cfg", "job", "-p", "train", *own)
+    assert part.startswith("# @package train\nsteps: 40\n")
+    assert "log_every_steps: ${train.steps}\n" in part
+    assert "log_every_steps: 40\n" in shown(capsys, "-c", "-p", "train", "--resolve", *own)
+    assert shown(capsys, "-c", "--package=train.log_every_steps", "--resolve", *own) == "40\n"
+    assert shown(capsys, "--cfg", "-p", "_global_", *own) == shown(capsys, "--cfg", *own)
+
+
+def test_where_the_configuration_comes_from(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = shown(capsys, "--info", "-cd=conf", "-cn=mine", "experiment=mine", "model=small")
+    assert f"command-line  file://{folder}/conf\n" in everything
+    assert "\n  config:\n    tf2dist_options\n    mode: async\n" in everything
+    assert "\n    model: small\n    optimizer: sgd\n" in everything
+    assert "experiment/mine  _global_   False   config\n" in everything
+    assert "\nConfig\nmode: async\n" in everything
+    parts = ("searchpath", "defaults-tree", "defaults", "config")
+    alone = [shown(capsys, "-i", part, "-cd=conf", "-cn=mine", "experiment=mine", "model=small") for part in parts]
+    assert everything == "\n".join(alone)
+    assert "hydra" not in everything.replace(str(folder), "")

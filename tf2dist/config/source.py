@@ -1,0 +1,150 @@
+"""Where the configuration files are: those in ``conf/``, and the folder of a user, opened by Hydra.
+
+A file of a user is data. It is refused if it asks for what Hydra would compute, import, or read from the environment.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tf2dist.config import interpolation
+from tf2dist.config.choices import CONF_MODULE, groups
+from tf2dist.config.paths import expand, is_folder
+from tf2dist.config.schema import defaults, first_line
+from tf2dist.errors import ConfigError, nearest
+
+MAIN = "config"  # conf/config.yaml
+OPTIONS_NODE = "tf2dist_options"  # conf/config.yaml begins with it
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What ``--config-dir`` and ``--config-name`` choose.
+
+    Attributes:
+        folder: a folder with configuration files of the user, as it was given; None for none.
+        name: the file from which the configuration begins.
+    """
+
+    folder: str | None = None
+    name: str = MAIN
+
+    @property
+    def path(self) -> Path | None:
+        path = expand(self.folder) if self.folder else None
+        return path.absolute() if path else None
+
+    def names(self, group: str) -> list[str]:
+        """The names that may follow ``group=``: those in ``conf/``, and then those in the user's folder."""
+        ours = groups().get(group, [])
+        folder = self.path / group if self.path else None
+        if folder is None or not group or not is_folder(str(folder)):
+            return ours
+        files = (file.relative_to(folder).with_suffix("").as_posix() for file in sorted(folder.rglob("*.yaml")))
+        return [*ours, *(name for name in files if name not in ours)]
+
+    def flags(self) -> list[str]:
+        """The flags that choose the same again, from whatever directory."""
+        given = [f"--config-dir={self.path}"] if self.folder else []
+        return [*given, *([f"--config-name={self.name}"] if self.name != MAIN else [])]
+
+
+class UserFolder(FileConfigSource):
+    """A folder of the user's, as Hydra reads it; each file that is read is checked."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "tf2dist-folder"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml") + ".yaml"
+        try:
+            found = super().load_config(config_path)
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
+            why = " ".join(str(error).split())[:120] or type(error).__name__
+            raise ConfigError(f"{name} (in {self.path}): cannot be read ({why}); correct the file") from None
+        _check_file(name, found)
+        return found
+
+
+def _check_file(name: str, found: ConfigResult) -> None:
+    """Refuses a file that has more than values in it.
+
+    Raises:
+        ConfigError: it sets what is Hydra's own, or has an interpolation with a resolver.
+    """
+    content = OmegaConf.to_container(found.config, resolve=False)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} ({type(content).__name__}): must hold options, as in train: {{steps: 100}}")
+    package = str(found.header.get("package", ""))
+    chosen = yaml.safe_dump(content.get("defaults", []))
+    if "hydra" in content or re.match(r"hydra\b", package) or re.search(r"\bhydra\b", chosen):
+        raise ConfigError(f"{name} (hydra): settings of Hydra itself are not taken from files; remove them")
+    interpolation.check_file(name, content)
+
+
+@contextlib.contextmanager
+def opened(source: Source) -> Iterator[Hydra]:
+    """Hydra with ``conf/`` and the user's folder on its search path. A name in ``conf/`` hides the same in the folder.
+
+    Raises:
+        ConfigError: there is no such folder, or the name leads out of it.
+    """
+    if source.folder is not None and not is_folder(source.folder):
+        raise ConfigError(f"--config-dir ({source.folder}): there is no such folder; name one with your .yaml files")
+    if ".." in Path(source.name).parts or Path(source.name).is_absolute():
+        raise why_missing(source)
+    ConfigStore.instance().store(OPTIONS_NODE, defaults())
+    GlobalHydra.instance().clear()  # the caller may have used Hydra itself, as a test might
+    version.setbase("1.3")
+    Plugins.instance().register(UserFolder)
+    search_path = create_config_search_path(f"pkg://{CONF_MODULE}")
+    if source.folder is not None:
+        place = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"{UserFolder.scheme()}://{source.path}", place)
+    try:
+        yield Hydra.create_main_hydra2("tf2dist", search_path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def why_missing(source: Source) -> ConfigError:
+    """The refusal of a ``--config-name`` that is in neither folder."""
+    files = source.path.glob("*.yaml") if source.path else ()
+    known = sorted({MAIN, *(file.stem for file in files)})
+    where = f"{source.folder} has {', '.join(known)}" if source.folder else "add --config-dir DIR"
+    return ConfigError(f"--config-name ({source.name}): there is no such file; {where}{nearest(source.name, known)}")
+
+
+def check_complete(source: Source, tree: dict[str, Any]) -> None:
+    """Refuses a file of the user's that does not begin with our own.
+
+    Raises:
+        ConfigError: the tree lacks options of ours.
+    """
+    if missing := sorted(set(defaults()) - set(tree)):
+        raise ConfigError(
+            f"--config-name ({source.name}): lacks {missing[0]} and others; begin the file with "
+            f'"defaults: [{MAIN}, _self_]"'
+        )
+
+
+def told(error: Exception) -> str:
+    """One line of what Hydra says; of some errors only the cause says something."""
+    return first_line(error.__cause__ if isinstance(error.__cause__, Exception) and not str(error) else error)
