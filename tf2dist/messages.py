@@ -55,13 +55,12 @@ class Began:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training stands; loss and accuracy over the steps since the last one."""
+    """Where the training stands; `metrics`: over the steps since the last message, the loss among them."""
 
     task: str
     step: int
     target_step: int
-    loss: float
-    accuracy: float
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -220,8 +219,8 @@ class ToLauncher:
     def began(self, step: int) -> None:
         self._post(Began(self.task, step))
 
-    def progress(self, step: int, target_step: int, loss: float, accuracy: float) -> None:
-        self._post(Progress(self.task, step, target_step, loss, accuracy))
+    def progress(self, step: int, target_step: int, metrics: dict[str, float]) -> None:
+        self._post(Progress(self.task, step, target_step, metrics))
 
     def status(self, text: str) -> None:
         self._post(Status(self.task, text))
@@ -240,3 +239,9 @@ class ToLauncher:
 
     def done(self) -> None:
         self._post(Done(self.task))
+
+
+def metrics_text(metrics: dict[str, Any]) -> str:
+    """Metrics on one line, as in "accuracy 0.9125, loss 0.3121"; without those that give several numbers."""
+    names = sorted(metrics, key=lambda name: (name != "accuracy", name != "loss"))
+    return ", ".join(f"{name} {metrics[name]:.4f}" for name in names if isinstance(metrics[name], float))

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import keras
 import tensorflow as tf
 
-from tf2dist import data, registry
+from tf2dist import registry
 from tf2dist.checkpoint.saver import NoSaver, Saver
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
@@ -22,6 +22,7 @@ from tf2dist.data.location import check_shard
 from tf2dist.errors import CheckpointError, Interrupted, first_line
 from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.source import Source
 from tf2dist.process import devices, heartbeat, inbox, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
@@ -37,7 +38,13 @@ LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop.build, "sync": SyncL
 
 
 def run_task(
-    config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, to_launcher: ToLauncher, started_at: float
+    config: RunConfig,
+    cluster: Cluster,
+    task: Task,
+    source: Source,
+    run_dir: Path,
+    to_launcher: ToLauncher,
+    started_at: float,
 ) -> None:
     """Does what `task` has to do in `cluster`; the leader writes the result into `run_dir`.
 
@@ -64,11 +71,11 @@ def run_task(
     if task.job == "ps":
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
-    splits = data.load(config.data)
+    splits = source.load()
     check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "evaluator":
-        split = "validation" if len(splits.validation) else "test"
-        evaluator = Evaluator(config, splits, to_launcher.warn)
+        split = "validation" if "validation" in splits.sizes() else "test"
+        evaluator = Evaluator(config, source, splits, to_launcher.warn)
         with Reporter(run_dir, task, to_launcher, started_at) as writer:
             follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
         return
@@ -76,17 +83,19 @@ def run_task(
         publish(splits)
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
-        print(f"worker={task.index}, final accuracy={farewell['final_accuracy']:.4f}", flush=True)
+        name, value = farewell["final"]
+        print(f"worker={task.index}, final {name}={value:.4f}", flush=True)
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(config, cluster, task, splits, run_dir, to_launcher, started_at, strategy)
+    train(config, cluster, task, source, splits, run_dir, to_launcher, started_at, strategy)
 
 
 def train(
     config: RunConfig,
     cluster: Cluster,
     task: Task,
+    source: Source,
     splits: Splits,
     run_dir: Path,
     to_launcher: ToLauncher,
@@ -117,7 +126,7 @@ def train(
             heartbeat.progress()
             reporter.on_progress(progress)
 
-        loop = LOOPS[config.mode](config, cluster, task, splits, start, on_progress, strategy)
+        loop = LOOPS[config.mode](config, cluster, task, source, splits, start, on_progress, strategy)
         reporter.follow(loop, config)
         if task == cluster.leader:
             if loop.advice:
@@ -135,7 +144,7 @@ def train(
                 if wants_profile
                 else contextlib.nullcontext()
             ):
-                drive(config, cluster, loop, saver, reporter, has_validation=len(splits.validation) > 0)
+                drive(config, cluster, loop, saver, reporter, splits.sizes())
         except Interrupted:
             raise  # `drive` has ended the training on all tasks
         except Exception as error:
@@ -162,13 +171,14 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> S
 
 
 def drive(
-    config: RunConfig, cluster: Cluster, loop: Loop, saver: NoSaver, reporter: NoReporter, has_validation: bool
+    config: RunConfig, cluster: Cluster, loop: Loop, saver: NoSaver, reporter: NoReporter, splits: Collection[str]
 ) -> None:
     """Trains from the present step to the target, evaluates and reports the result.
 
     Raises:
         Interrupted: a task was asked to stop; the run is saved.
     """
+    has_validation = "validation" in splits
 
     def pause_request() -> PauseRequest:
         stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
@@ -207,7 +217,7 @@ def drive(
     # The result.
     loop.finalize()
     validation = evaluate("validation") if has_validation else None
-    test = evaluate("test")
+    test = evaluate("test") if "test" in splits else None
     saver.insist(target, loop.snapshot)
     reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
-    loop.finish(test.accuracy)
+    loop.finish(test or validation)

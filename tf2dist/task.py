@@ -19,6 +19,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema
 from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.messages import ToLauncher
+from tf2dist.model.source import Registered
 from tf2dist.process import heartbeat, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
@@ -54,7 +55,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         run_config = schema.from_yaml(payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs)
         set_up_keras(run_config.keras)
-        run_task(run_config, cluster, task, run_dir, to_launcher, payload["started_at"])
+        run_task(run_config, cluster, task, Registered(run_config), run_dir, to_launcher, payload["started_at"])
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))

@@ -20,6 +20,7 @@ class ShardingFacts:
     num_shards: Size
     seed: int
     whole_batch_loss: bool
+    shuffle: bool = True  # older checkpoints do not say it
 
 
 @dataclass(frozen=True)

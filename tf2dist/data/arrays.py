@@ -1,4 +1,4 @@
-"""The data as arrays in memory, by name."""
+"""The data as trees of arrays in memory, by name."""
 
 import contextlib
 import functools
@@ -9,12 +9,15 @@ import tempfile
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import cache, location
+from tf2dist.data.layout import Layout, Tree, leaves_of
 from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.errors import DataError, first_line, kind_of
 from tf2dist.registry import DATA, call, look_up, register_data
@@ -25,29 +28,66 @@ NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 
 @dataclass(frozen=True)
 class Arrays:
-    """`images`: uint8 [n, ...]; `labels`: integers [n]."""
+    """Examples as `keras.Model.fit` takes them: trees (dicts, lists, tuples) of arrays [n, ...], or one array each.
 
-    images: np.ndarray
-    labels: np.ndarray
+    Attributes:
+        x: what the model is given.
+        y: what it should give; None for a model whose losses are its own.
+        sample_weight: None if all examples count alike.
+    """
+
+    x: Tree
+    y: Tree = None
+    sample_weight: Tree = None
+
+    @functools.cached_property
+    def leaves(self) -> list[np.ndarray]:
+        """All arrays, in the order of `layout`."""
+        return leaves_of((self.x, self.y, self.sample_weight))
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout((self.x, self.y, self.sample_weight))
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.leaves[0])
 
-    def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The images and labels of some examples."""
-        return self.images.take(index, axis=0), self.labels.take(index)
+    def __getitem__(self, part: slice) -> "Arrays":
+        """A range of the examples, not copied."""
+        return Arrays(*self.layout.pack([leaf[part] for leaf in self.leaves]))
+
+    def take(self, index: np.ndarray) -> list[np.ndarray]:
+        """The leaves of some examples."""
+        return [leaf.take(index, axis=0) for leaf in self.leaves]
 
 
 @dataclass(frozen=True)
 class Splits:
+    """The data of a run.
+
+    Attributes:
+        validation, test: None, or without examples, if there is no such split.
+        num_classes: of a classification; None for other data.
+    """
+
     train: Arrays
-    validation: Arrays
-    test: Arrays
-    num_classes: int = 10
+    validation: Arrays | None = None
+    test: Arrays | None = None
+    num_classes: int | None = 10
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
-        return self.train.images.shape[1:]
+    def input_shape(self) -> Any:
+        """The shape of one example's x, or a tree of such shapes."""
+        return keras.tree.map_structure(lambda array: tuple(array.shape[1:]), self.train.x)
+
+    @property
+    def layout(self) -> Layout:
+        return self.train.layout
+
+    def sizes(self) -> dict[str, int]:
+        """The number of examples of those splits that can be evaluated."""
+        found = {"validation": self.validation, "test": self.test}
+        return {name: len(arrays) for name, arrays in found.items() if arrays is not None and len(arrays)}
 
 
 def load(config: DataConfig) -> Splits:
@@ -63,28 +103,73 @@ def load(config: DataConfig) -> Splits:
         raise DataError(
             f"{name}: its function gives {kind_of(splits)}, and must give tf2dist.data.Splits of three Arrays"
         )
-    num_classes = splits.num_classes
-    if isinstance(splits.test, Arrays) and not len(splits.test):
+    if splits.test is None or (isinstance(splits.test, Arrays) and not len(splits.test)):
         raise DataError(f"{name}: test has no examples, and the result is that of a test; give it some")
-    return Splits(
-        train=_checked(f"{name}: train", splits.train, num_classes),
-        validation=_checked(f"{name}: validation", splits.validation, num_classes),
-        test=_checked(f"{name}: test", splits.test, num_classes),
-        num_classes=num_classes,
-    )
+    return checked(name, splits)
 
 
-def _checked(name: str, arrays: Arrays, num_classes: int) -> Arrays:
+def checked(name: str, splits: Splits) -> Splits:
+    """The data as the tasks use it: arrays in one piece, floats of Keras' type.
+
+    Args:
+        name: of the data, for messages.
+
+    Raises:
+        DataError: a split is not as `Arrays` describes it, or not of the same kind as the training set.
+    """
+    num_classes = splits.num_classes
+    train = _checked(f"{name}: train", splits.train, num_classes)
+    others: dict[str, Arrays | None] = {"validation": splits.validation, "test": splits.test}
+    for split, arrays in others.items():
+        if arrays is None:
+            continue
+        others[split] = found = _checked(f"{name}: {split}", arrays, num_classes)
+        if len(found) and found.layout != train.layout:
+            raise DataError(f"{name}: {split} is {found.layout}, and train is {train.layout}; give both the same kind")
+    return Splits(train, others["validation"], others["test"], num_classes)
+
+
+def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
     if not isinstance(arrays, Arrays):
-        raise DataError(f"{name} is {kind_of(arrays)}, and must be tf2dist.data.Arrays of images and labels")
-    images, labels = np.ascontiguousarray(arrays.images), np.asanyarray(arrays.labels)
-    if images.dtype != np.uint8 or images.ndim < 2:
-        raise DataError(f"{name} images ({images.dtype} {images.shape}): must be uint8 [n, ...]")
-    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != images.shape[:1]:
-        raise DataError(f"{name} labels ({labels.dtype} {labels.shape}): must be integers [{len(images)}]")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
-        raise DataError(f"{name} labels ({labels.min()} to {labels.max()}): must be from 0 to {num_classes - 1}")
-    return Arrays(images, labels.astype(np.int32))
+        raise DataError(f"{name} is {kind_of(arrays)}, and must be tf2dist.data.Arrays of x and y")
+    leaves = [_standard(f"{name} {path}", leaf) for path, leaf in _paths(arrays)]
+    if len({len(leaf) for leaf in leaves}) > 1:
+        shown = ", ".join(f"{path}: {len(leaf)}" for (path, _), leaf in zip(_paths(arrays), leaves, strict=True))
+        raise DataError(f"{name} has arrays of several lengths ({shown}); give each one the same number of examples")
+    found = Arrays(*arrays.layout.pack(leaves))
+    y = found.y
+    if num_classes and isinstance(y, np.ndarray) and y.ndim == 1 and len(y):
+        if not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f"{name} y ({y.dtype} {y.shape}): must be integers [{len(y)}], the classes")
+        if not 0 <= y.min() <= y.max() < num_classes:
+            raise DataError(f"{name} y ({y.min()} to {y.max()}): must be from 0 to {num_classes - 1}")
+        return Arrays(found.x, y.astype(np.int32), found.sample_weight)
+    return found
+
+
+def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
+    """Each leaf with its place, such as "x['image']"."""
+    found = []
+    for part in ("x", "y", "sample_weight"):
+        leaves = leaves_of(getattr(arrays, part))
+        names = [part] if len(leaves) == 1 else [f"{part}[{number}]" for number in range(len(leaves))]
+        found += list(zip(names, leaves, strict=True))
+    return found
+
+
+def _standard(name: str, leaf: Any) -> np.ndarray:
+    """An array in one piece; floats as Keras' floatx, words as bytes, which TensorFlow's strings are."""
+    array = np.asanyarray(leaf)
+    if array.ndim < 1 or array.dtype.kind not in "biufSUO":
+        raise DataError(f"{name} ({array.dtype} {array.shape}): must be an array of numbers or strings [n, ...]")
+    if array.dtype.kind == "f":
+        array = array.astype(keras.config.floatx(), copy=False)
+    elif array.dtype.kind in "UO":
+        try:
+            array = np.char.encode(array.astype(np.str_), "utf-8")
+        except (TypeError, ValueError):
+            raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings") from None
+    return np.ascontiguousarray(array) if not array.flags.c_contiguous else array
 
 
 @register_data("mnist")
@@ -95,8 +180,7 @@ def load_mnist(config: DataConfig) -> Splits:
         raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
     train, test = map(_cached, files)
     n = config.num_validation
-    validation = Arrays(train.images[:n], train.labels[:n])
-    return Splits(Arrays(train.images[n:], train.labels[n:]), validation, test)
+    return Splits(train[n:], train[:n], test)
 
 
 @register_data("digits")
@@ -141,7 +225,7 @@ def _cached(path: Path) -> Arrays:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            for name, array in zip(cache.ARRAYS, (arrays.images, arrays.labels), strict=True):
+            for name, array in zip(cache.ARRAYS, arrays.leaves, strict=True):
                 np.save(made / name, array)
             cache.seal(made)
             if is_broken:

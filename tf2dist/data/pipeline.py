@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import NO_AUTOGRAPH, Arrays
 
 ALIGNMENT = 64  # of a tensor's memory, bytes
-Take = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]  # images and labels of some examples, by their indices
+Take = Callable[[tf.Tensor], list[tf.Tensor]]  # the leaves of some examples, by their indices
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Sharding:
         seed: of the permutations; every epoch has its own.
         whole_batch_loss: whether the loss is the mean over the batches of all workers (sync) or
             over the worker's own batch (async). They differ in the last, uneven step of an epoch.
+        shuffle: whether an epoch has a permutation of its own; otherwise it has the order of the arrays.
     """
 
     num_examples: int
@@ -37,6 +38,7 @@ class Sharding:
     num_shards: int
     seed: int
     whole_batch_loss: bool
+    shuffle: bool = True
 
     @property
     def global_batch_size(self) -> int:
@@ -67,7 +69,9 @@ class Sharding:
         examples with weight 0, so that all batches have the same shape.
         """
         n, batch, shards = self.num_examples, self.batch_size, self.num_shards
-        order = tf.random.experimental.stateless_shuffle(tf.range(n), tf.stack([self.seed, epoch]), alg="philox")
+        order = tf.range(n)
+        if self.shuffle:
+            order = tf.random.experimental.stateless_shuffle(order, tf.stack([self.seed, epoch]), alg="philox")
         full_steps, rest = divmod(n, self.global_batch_size)
         full = tf.reshape(order[: n - rest], [full_steps, shards, batch])[:, shard]
         scale = self.global_batch_size if self.whole_batch_loss else batch
@@ -87,19 +91,22 @@ def of_arrays(examples: Arrays) -> Take:
 
     Arrays that are mapped from a file are not copied.
     """
-    images, labels = _same_memory(examples.images), tf.constant(examples.labels)
-    if images is not None:
-        return lambda index: (tf.gather(images, index), tf.gather(labels, index))
-    if _is_mapped(examples.images):  # and not aligned, so a tensor would be a copy
+    takes = [_taker(leaf) for leaf in examples.leaves]
+    return lambda index: [take(index) for take in takes]
 
-        def take(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            taken = tf.numpy_function(lambda i: examples.images.take(i, axis=0), [index], tf.uint8)
-            shape = index.shape.concatenate(examples.images.shape[1:])
-            return tf.ensure_shape(taken, shape), tf.gather(labels, index)
+
+def _taker(array: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
+    tensor = _same_memory(array) if array.dtype.kind in "iuf" else None
+    if tensor is None and _is_mapped(array):  # and not aligned, or of strings, so a tensor would be a copy
+        dtype = tf.string if array.dtype.kind == "S" else tf.as_dtype(array.dtype)
+
+        def take(index: tf.Tensor) -> tf.Tensor:
+            taken = tf.numpy_function(lambda i: array.take(i, axis=0), [index], dtype)
+            return tf.ensure_shape(taken, index.shape.concatenate(array.shape[1:]))
 
         return take
-    copied = tf.constant(examples.images)
-    return lambda index: (tf.gather(copied, index), tf.gather(labels, index))
+    found = tf.constant(array) if tensor is None else tensor
+    return lambda index: tf.gather(found, index)
 
 
 class _Writable:
@@ -125,7 +132,7 @@ def _is_mapped(array: np.ndarray) -> bool:
 
 
 def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor = 0) -> tf.data.Dataset:
-    """An endless dataset of one worker's steps: (images uint8 [batch, ...], labels int32 [batch], weights [batch]).
+    """An endless dataset of one worker's steps: the leaves [batch, ...] of its examples, and weights [batch].
 
     It begins at the worker's own step `first_step`. Whole batches are gathered at once, since shuffling single
     elements costs far more.
@@ -164,7 +171,7 @@ def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tenso
 
 def _taken(rows: tf.data.Dataset, take: Take) -> tf.data.Dataset:
     @NO_AUTOGRAPH
-    def examples(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def examples(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
         return *take(index), weights
 
     options = tf.data.Options()

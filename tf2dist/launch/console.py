@@ -8,7 +8,7 @@ from typing import Any, Self, TextIO, cast
 
 from tf2dist.errors import printable
 from tf2dist.launch.unblocked import Unblocked
-from tf2dist.messages import Progress
+from tf2dist.messages import Progress, metrics_text
 
 PLAIN_EVERY_SECS = 5.0
 LAST_WORDS_SECS = 1.0  # at the end, for a slow reader
@@ -76,7 +76,7 @@ class Console:
             self._first = (now, step)
         self._step = step
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
-        line = progress_line(step, target, progress.loss, rate)
+        line = progress_line(step, target, progress.metrics["loss"], rate)
         if self._live:
             self._live.update(self._task, total=target, completed=step, description=line)
         elif now - self._plain_at >= PLAIN_EVERY_SECS:
@@ -125,7 +125,15 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     return (
         f"{summary['mode']} {summary['model']} on {data}: {number_of(cluster['worker'], 'worker')}{servers}, "
         f"{number_of(summary['global_step'], 'step')}{rate}{stale}\n"
-        f"test accuracy {summary['test_accuracy']:.4f}, loss {summary['test_loss']:.4f} "
-        f"over {summary['test_examples']:,} examples\n"
-        f"{run_dir}"
+        f"{last_evaluation(summary)}{run_dir}"
     )
+
+
+def last_evaluation(summary: dict[str, Any]) -> str:
+    """The metrics of the test, or of the validation if there was no test: a line, or nothing."""
+    split = next((split for split in ("test", "validation") if f"{split}_examples" in summary), None)
+    if split is None:
+        return ""
+    found = {name.removeprefix(f"{split}_"): value for name, value in summary.items() if name.startswith(f"{split}_")}
+    num_examples = found.pop("examples")
+    return f"{split} {metrics_text(found)} over {num_examples:,} examples\n"

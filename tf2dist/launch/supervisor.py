@@ -15,7 +15,7 @@ from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import write_whole
-from tf2dist.launch.console import Console
+from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_state import Tasks
@@ -145,7 +145,7 @@ def check_saved(summary: dict[str, Any]) -> None:
     """Raises TrainingError if the weights that gave the result are lost."""
     if (step := summary["global_step"]) != summary["saved_step"]:
         raise TrainingError(
-            f"step {step} could not be saved: the weights behind the test accuracy of {summary['test_accuracy']:.4f} "
+            f"step {step} could not be saved: the weights behind the result ({last_evaluation(summary).strip()}) "
             "are lost; make room, and the same command with run_dir goes on from the checkpoint before"
         )
 

@@ -7,13 +7,17 @@ import inspect
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
-from tf2dist.model.step import Trial
-from tf2dist.process.tf_internals import layers_of
+from tf2dist.model.step import ModelStep, Trial
+from tf2dist.process.tf_internals import layers_of, losses_of, mask_of
 
-OWN_STEPS = ("train_step", "test_step", "compute_loss")
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")
+CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
+MEANS = ("sum_over_batch_size", "mean")
 PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
 
@@ -34,33 +38,30 @@ def check_model(name: str, model: Any) -> None:
         raise ConfigError(
             f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
         )
-    if model.compiled:
-        raise ConfigError(
-            f"model ({name}): is compiled, and its loss, metrics and optimizer would not be used: the loss is "
-            "SparseCategoricalCrossentropy(from_logits=True), the optimizer that of optimizer=; leave out compile"
-        )
     own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
     if own:
         raise ConfigError(
             f"model ({name}): has {' and '.join(own)} of its own, which would not be used; leave that out, and give "
-            "losses with add_loss"
+            "losses and metrics to compile, or with add_loss"
         )
 
 
-def check_inputs(name: str, model: keras.Model, image_shape: tuple[int, ...]) -> None:
-    """Refuses a model of several inputs, or of inputs of another shape than the images."""
+def check_inputs(name: str, model: keras.Model, layout: Layout) -> None:
+    """Refuses a model that takes more or fewer inputs than the data has, or one of another shape."""
     inputs = getattr(model, "inputs", None)
     if inputs is None:  # a subclass of keras.Model, whose shapes are not known before its first call
         return
-    if len(inputs) != 1:
-        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and must have one, the images")
-    wanted = list(inputs[0].shape[1:])
+    given = leaves_of(layout.symbolic()[0])
+    if len(inputs) != len(given):
+        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and x of the data has {len(given)}")
+    if len(given) > 1:
+        return
+    shape, wanted = list(given[0].shape[1:]), list(inputs[0].shape[1:])
     # Keras itself adds or removes a last dimension of 1.
     fits = (wanted, [*wanted, 1], wanted[:-1] if wanted[-1:] == [1] else wanted)
-    if not any(tf.TensorShape(shape).is_compatible_with(image_shape) for shape in fits):
+    if not any(tf.TensorShape(each).is_compatible_with(shape) for each in fits):
         raise ConfigError(
-            f"model ({name}): takes images of {wanted}, and the data has {list(image_shape)}; begin with "
-            "keras.Input(input_shape)"
+            f"model ({name}): takes inputs of {wanted}, and the data has {shape}; begin with keras.Input(input_shape)"
         )
 
 
@@ -87,6 +88,72 @@ def check_outputs(name: str, trial: Trial, num_classes: int) -> None:
         raise ConfigError(
             f"model ({name}): gives [{', '.join(map(str, shape))}], and must give [batch, {num_classes}], a logit for "
             f"each class; end with Dense(num_classes)"
+        )
+
+
+def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
+    """Refuses losses whose gradient over all replicas is not made of those of the replicas.
+
+    Args:
+        num_replicas: that share a step; 1 with mode=async, where every step is of one worker's batch.
+    """
+    kinds = {getattr(loss, "reduction", None) for loss in losses_of(step.model)}
+    if None in kinds or "none" in kinds:
+        raise ConfigError(
+            f"model ({name}): has a loss that gives no single number; give it reduction='sum_over_batch_size'"
+        )
+    if num_replicas == 1:
+        return
+    if type(step.model).compute_loss is not keras.Model.compute_loss:
+        raise ConfigError(
+            f"model ({name}): has a compute_loss of its own, and several synchronous workers cannot know how to add up "
+            "its parts; use add_loss, or mode=async"
+        )
+    if odd := kinds - {*MEANS, "sum"}:
+        raise ConfigError(
+            f"model ({name}): the loss has reduction={odd.pop()}, whose divisor no synchronous worker knows alone; "
+            "use sum_over_batch_size, or mode=async"
+        )
+    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trial.has_penalties):
+        raise ConfigError(
+            f"model ({name}): a loss with reduction=sum beside others cannot be shared by synchronous workers; use "
+            "sum_over_batch_size, or mode=async"
+        )
+    if step.trial.scalar_losses:
+        raise ConfigError(
+            f"model ({name}): its loss {step.trial.scalar_losses[0]} gives one number for a whole batch, and several "
+            "synchronous workers cannot know how to add that up; give the loss of each example, or use mode=async"
+        )
+    if any(mask_of(output) is not None for output in leaves_of(step.trial.outputs)) or _ignores_a_class(step.model):
+        raise ConfigError(
+            f"model ({name}): its loss leaves out parts of the outputs, so no synchronous worker alone knows what it "
+            "is divided by; give sample_weight instead of a mask, or use mode=async"
+        )
+
+
+def _ignores_a_class(model: keras.Model) -> bool:
+    kind = keras.losses.SparseCategoricalCrossentropy
+    return any(isinstance(loss, kind) and loss.get_config()["ignore_class"] is not None for loss in losses_of(model))
+
+
+def check_metrics(name: str, step: ModelStep) -> None:
+    """Refuses metrics whose variables are not sums over the examples."""
+    odd = list(step.trial.not_added_up)
+    step.model.reset_metrics()
+    odd += [v for v in step.metrics.variables if np.any(v.numpy())]
+    if odd:
+        raise ConfigError(
+            f"model ({name}): the metric variable {odd[0].path} is no sum over the examples, so several workers cannot "
+            "add it up; leave the metric out, and compute it with the trained model"
+        )
+
+
+def check_strangers(name: str, trial: Trial) -> None:
+    """Refuses a call that changes what is not the model's own: Keras' global random generator, above all."""
+    if trial.strangers:
+        raise ConfigError(
+            f"model ({name}): its call changes {trial.strangers[0]}, which is no variable of the model, so every step "
+            "would find it unchanged; give random functions a keras.random.SeedGenerator that belongs to a layer"
         )
 
 
@@ -147,9 +214,12 @@ def _synchronized(model: keras.Model) -> list[keras.Layer]:
     return [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
 
 
-def advice_on_outputs(trial: Trial) -> str:
-    """A warning if the outputs look like probabilities; empty otherwise."""
-    tensor = trial.outputs
+def advice_on_outputs(step: ModelStep) -> str:
+    """A warning if the outputs of a classifier are taken for logits and look like probabilities; empty otherwise."""
+    losses = [loss for loss in losses_of(step.model) if isinstance(loss, CROSSENTROPIES)]
+    if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(step.trial.outputs)):
+        return ""
+    tensor = step.trial.outputs
     while tensor.op.type in KEEP_VALUES:  # look through operations that keep the values
         tensor = tensor.op.inputs[0]
     if tensor.op.type not in PROBABILITIES:

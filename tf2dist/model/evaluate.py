@@ -5,37 +5,52 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf2dist.data.layout import Layout
 from tf2dist.errors import NotFiniteError, TrainingError
+from tf2dist.model.metrics import Metrics, Results
 
 MAX_CHUNK = 1000  # examples for each forward pass
-MAX_CHUNK_BYTES = 4 << 20  # of their images as float32; a model needs some ten times as much
+MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; a model needs some ten times as much
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    accuracy: float
-    loss: float
+    """What a split gives.
+
+    Attributes:
+        metrics: by name, "loss" among them.
+    """
+
+    metrics: Results
     num_examples: int
 
     @classmethod
-    def of_sums(cls, sums: np.ndarray, num_examples: int) -> "Evaluation":
-        """Turns the sums (loss, correct, examples) over a split into means.
+    def of_sums(cls, metrics: Metrics, sums: np.ndarray, num_examples: int) -> "Evaluation":
+        """Turns the sums over a split, see `ModelStep.evaluate`, into results.
 
         Raises:
             NotFiniteError: the loss is not finite.
             TrainingError: not every example was counted exactly once.
         """
-        loss, correct, counted = (float(value) for value in sums)
+        counted, *totals = sums
         if counted != num_examples:
             raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
-        if not math.isfinite(loss):
-            raise NotFiniteError(f"the loss is {loss} in the evaluation; try a lower learning rate")
-        return cls(correct / counted, loss / counted, num_examples)
+        results = metrics.results(np.array(totals))
+        if not math.isfinite(results["loss"]):
+            raise NotFiniteError(f"the loss is {results['loss']} in the evaluation; try a lower learning rate")
+        return cls(results, num_examples)
+
+    @property
+    def headline(self) -> tuple[str, float]:
+        """The name and the value that stand for the whole: the accuracy if there is one, else the loss."""
+        name = "accuracy" if "accuracy" in self.metrics else "loss"
+        return name, self.metrics[name]
 
 
-def chunk_size(batch_size: int, image_shape: tuple[int, ...]) -> int:
+def chunk_size(batch_size: int, layout: Layout) -> int:
     """Examples for each forward pass: a training step's, which surely fit into memory, or more if they are small."""
-    small = MAX_CHUNK_BYTES // (4 * math.prod(image_shape))
+    numbers = sum(math.prod(spec.shape.as_list()) for spec in layout.specs)
+    small: int = MAX_CHUNK_BYTES // max(1, 4 * numbers)
     return min(MAX_CHUNK, max(batch_size, small))
 
 

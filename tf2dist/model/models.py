@@ -1,7 +1,6 @@
-"""The models and optimizers by name. A model takes images in [0, 1] and gives logits."""
+"""The models and optimizers by name. A model takes the bytes of images and gives logits."""
 
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -9,7 +8,6 @@ import keras
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.model import checks
-from tf2dist.model.step import ModelStep
 from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
 
 OPTIMIZERS.update(
@@ -26,7 +24,8 @@ WARMUP = 0.05  # as a share of the steps of a schedule
 @register_model("softmax")
 def softmax(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     layers = keras.layers
-    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), layers.Dense(num_classes, name="logits")])
+    logits = layers.Dense(num_classes, name="logits")
+    return keras.Sequential([keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten(), logits])
 
 
 @register_model("dnn")
@@ -34,13 +33,13 @@ def dnn(input_shape: tuple[int, ...], num_classes: int, hidden_units: list[int])
     layers = keras.layers
     hidden = [layers.Dense(units, "relu", name=f"hidden{i}") for i, units in enumerate(hidden_units, start=1)]
     logits = layers.Dense(num_classes, name="logits")
-    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), *hidden, logits])
+    return keras.Sequential([keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten(), *hidden, logits])
 
 
 @register_model("cnn")
 def cnn(input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, batch_norm: bool = False) -> keras.Model:
     layers = keras.layers
-    model = keras.Sequential([keras.Input(input_shape)])
+    model = keras.Sequential([keras.Input(input_shape), layers.Rescaling(1 / 255)])
     for number, (filters, strides) in enumerate(((32, 1), (64, 2)), start=1):
         # The bias is redundant before a batch normalisation, which has one of its own.
         model.add(layers.Conv2D(filters, 3, strides, "same", use_bias=not batch_norm, name=f"conv{number}"))
@@ -56,38 +55,18 @@ def cnn(input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, ba
     return model
 
 
-def build_model(arguments: dict[str, Any], input_shape: tuple[int, ...], num_classes: int, seed: int) -> keras.Model:
-    """Builds the model that `arguments` names; the same seed gives the same weights everywhere.
+def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
+    """Calls the function that is registered for the model that `arguments` names.
 
     Raises:
         ConfigError: unknown name or argument.
     """
-    keras.utils.set_random_seed(seed)
     name, function = arguments["name"], look_up(MODELS, "model", arguments["name"])
     given = {key: value for key, value in arguments.items() if key != "name"}
-    fixed = {"input_shape": input_shape, "num_classes": num_classes}
+    fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
     checks.check_builder("model", name, function, fixed)
     model: keras.Model = call("model", name, function, given, fixed)
-    checks.check_model(name, model)
-    checks.check_inputs(name, model, input_shape)
-    if not model.built:
-        model(keras.Input(input_shape))  # a symbolic call makes the variables of a subclass and its layers
-    checks.check_trainable(name, model)
     return model
-
-
-def build_step(arguments: dict[str, Any], splits: Splits, seed: int, scope: AbstractContextManager[Any]) -> ModelStep:
-    """Builds the model within `scope`, which places its variables, and checks what a traced call of it gives.
-
-    Raises:
-        ConfigError: as `build_model`, or the model does not fit the data.
-    """
-    name = arguments["name"]
-    with scope:
-        model = build_model(arguments, splits.image_shape, splits.num_classes, seed)
-    step = ModelStep(model, splits.image_shape)
-    checks.check_outputs(name, step.trial, splits.num_classes)
-    return step
 
 
 def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimizer:

@@ -1,32 +1,29 @@
-"""The training step of both modes: forward pass, loss and gradients as a pure function of its inputs."""
+"""The training step of both modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tf2dist.process.tf_internals import seeds_of
+from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.model.metrics import Metrics
+from tf2dist.model.recurrence import decay_of
+from tf2dist.process.tf_internals import build_metrics, losses_of, seeds_of
 
-
-class Batch(NamedTuple):
-    """`images`: uint8 [n, ...]; `labels`: int32 [n]; `weights`: float32 [n], 0 for padding.
-
-    The weights of all batches of one step add up to 1, so a weighted sum is the mean.
-    """
-
-    images: tf.Tensor
-    labels: tf.Tensor
-    weights: tf.Tensor
+WORKER_STRIDE = 1 << 32  # between the seeds of two workers; those of the layers are smaller
 
 
 class StepOutput(NamedTuple):
     """What one worker contributes to a step.
 
     Attributes:
-        gradients: of the weighted loss, one for each trainable variable.
+        gradients: one for each trainable variable, of the worker's share of the loss.
         state: the new values of `ModelStep.state`, such as moving averages.
-        sums: float32 [3], the weighted loss, the correct examples and the examples.
+        sums: float32 [2 + Metrics.size]: the worker's share of the loss, the examples, the changes of the metrics.
     """
 
     gradients: list[tf.Tensor]
@@ -40,35 +37,54 @@ class Trial(NamedTuple):
     Attributes:
         outputs: symbolic tensors, in whatever structure the model gives them.
         assigned: the trainable variables that the call assigns.
+        draws: how often the call draws from each of its random generators.
+        not_added_up: the metrics' variables that a step does not only add to.
+        strangers: what the call assigns and is not the model's own, by name.
+        scalar_losses: the names of the losses that give one number for a whole batch.
+        has_penalties: whether layers add losses, such as those of regularizers.
     """
 
     outputs: Any
     assigned: list[keras.Variable]
+    draws: list[int]
+    not_added_up: list[keras.Variable]
+    strangers: list[str]
+    scalar_losses: list[str]
+    has_penalties: bool
 
 
 class ModelStep:
-    """Calls a built Keras model without side effects, so that its variables may live anywhere.
+    """Calls a built and compiled Keras model without side effects, so that its variables may live anywhere.
 
     Attributes:
         model: the model.
+        layout: of the data.
+        metrics: of the model.
         trial: what a call of it shows.
         trainable: the variables that receive gradients.
         state: the variables to which a call gives new values: the non-trainable ones, and those trainable ones
-            that the call assigns, as spectral normalization does. The seeds of random layers are left out. They
-            are derived from (seed, worker, step), so dropout needs no shared state and a resumed run repeats it.
+            that the call assigns, as spectral normalization does. The states of random generators are left out:
+            they follow from the worker and the step, so a resumed run repeats them. Those of worker 0 are what
+            they would be in plain Keras at this step.
         loss_scale: what the optimizer wants the loss multiplied by, against underflow; the gradients are divided
             by it again.
+        sums_losses: whether the losses are sums over the batch, not means.
     """
 
-    def __init__(self, model: keras.Model, image_shape: tuple[int, ...]) -> None:
-        self.model = model
+    def __init__(self, model: keras.Model, layout: Layout) -> None:
+        self.model, self.layout = model, layout
         self.trainable = list(model.trainable_variables)
         self.loss_scale: float | None = None
+        self.sums_losses = False
         self._others = list(model.non_trainable_variables)
-        self._seeds = set(map(id, seeds_of(model)))
+        self._seeds = [v for v in self._others if id(v) in set(map(id, seeds_of(model)))]
+        self._seed_values = [np.array(v.value) for v in self._seeds]
         self._takes_training = "training" in inspect.signature(model.call).parameters
-        self.state = [v for v in self._others if id(v) not in self._seeds]
-        self.trial = self._try(image_shape)
+        of_seeds = set(map(id, self._seeds))
+        self.state = [v for v in self._others if id(v) not in of_seeds]
+        build_metrics(model, layout.symbolic())
+        self.metrics = Metrics(model)
+        self.trial = self._try()
         self.state += self.trial.assigned
 
     @property
@@ -83,59 +99,95 @@ class ModelStep:
         )
         return trainable, state
 
-    def __call__(self, trainable: list[tf.Tensor], state: list[tf.Tensor], batch: Batch, seed: tf.Tensor) -> StepOutput:
-        """One forward and backward pass at the given values of the variables; `seed`: int64 [2]."""
-        with tf.GradientTape() as tape:
-            tape.watch(trainable)
-            outputs, scope, penalties = self._forward(trainable, state, batch.images, seed, tape)
-            logits = tf.cast(outputs, tf.float32)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
-            loss = tf.reduce_sum(batch.weights * losses)
-            if penalties:  # they belong to the whole step, so each worker adds its share of them
-                loss += tf.add_n([tf.reduce_sum(tf.cast(p, tf.float32)) for p in penalties]) * tf.reduce_sum(
-                    batch.weights
-                )
-            scaled = loss * self.loss_scale if self.loss_scale else loss
-        gradients = self._gradients(tape, scaled, trainable, scope)
-        new_state = [scope.get_current_value(variable) for variable in self.state]
-        real = tf.cast(batch.weights > 0, tf.float32)
-        sums = tf.stack([loss, tf.reduce_sum(real * _is_correct(logits, batch.labels)), tf.reduce_sum(real)])
-        return StepOutput(gradients, new_state, sums)
-
-    def evaluate(
-        self, trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor, labels: tf.Tensor
-    ) -> tf.Tensor:
-        """The sums over some examples, float64 [3]: loss, correct, examples."""
-        outputs, _, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), None)
-        logits = tf.cast(outputs, tf.float32)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        sums = [tf.reduce_sum(losses), tf.reduce_sum(_is_correct(logits, labels)), tf.cast(tf.size(labels), tf.float32)]
-        return tf.cast(tf.stack(sums), tf.float64)
-
-    def _forward(
+    def __call__(
         self,
         trainable: list[tf.Tensor],
         state: list[tf.Tensor],
-        images: tf.Tensor,
-        seed: tf.Tensor,
-        tape: tf.GradientTape | None,
-    ) -> tuple[Any, "_CallScope", list[tf.Tensor]]:
-        """Calls the model as Keras's own training does, at the given values of its variables.
+        leaves: list[tf.Tensor],
+        place: tf.Tensor,
+        share: tf.Tensor | None = None,
+    ) -> StepOutput:
+        """One forward and backward pass at the given values of the variables.
 
         Args:
-            tape: None to evaluate.
-
-        Returns:
-            The outputs, the scope that knows what was assigned, and the losses that the layers have added.
+            leaves: of the worker's batch, see `Layout`.
+            place: of this step, int64 [2]: the worker, and the steps before.
+            share: of the examples of the whole step that stand in this batch; 0 if they are padding. None: all.
         """
-        values = dict(zip(map(id, self.state), state, strict=True))
-        seeds = {id(v): _derived_seed(seed, number) for number, v in enumerate(self._others) if id(v) in self._seeds}
-        others = [(variable, (values | seeds)[id(variable)]) for variable in self._others]
-        mapping = [*zip(self.trainable, trainable, strict=True), *others]
-        arguments = {"training": tape is not None} if self._takes_training else {}
-        with _CallScope(mapping, self.trainable, tape) as scope:
-            outputs = self.model(tf.cast(images, tf.float32) / 255.0, **arguments)
-            return outputs, scope, self.model.losses
+        with tf.GradientTape() as tape:  # noqa: SIM117
+            with self._calling(trainable, state, self.metrics.zeros(), place, tape) as scope:
+                x, y, sample_weight = self.layout.pack(leaves)
+                outputs = self._outputs(x, training=True)
+                loss = self._loss(x, y, outputs, sample_weight, training=True)
+                part = loss if share is None or self.sums_losses else loss * share
+                scaled = part * self.loss_scale if self.loss_scale else part
+        gradients = self._gradients(tape, scaled, trainable, scope)
+        new_state = [scope.get_current_value(variable) for variable in self.state]
+        with scope:
+            whole = loss / share if self.sums_losses and share is not None else loss
+            count = self._update_metrics(x, y, outputs, sample_weight, whole)
+            changes = self.metrics.changes(scope)
+        sums = tf.concat([[tf.cast(part, tf.float32), count], changes], 0)
+        if share is not None:  # what padding counts is left out, even if it is not a number
+            sums = tf.where(share > 0, sums, tf.zeros_like(sums))
+        return StepOutput(gradients, new_state, sums)
+
+    def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
+        """The sums over some examples, float64 [1 + Metrics.size]: the examples, the changes of the metrics."""
+        place = tf.zeros([2], tf.int64)
+        with self._calling(trainable, state, self.metrics.zeros(), place, None) as scope:
+            x, y, sample_weight = self.layout.pack(leaves)
+            outputs = self._outputs(x, training=False)
+            loss = self._loss(x, y, outputs, sample_weight, training=False)
+            count = self._update_metrics(x, y, outputs, sample_weight, loss)
+            return tf.cast(tf.concat([[count], self.metrics.changes(scope)], 0), tf.float64)
+
+    def _calling(
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        metrics: list[tf.Tensor],
+        place: tf.Tensor,
+        tape: tf.GradientTape | None,
+    ) -> "_CallScope":
+        """In this scope the model's variables have the given values, and random generators those of the step."""
+        if tape:
+            tape.watch(trainable)
+        values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
+        others = [(variable, values[id(variable)]) for variable in self._others]
+        of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
+        mapping = [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
+        return _CallScope(mapping, self.trainable, tape)
+
+    def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The states of the random generators before a step, by id: a seed and a count of draws."""
+        if not self._seeds:
+            return {}
+        worker, step = tf.unstack(place)
+        draws = getattr(self, "trial", None)
+        found = {}
+        for number, (variable, value) in enumerate(zip(self._seeds, self._seed_values, strict=True)):
+            each = draws.draws[number] if draws else 1
+            before = tf.cast(tf.stack([worker * WORKER_STRIDE, step * each]), variable.dtype)
+            found[id(variable)] = tf.constant(value, variable.dtype) + before
+        return found
+
+    def _outputs(self, x: Any, training: bool) -> Any:
+        return self.model(x, training=training) if self._takes_training else self.model(x)
+
+    def _loss(self, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tf.Tensor:
+        """The loss of the batch as Keras computes it in a single process."""
+        loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        # Keras divides every mean by the number of replicas, since it adds them up.
+        return loss if self.sums_losses or replicas == 1 else loss * tf.cast(replicas, loss.dtype)
+
+    def _update_metrics(self, x: Any, y: Any, outputs: Any, sample_weight: Any, loss: tf.Tensor) -> tf.Tensor:
+        """Gives the batch to all metrics, as Keras' own steps do; returns its number of examples, float32."""
+        count = tf.shape(leaves_of(x)[0])[0]
+        self.metrics.loss_tracker.update_state(loss, sample_weight=count)
+        self.model.compute_metrics(x, y, outputs, sample_weight)
+        return tf.cast(count, tf.float32)
 
     def _gradients(
         self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: "_CallScope"
@@ -146,19 +198,65 @@ class ModelStep:
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in found]
         return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
 
-    def _try(self, image_shape: tuple[int, ...]) -> Trial:
-        """Traces one call in training, to see what it returns and which trainable variables it assigns."""
+    def _try(self) -> Trial:
+        """Traces one step, to see what the model returns, assigns and draws, and what its metrics do."""
         found: list[Trial] = []
 
-        def call(trainable: list[tf.Tensor], state: list[tf.Tensor], images: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                outputs, scope, _ = self._forward(trainable, state, images, tf.zeros([2], tf.int64), tape)
-            found.append(Trial(outputs, [v for v in self.trainable if id(v) in scope.assigned]))
+        def call(
+            trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
+        ) -> None:
+            with (
+                tf.GradientTape() as tape,
+                self._calling(trainable, state, metrics, tf.zeros([2], tf.int64), tape) as scope,
+            ):
+                x, y, sample_weight = self.layout.pack(leaves)
+                outputs = self._outputs(x, training=True)
+                with _shapes_of(losses_of(self.model)) as shapes:
+                    loss = self._loss(x, y, outputs, sample_weight, training=True)
+                self._update_metrics(x, y, outputs, sample_weight, loss)
+                has_penalties = bool(self.model.losses)
+                news = [scope.get_current_value(v) for v in self.metrics.variables]
+            kept = zip(self.metrics.variables, metrics, news, strict=True)
+            found.append(
+                Trial(
+                    outputs=outputs,
+                    assigned=[v for v in self.trainable if id(v) in scope.assigned],
+                    draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
+                    not_added_up=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
+                    strangers=scope.strangers,
+                    scalar_losses=[loss.name for loss, shape in shapes if shape == ()],
+                    has_penalties=has_penalties,
+                )
+            )
 
-        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in (self.trainable, self.state)]
-        images = tf.TensorSpec([None, *image_shape], tf.uint8)
-        tf.function(call, autograph=False).get_concrete_function(*specs, images)
+        parts = (self.trainable, self.state, self.metrics.variables)
+        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
+        tf.function(call, autograph=False).get_concrete_function(*specs, self.layout.batched(None))
         return found[0]
+
+
+@contextlib.contextmanager
+def _shapes_of(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tuple[int | None, ...]]]]:
+    """Notes the shapes of what the losses give before it is reduced to a number."""
+    found: list[tuple[keras.losses.Loss, tuple[int | None, ...]]] = []
+
+    def noting(loss: keras.losses.Loss) -> Any:
+        call = loss.call
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            value = call(*args, **kwargs)
+            found.append((loss, tuple(value.shape)))
+            return value
+
+        return noted
+
+    for loss in losses:
+        loss.call = noting(loss)
+    try:
+        yield found
+    finally:
+        for loss in losses:
+            del loss.call
 
 
 class _CallScope(keras.StatelessScope):  # type: ignore[misc]
@@ -169,6 +267,8 @@ class _CallScope(keras.StatelessScope):  # type: ignore[misc]
 
     Attributes:
         assigned: the values that the call assigns to each trainable variable, by the variable's id.
+        num_updates: how often the call assigns each variable, by its id.
+        strangers: the paths of assigned variables that have no value here.
     """
 
     def __init__(
@@ -178,16 +278,34 @@ class _CallScope(keras.StatelessScope):  # type: ignore[misc]
         tape: tf.GradientTape | None,
     ) -> None:
         super().__init__(mapping, collect_losses=True)
+        self._known = {id(variable) for variable, _ in mapping}
         self._trainable, self._tape = set(map(id, trainable)), tape
         self.assigned: dict[int, list[tf.Tensor]] = {}
+        self.num_updates: dict[int, int] = {}
+        self.strangers: list[str] = []
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         value = tf.stop_gradient(value)
+        self.num_updates[id(variable)] = self.num_updates.get(id(variable), 0) + 1
+        if id(variable) not in self._known:
+            self.strangers.append(variable.path)
         if self._tape and id(variable) in self._trainable:
             self._tape.watch(value)
             self.assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))
+
+
+class Batch(NamedTuple):
+    """A worker's batch.
+
+    Attributes:
+        leaves: [n, ...] each, see `Layout`.
+        weights: float32 [n], 0 for padding. Those of all batches of one step add up to 1.
+    """
+
+    leaves: list[tf.Tensor]
+    weights: tf.Tensor
 
 
 def without_padding(batch: Batch) -> Batch:
@@ -196,62 +314,22 @@ def without_padding(batch: Batch) -> Batch:
     In Keras, too, the last batch of an epoch is shorter. XLA must not compile this: it needs fixed shapes.
     """
     count = tf.maximum(tf.math.count_nonzero(batch.weights, dtype=tf.int32), 1)
-    return Batch(*(part[:count] for part in batch))
+    return Batch([leaf[:count] for leaf in batch.leaves], batch.weights[:count])
 
 
-def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> list[Batch]:
-    """The batches of several steps, `[num_steps, batch_size, ...]` each part, as `without_padding` gives them.
+def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> Iterator[list[tf.Tensor]]:
+    """The leaves of the batches of several steps, from leaves and weights `[num_steps, batch_size, ...]`.
 
     As much as possible is computed for all steps at once: a small model takes 3,000 steps a second, and each
     operation of a step costs about a microsecond.
     """
-    counts = tf.maximum(tf.math.count_nonzero(element[2], axis=1, dtype=tf.int32), 1)
+    *leaves, weights = element
+    counts = tf.maximum(tf.math.count_nonzero(weights, axis=1, dtype=tf.int32), 1)
     ends = tf.unstack(tf.stack([tf.range(1, num_steps + 1), counts], axis=1), num_steps)
-
-    def part_of_step(part: tf.Tensor, number: int) -> tf.Tensor:
-        return tf.strided_slice(part, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01)
-
-    return [Batch(*(part_of_step(part, number) for part in element)) for number in range(num_steps)]
+    for number in range(num_steps):
+        yield [tf.strided_slice(leaf, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01) for leaf in leaves]
 
 
-def _derived_seed(seed: tf.Tensor, number: int) -> tf.Tensor:
-    """The seed of one random layer for one step of one worker, uint32 [2]."""
-    key = seed + tf.constant([number, 0], tf.int64)
-    # The algorithm is fixed, because TensorFlow would choose one by the kind of device.
-    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
-
-
-def step_seed(seed: int, worker: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-    """A seed of its own for each worker and step, int64 [2]; room for 4,096 random layers."""
-    return tf.stack([tf.cast(worker, tf.int64) * 4096 + (seed << 32), tf.cast(step, tf.int64)])
-
-
-def _is_correct(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.argmax(logits, axis=-1, output_type=tf.int32) == labels, tf.float32)
-
-
-class Packing:
-    """Packs many tensors into one float32 vector: a transfer costs a call for each tensor, whatever its size."""
-
-    def __init__(self, variables: list[keras.Variable]) -> None:
-        self._shapes = [tuple(variable.shape) for variable in variables]
-        self._dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
-        self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
-        self.size = sum(self.sizes)
-
-    def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
-        """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
-        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-        return tf.concat([*flat, *more], axis=0)
-
-    def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
-        parts = tf.split(vector, [*self.sizes, *more])
-        own, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
-        shaped = zip(own, self._shapes, self._dtypes, strict=True)
-        return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
-
-
-def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
-    """Casts, and rounds for an integer type: a whole number that was summed up from parts is inexact in float32."""
-    return tf.cast(tf.round(tensor) if dtype.is_integer else tensor, dtype)
+def step_place(worker: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    """The place of a step, for `ModelStep`: int64 [2]."""
+    return tf.stack([tf.cast(worker, tf.int64), tf.cast(step, tf.int64)])

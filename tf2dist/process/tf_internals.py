@@ -147,6 +147,31 @@ def seeds_of(model: keras.Model) -> list[keras.Variable]:
     return [generator.state for generator in generators]
 
 
+def build_metrics(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
+    """Builds the losses and metrics of a compiled model, as `Model.fit` does with its first batch.
+
+    Args:
+        batch: the tree (x, y, sample_weight) of `keras.KerasTensor`.
+    """
+    _attribute(keras, model, "_symbolic_build", Callable)(data_batch=batch)
+
+
+def loss_tracker_of(model: keras.Model) -> keras.metrics.Metric:
+    """The metric that averages the loss of a compiled model."""
+    return _attribute(keras, model, "_loss_tracker", keras.metrics.Metric)
+
+
+def losses_of(model: keras.Model) -> list[Any]:
+    """The losses of a compiled model whose metrics are built; those of `add_loss` and regularizers are not there."""
+    compiled = _attribute(keras, model, "_compile_loss", keras.losses.Loss | None)
+    return [] if compiled is None else [one.loss for one in _attribute(keras, compiled, "_flat_losses", list)]
+
+
+def mask_of(output: Any) -> Any:
+    """The mask that Keras' layers have given to a tensor; None without one."""
+    return getattr(output, "_keras_mask", None)
+
+
 def _context() -> Any:
     return _attribute(tf, _module(CONTEXT), "context", Callable)()
 
@@ -262,6 +287,27 @@ def _seeds_are_found() -> bool:
     return [id(seed) for seed in seeds_of(model)] == [id(variable) for variable in model.variables]
 
 
+def _compiled() -> keras.Model:
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), "mse", metrics=["mae"])
+    build_metrics(model, (keras.KerasTensor((None, 1)), keras.KerasTensor((None, 1)), None))
+    return model
+
+
+def _metrics_are_built() -> bool:
+    model = _compiled()
+    return loss_tracker_of(model) in model.metrics and len(model.metrics_variables) == 4
+
+
+def _losses_are_found() -> bool:
+    return [loss.reduction for loss in losses_of(_compiled())] == ["sum_over_batch_size"]
+
+
+def _masks_are_found() -> bool:
+    masked = keras.layers.Masking()(tf.zeros([1, 2, 3]))
+    return mask_of(masked) is not None
+
+
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _spinning_stops,
     (tf, "Context.coordination_service"): _service_is_set,
@@ -272,4 +318,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._iterations"): _updates_are_counted,
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
     (keras, "Layer._seed_generators"): _seeds_are_found,
+    (keras, "Trainer._symbolic_build"): _metrics_are_built,
+    (keras, "CompileLoss._flat_losses"): _losses_are_found,
+    (keras, "_keras_mask"): _masks_are_found,
 }

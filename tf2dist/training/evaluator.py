@@ -15,7 +15,7 @@ from tf2dist.checkpoint.store import Checkpoints, Tell
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
-from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.model.source import Source, build_step
 from tf2dist.process import heartbeat
 
 POLL_SECS = 1.0
@@ -25,12 +25,11 @@ OnEvaluation = Callable[[str, int, Evaluation], None]
 class Evaluator:
     """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
 
-    def __init__(self, config: RunConfig, splits: Splits, warn: Tell) -> None:
+    def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Tell) -> None:
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
-        self._chunk_size = chunk_size(config.train.batch_size_per_worker, splits.image_shape)
+        self._chunk_size = chunk_size(config.train.batch_size_per_worker, splits.layout)
         self._damaged: set[tuple[str, int, int]] = set()
-        self._step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
-        self._config_of_optimizer = config.optimizer
+        self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
         self._optimizer: keras.Optimizer | None = None
         self._named = self._needed_last = named_variables(self._step.model, self._step.variables, [])
         self._evaluate = tf.function(self._step.evaluate, autograph=False)
@@ -56,7 +55,7 @@ class Evaluator:
     def _variables_of_last(self, target_step: int) -> Named:
         """The variables that the final weights need: the model's, and those of an optimizer that changes them."""
         if self._optimizer is None:
-            self._optimizer = build_optimizer(self._config_of_optimizer, target_step)
+            self._optimizer = self._make_optimizer(target_step)
             if finalizes(self._optimizer):
                 self._optimizer.build(self._step.trainable)
                 self._needed_last = named_variables(self._step.model, self._step.variables, [self._optimizer])
@@ -81,11 +80,11 @@ class Evaluator:
             finalize(named, [(self._optimizer, self._step.trainable)])
         arrays = getattr(self._splits, split)
         values = [[v.value for v in variables] for variables in (self._step.trainable, self._step.state)]
-        sums = tf.zeros([3], tf.float64)
+        sums = tf.zeros([1 + self._step.metrics.size], tf.float64)
         for first, last in chunks(len(arrays), self._chunk_size):
-            sums += self._evaluate(*values, arrays.images[first:last], arrays.labels[first:last])
+            sums += self._evaluate(*values, [tf.constant(leaf) for leaf in arrays[first:last].leaves])
             heartbeat.progress()
-        return Evaluation.of_sums(sums.numpy(), len(arrays))
+        return Evaluation.of_sums(self._step.metrics, sums.numpy(), len(arrays))
 
 
 def follow(

@@ -19,6 +19,8 @@ from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import ConfigError
 from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.metrics import Metrics
+from tf2dist.model.plan import EpochPlan
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class Progress:
             size took before.
         examples: seen by all workers, in the whole run.
         loss: mean over the steps since the last report; NaN if there were none.
-        accuracy: on the training examples of these steps.
+        metrics: the sums of the metrics over all training steps of this process's life, float64; see `Metrics`.
     """
 
     global_step: int
     local_steps: tuple[int, ...]
     examples: int
     loss: float
-    accuracy: float
+    metrics: np.ndarray
 
 
 Report = Callable[[Progress], None]
@@ -73,13 +75,19 @@ class WorkersAway(Exception):
     """A stop is requested, and no worker makes progress with the calls that it was given."""
 
 
-def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -> int:
+def shuffles(plan: EpochPlan | None) -> bool:
+    return plan is None or plan.shuffle
+
+
+def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, start: Snapshot | None) -> int:
     """The global step at which the run ends.
 
     Raises:
         ConfigError: the run is already beyond train.steps.
     """
     step = start.step if start else 0
+    if plan:
+        return steps_of_epochs(plan, sharding)
     if config.train.steps is not None:
         if config.train.steps < step:
             raise ConfigError(
@@ -93,6 +101,11 @@ def target_step(config: RunConfig, sharding: Sharding, start: Snapshot | None) -
         return max(target, step)
     # Earlier passes were made in steps of another size, so they are counted in examples.
     return step + max(0, math.ceil((epochs - start.facts.epochs) * sharding.updates_per_epoch))
+
+
+def steps_of_epochs(plan: EpochPlan, sharding: Sharding) -> int:
+    """The global step at which the plan ends."""
+    return (plan.epochs - plan.initial_epoch) * (plan.steps_per_epoch or sharding.updates_per_epoch)
 
 
 def saved_facts(
@@ -119,7 +132,8 @@ def saved_facts(
 
 
 class Loop(Protocol):
-    """One task's view of the training; made with ``build(config, cluster, task, splits, start, report, strategy)``.
+    """One task's view of the training; made with
+    ``build(config, cluster, task, source, splits, start, report, strategy)``.
 
     `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
 
@@ -129,6 +143,7 @@ class Loop(Protocol):
     """
 
     model: keras.Model
+    metrics: Metrics
     sharding: Sharding
     progress: Progress
     target_step: int
@@ -178,8 +193,8 @@ class Loop(Protocol):
     def histograms(self) -> dict[str, np.ndarray]:
         """What only this mode counts, for TensorBoard: how often 0, 1, 2, ... came up. Only while no task trains."""
 
-    def finish(self, accuracy: float | None) -> None:
-        """Ends the training on every task; each logs the final accuracy, which is None if the run was stopped."""
+    def finish(self, result: Evaluation | None) -> None:
+        """Ends the training on every task; each logs its headline. None: the run was stopped."""
 
     def abandon(self, reason: str) -> None:
         """Tells the tasks that wait for this one that it has failed, as far as they can be reached."""

@@ -3,21 +3,54 @@
 import platform
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import ToLauncher, metrics_text
 from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.metrics import Metrics, Results
 from tf2dist.training.about import About, LearningRate, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.metrics import JsonlWriter, PatientWriter, TensorBoardWriter, Values
 
 WRITE_EVERY_SECS = 1.0
 SEND_EVERY_SECS = 0.1
+
+
+class _Recent:
+    """The metrics of the training steps since they were asked for last."""
+
+    def __init__(self, metrics: Metrics, before: Progress) -> None:
+        self._metrics, self._before = metrics, before.metrics
+
+    def since_last(self, progress: Progress) -> dict[str, float]:
+        new, self._before = progress.metrics - self._before, progress.metrics
+        results = scalars_of(self._metrics.results(new)) if new.any() else {}
+        return {**results, "loss": progress.loss}
+
+
+def scalars_of(results: Results) -> dict[str, float]:
+    """Without those metrics that give several numbers."""
+    return {name: value for name, value in results.items() if isinstance(value, float)}
+
+
+def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
+    """The metrics of a split by their names in the files, such as "test_accuracy"."""
+    return {f"{split}_{name}": value for name, value in scalars_of(evaluation.metrics).items()}
+
+
+def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
+    """What summary.json holds of the last evaluations."""
+    found: dict[str, Any] = {"validation_accuracy": None}
+    for split, evaluation in (("test", test), ("validation", validation)):
+        if evaluation:
+            found |= {f"{split}_{name}": value for name, value in evaluation.metrics.items()}
+            found[f"{split}_examples"] = evaluation.num_examples
+    return found
 
 
 class NoReporter:
@@ -44,7 +77,7 @@ class NoReporter:
         cluster: Cluster,
         loop: Loop,
         validation: Evaluation | None,
-        test: Evaluation,
+        test: Evaluation | None,
         saved_step: int | None,
     ) -> None:
         """Sends what summary.json is to hold to the launcher, which adds what it alone knows."""
@@ -61,6 +94,8 @@ class Reporter(NoReporter):
         self._task, self._to_launcher, self._started_at = task, to_launcher, started_at
         self.target_step = 0
         self._loop: Loop | None = None
+        self._shown: _Recent  # from the first `follow` on, as the next
+        self._filed: _Recent
         self._rate: LearningRate | None = None
         self._about: About | None = None
         # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves stand beside the leader's.
@@ -82,6 +117,7 @@ class Reporter(NoReporter):
     def follow(self, loop: Loop, config: RunConfig) -> None:
         self._loop, self.target_step = loop, loop.target_step
         self._rate = LearningRate(loop.optimizer)
+        self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
 
     def on_progress(self, progress: Progress) -> None:
@@ -96,12 +132,12 @@ class Reporter(NoReporter):
         self._previous = (now, progress)
 
         # The launcher's display, and the files; the last step always goes to both.
-        scalars = {"loss": progress.loss, "accuracy": progress.accuracy}
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
-            self._to_launcher.progress(step, self.target_step, **scalars)
+            self._to_launcher.progress(step, self.target_step, self._shown.since_last(progress))
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
+            scalars = self._filed.since_last(progress)
             rate = self.steps_per_sec()
             if rate:
                 scalars["steps_per_sec"] = rate
@@ -111,11 +147,11 @@ class Reporter(NoReporter):
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         self._previous = None
-        print(f"{self._task}, global_step={step}, {split} accuracy={evaluation.accuracy:.4f}", flush=True)
+        name, value = evaluation.headline
+        print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
         if step != self.target_step:  # the launcher shows the last one with the result
-            text = f"step {step:,}: {split} accuracy {evaluation.accuracy:.4f}, loss {evaluation.loss:.4f}"
-            self._to_launcher.note(text)
-        scalars = {f"{split}_accuracy": evaluation.accuracy, f"{split}_loss": evaluation.loss}
+            self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
+        scalars = prefixed(split, evaluation)
         self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})
 
     def _write(self, step: int, values: Values) -> None:
@@ -132,7 +168,7 @@ class Reporter(NoReporter):
         cluster: Cluster,
         loop: Loop,
         validation: Evaluation | None,
-        test: Evaluation,
+        test: Evaluation | None,
         saved_step: int | None,
     ) -> None:
         progress, rate = loop.progress, self.steps_per_sec()
@@ -149,10 +185,7 @@ class Reporter(NoReporter):
             "updates_applied": loop.updates_applied(),
             "examples_seen": progress.examples,
             "epochs": round(progress.examples / loop.sharding.num_examples, 4),
-            "test_accuracy": test.accuracy,
-            "test_loss": test.loss,
-            "test_examples": test.num_examples,
-            "validation_accuracy": validation.accuracy if validation else None,
+            **results_of(validation, test),
             "steps_per_sec": round(rate, 2) if rate else None,
             "examples_per_sec": round(self._examples / self._secs, 1) if rate else None,
             "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),

@@ -10,10 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 MAX_STALENESS = 1023  # the histogram's last bin holds this and more
-TOTALS = ("steps", "loss", "correct", "examples")  # of each worker
-ADDED = 2 + len(TOTALS)  # numbers an update adds: to those applied, to a bin of staleness, to its worker's totals
-ONES = np.ones(3, np.float32)  # the first of them: it is one of all, one of its bin, one of its worker's
-_IS_BIN = np.array([[0], [1], *([[0]] * len(TOTALS))])
+TOTALS = ("steps", "loss", "examples")  # of each worker
+ONES = np.ones(3, np.float32)  # what every update adds first: one of all, one of its bin, one of its worker's
 
 
 class Counts(NamedTuple):
@@ -22,11 +20,13 @@ class Counts(NamedTuple):
     Attributes:
         applied: updates, in the whole run.
         totals: of each worker, float64 [workers, len(TOTALS)].
+        metrics: the sums of the model's metrics over all workers, float64 [metrics].
         staleness: updates by how many others came between their pull and them, int64 [MAX_STALENESS + 1].
     """
 
     applied: int
     totals: np.ndarray
+    metrics: np.ndarray
     staleness: np.ndarray
 
     @property
@@ -41,25 +41,36 @@ class Counts(NamedTuple):
 
 
 class Counters:
-    """Lies on the device under which it is made. A float64 counts exactly up to 2^53."""
+    """Lies on the device under which it is made. A float64 counts exactly up to 2^53.
 
-    def __init__(self, num_workers: int) -> None:
+    The order: updates applied, the totals row by row, the metrics, the bins of staleness.
+
+    Attributes:
+        added: how many numbers an update adds.
+    """
+
+    def __init__(self, num_workers: int, num_metrics: int) -> None:
         self._shape = (num_workers, len(TOTALS))
-        size = 1 + num_workers * len(TOTALS) + MAX_STALENESS + 1
+        self._num_totals, self._num_metrics = num_workers * len(TOTALS), num_metrics
+        self._head = 1 + self._num_totals + num_metrics
+        self.added = 2 + len(TOTALS) + num_metrics
+        self._is_bin = np.arange(self.added)[:, None] == 1
+        size = self._head + MAX_STALENESS + 1
         self._values = tf.Variable(tf.zeros([size], tf.float64), trainable=False, name="counters")
 
     def restore(self, counts: Counts) -> None:
-        self._values.assign(np.concatenate([[counts.applied], counts.totals.ravel(), counts.staleness]))
+        parts = [np.array([counts.applied]), counts.totals.ravel(), counts.metrics, counts.staleness]
+        self._values.assign(np.concatenate(parts))
 
     def now(self) -> Counts:
         values = self._values.numpy()
-        totals, staleness = np.split(values[1:], [self._shape[0] * self._shape[1]])
-        return Counts(int(values[0]), totals.reshape(self._shape), staleness.astype(np.int64))
+        totals, metrics, staleness = np.split(values[1:], [self._num_totals, self._head - 1])
+        return Counts(int(values[0]), totals.reshape(self._shape), metrics, staleness.astype(np.int64))
 
     def indices(self, worker: tf.Tensor) -> tf.Tensor:
-        """Where the updates of a worker are counted, if none is stale: int64 [ADDED, 1]; made once for many updates."""
-        first_bin = 1 + self._shape[0] * self._shape[1]
-        return tf.concat([[0, first_bin], self._row(worker)], 0)[:, None]
+        """Where the updates of a worker are counted, if none is stale: int64 [added, 1]; made once for many updates."""
+        metrics = tf.range(1 + self._num_totals, self._head, dtype=tf.int64)
+        return tf.concat([[0, self._head], self._row(worker), metrics], 0)[:, None]
 
     def add(self, indices: tf.Tensor, staleness: tf.Tensor, added: tf.Tensor) -> None:
         """Counts one update.
@@ -67,10 +78,10 @@ class Counters:
         Args:
             indices: of its worker.
             staleness: how many updates came between its pull and it, int64.
-            added: float [ADDED]: `ONES`, and its loss, correct and examples.
+            added: float [self.added]: `ONES`, its loss and examples, and the changes of the metrics.
         """
         late = tf.clip_by_value(staleness, 0, MAX_STALENESS)
-        self._values.scatter_nd_add(indices + late * _IS_BIN, tf.cast(added, tf.float64))
+        self._values.scatter_nd_add(indices + late * self._is_bin, tf.cast(added, tf.float64))
 
     def _row(self, worker: tf.Tensor) -> tf.Tensor:
         return 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)
@@ -84,5 +95,10 @@ class Counters:
         return self._values.sparse_read(tf.concat([self._row(worker), [0]], 0))
 
     def heads(self) -> tf.Tensor:
-        """The updates applied and the totals row by row, float64."""
-        return self._values.sparse_read(tf.range(1 + self._shape[0] * self._shape[1]))
+        """The updates applied, the totals row by row, and the metrics, float64."""
+        return self._values.sparse_read(tf.range(self._head))
+
+    def split_heads(self, heads: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """The updates applied, the totals [workers, len(TOTALS)] and the metrics of what `heads` gives."""
+        totals, metrics = np.split(heads[1:], [self._num_totals])
+        return heads[0], totals.reshape(self._shape), metrics

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
+from tf2dist.data.layout import Layout
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
@@ -20,18 +21,15 @@ _published: dict[str, Any] = {}  # TensorFlow holds its Python functions by weak
 def publish(splits: Splits) -> None:
     """Makes the examples of this process readable for `remote_examples`."""
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    _published.update({_token(split): arrays.take for split, arrays in parts.items()})
+    _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
     publish_functions(_published)
 
 
-def remote_examples(split: str, index: tf.Tensor, image_shape: tuple[int, ...]) -> tuple[tf.Tensor, tf.Tensor]:
-    """In a graph: the published examples of `index`, an int32 tensor of any shape.
-
-    Returns:
-        images, uint8 [*index.shape, *image_shape], and labels, int32 [*index.shape].
-    """
-    images, labels = tf.raw_ops.PyFunc(input=[index], token=_token(split), Tout=[tf.uint8, tf.int32])
-    return tf.ensure_shape(images, index.shape.concatenate(image_shape)), tf.ensure_shape(labels, index.shape)
+def remote_examples(split: str, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
+    """In a graph: the leaves of the published examples of `index`, an int32 tensor of any shape."""
+    specs = layout.specs
+    taken = tf.raw_ops.PyFunc(input=[index], token=_token(split), Tout=[spec.dtype for spec in specs])
+    return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
 
 
 def _token(split: str) -> str:

@@ -26,9 +26,9 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_outputs, check_assigned
+from tf2dist.model.checks import advice_on_outputs, check_assigned, check_losses
 from tf2dist.model.evaluate import Evaluation, chunks
-from tf2dist.model.models import build_step
+from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
@@ -46,6 +46,7 @@ from tf2dist.training.loop import (
     WorkersAway,
     never,
     saved_facts,
+    shuffles,
     target_step,
 )
 
@@ -79,7 +80,8 @@ class AsyncLoop:
         self.target_step = last_step
         self.model = step.model
         self.restored_from = restored_from
-        self.advice = advice_on_outputs(step.trial)
+        self.metrics = step.metrics
+        self.advice = advice_on_outputs(step)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
         self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
@@ -88,7 +90,7 @@ class AsyncLoop:
         # What has been read from the counters so far.
         counts = origin.counts
         local_steps, examples = tuple(map(int, counts.steps)), origin.earlier_examples + counts.examples
-        self.progress = Progress(counts.applied, local_steps, examples, math.nan, math.nan)
+        self.progress = Progress(counts.applied, local_steps, examples, math.nan, np.array(counts.metrics))
         self._reported = counts.totals.sum(axis=0)
         self._changed_at = time.monotonic()
 
@@ -98,6 +100,7 @@ class AsyncLoop:
         config: RunConfig,
         cluster: Cluster,
         task: Task,
+        source: Source,
         splits: data.Splits,
         start: Snapshot | Weights | None,
         report: Report,
@@ -105,19 +108,28 @@ class AsyncLoop:
     ) -> "AsyncLoop":
         # The plan of the run. A mistake in it is told before any other host is called.
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
-        sharding = Sharding(len(splits.train), batch_size, num_workers, config.seed, whole_batch_loss=False)
+        sharding = Sharding(
+            len(splits.train),
+            batch_size,
+            num_workers,
+            config.seed,
+            whole_batch_loss=False,
+            shuffle=shuffles(source.plan),
+        )
         resumed = start if isinstance(start, Snapshot) else None
-        origin = Origin.of(resumed, sharding)
-        last_step = target_step(config, sharding, resumed)
+        last_step = target_step(config, source.plan, sharding, resumed)
 
         # The cluster.
         strategy = strategy or parameter_server_strategy(cluster, task)
         coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
         # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
-        step = build_step(config.model, splits, config.seed, strategy.scope())
-        check_assigned(config.model["name"], step.trial)
-        graphs = AsyncStep(config, step, splits.image_shape, sharding, list(map(int, origin.offsets)), last_step)
+        step, make_optimizer = build_step(source, splits, config, strategy.scope())
+        check_assigned(source.name, step.trial)
+        check_losses(source.name, step, num_replicas=1)
+        origin = Origin.of(resumed, sharding, step.metrics.size)
+        offsets, keeps_rate = list(map(int, origin.offsets)), not (source.plan and source.plan.has_hooks)
+        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, keeps_rate)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
@@ -132,12 +144,11 @@ class AsyncLoop:
         with tf.device(f"/job:{task.job}"):
             tf.identity(graphs.servers[0].counts())
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
-        sizes = {"test": len(splits.test), "validation": len(splits.validation)}
         return cls(
             config=config,
             cluster=cluster,
             coordinator=coordinator,
-            sizes=sizes,
+            sizes=splits.sizes(),
             report=report,
             origin=origin,
             step=step,
@@ -204,12 +215,12 @@ class AsyncLoop:
     def _read(self) -> int:
         """Reads the counters of the ps into `progress`; returns the updates admitted by the first."""
         counts = [server.counts().numpy() for server in self._graphs.servers]
-        totals = counts[0][2:].reshape(-1, len(TOTALS))
-        steps, loss, _, examples = new = totals.sum(axis=0)
+        _, totals, metrics = self._graphs.servers[0].counters.split_heads(counts[0][1:])
+        steps, loss, examples = new = totals.sum(axis=0)
         if not np.isfinite(loss):
             step = self._origin.earlier_steps + int(steps)
             raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
-        delta_steps, delta_loss, delta_correct, delta_examples = new - self._reported
+        delta_steps, delta_loss, _ = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
         if delta_steps > 0:
@@ -221,7 +232,7 @@ class AsyncLoop:
                 local_steps=tuple(map(int, totals[:, TOTALS.index("steps")])),
                 examples=self._origin.earlier_examples + int(examples),
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
-                accuracy=float(delta_correct / delta_examples) if delta_examples else before.accuracy,
+                metrics=metrics,
             )
             self._report(self.progress)
         self._reported = new
@@ -232,11 +243,11 @@ class AsyncLoop:
         parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
         ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
         sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
-        total = np.zeros(3)
+        total = np.zeros(1 + self.metrics.size)
         for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
             total += part
             heartbeat.progress()
-        return Evaluation.of_sums(total, self._sizes[split])
+        return Evaluation.of_sums(self.metrics, total, self._sizes[split])
 
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step is another counter of the ps."""
@@ -269,8 +280,8 @@ class AsyncLoop:
         """That of the first ps; the others have equal ones."""
         return self._graphs.servers[0].optimizer
 
-    def finish(self, accuracy: float | None) -> None:
-        say_farewell(self._cluster, {"final_accuracy": accuracy}, FAREWELL_TIMEOUT_SECS)
+    def finish(self, result: Evaluation | None) -> None:
+        say_farewell(self._cluster, {"final": result.headline if result else None}, FAREWELL_TIMEOUT_SECS)
 
     def abandon(self, reason: str) -> None:
         say_farewell(self._cluster, {"failure": reason}, FAREWELL_TIMEOUT_SECS)

@@ -7,6 +7,7 @@ inlined, each is a single node of the worker's graph however many operations it 
 the time of a step and divides that of tracing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,10 +16,9 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_clipping
-from tf2dist.model.models import build_optimizer
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
-from tf2dist.training.asynchronous.counters import ADDED, Counters, Counts
+from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
@@ -56,10 +56,12 @@ class ParameterServer:
     Args:
         device: of the ps.
         trainable, state: those variables of the model that lie there.
-        optimizer: name and arguments; clipping by the global norm and scaling of the loss are the worker's
-            tasks, which alone sees all gradients and computes them.
+        make_optimizer: clipping by the global norm and scaling of the loss are the worker's tasks, which alone
+            sees all gradients and computes them.
+        name: of the optimizer, for messages.
         num_workers: that push.
-        total_steps: updates in the whole run, for a learning rate schedule.
+        num_metrics: numbers that every update adds to the sums of the metrics.
+        keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class ParameterServer:
         device: str,
         trainable: list[keras.Variable],
         state: list[keras.Variable],
-        optimizer: dict[str, Any],
+        make_optimizer: Callable[[], keras.Optimizer],
+        name: str,
         num_workers: int,
-        total_steps: int,
+        num_metrics: int,
+        keeps_rate: bool = True,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -83,16 +87,16 @@ class ParameterServer:
         self.pull_layout = PullLayout(self.variables)
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
-            self.counters = Counters(num_workers)
-            self.optimizer = build_optimizer(optimizer, total_steps)
-            check_clipping(optimizer["name"], self.optimizer)
+            self.counters = Counters(num_workers, num_metrics)
+            self.optimizer = make_optimizer()
+            check_clipping(name, self.optimizer)
             self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self._number = UpdateNumber()
             count_updates_in(self.optimizer, self._number)
             self.optimizer.build(trainable)
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
-            if self._lock is None:  # no optimizer with a kernel changes its rate
+            if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
         self.pull = self._on_device(self._pull)
         self.worker_totals = self._on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
@@ -100,7 +104,7 @@ class ParameterServer:
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
-        return PushLayout([*self.trainable, *(v for v in self.state if id(v) in decays)])
+        return PushLayout([*self.trainable, *(v for v in self.state if id(v) in decays)], self.counters.added)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`.
@@ -111,7 +115,11 @@ class ParameterServer:
         self._push_layout = self.push_layout(decays)
         changing = self._push_layout.variables[len(self.trainable) :]
         self._state_updates: list[StateUpdate] = [state_update(v.value, decays[id(v)]) for v in changing]
-        signature = self._push_layout.spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        signature = (
+            self._push_layout.spec,
+            tf.TensorSpec([self.counters.added, 1], tf.int64),
+            tf.TensorSpec([], tf.int64),
+        )
         self.push = self._on_device(self._push, *signature)
         self.exchange = self._on_device(self._exchange, *signature)
 
@@ -172,7 +180,7 @@ class ParameterServer:
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 
     def _counts(self) -> tf.Tensor:
-        """Everything the coordinator watches, float64: admitted, applied, and the totals row by row."""
+        """Everything the coordinator watches, float64: admitted, and the heads of the counters."""
         admitted = tf.cast(self.admitted.read_value(), tf.float64)
         return tf.concat([[admitted], self.counters.heads()], 0)
 

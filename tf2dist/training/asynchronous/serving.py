@@ -60,7 +60,7 @@ def serve(
     profile.finish()
     if "failure" in farewell:
         raise TaskLostError(f"{chief} has failed: {farewell['failure']}")
-    if farewell["final_accuracy"] is None:
+    if farewell["final"] is None:
         raise Interrupted(signal.SIGTERM)
     return farewell
 

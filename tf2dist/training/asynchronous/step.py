@@ -7,7 +7,6 @@ call, so the variables are packed (see `vectors`).
 """
 
 import functools
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -15,11 +14,12 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.model.evaluate import chunk_size
-from tf2dist.model.step import Batch, ModelStep, batches_without_padding, step_seed
+from tf2dist.model.recurrence import decay_of
+from tf2dist.model.source import MakeOptimizer
+from tf2dist.model.step import ModelStep, batches_without_padding, step_place
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import remote_examples
-from tf2dist.training.asynchronous.recurrence import decay_of
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
@@ -40,22 +40,24 @@ class AsyncStep:
         step: of a model whose variables lie on parameter servers.
         sharding: of the training set.
         offsets: of each worker, from the steps that the ps have counted to those of its input.
+        make_optimizer: for each ps.
         total_steps: updates in the whole run.
+        keeps_rate: see `ParameterServer`.
     """
 
     def __init__(
         self,
         config: RunConfig,
         step: ModelStep,
-        image_shape: tuple[int, ...],
+        make_optimizer: MakeOptimizer,
         sharding: Sharding,
         offsets: list[int],
         total_steps: int,
+        keeps_rate: bool = True,
     ) -> None:
         self._config, self.sharding = config, sharding
         self._step = step
-        self._image_shape = image_shape
-        self.evaluated_at_once = chunk_size(sharding.batch_size, image_shape)
+        self.evaluated_at_once = chunk_size(sharding.batch_size, step.layout)
         self._offsets = offsets
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
@@ -63,9 +65,11 @@ class AsyncStep:
                 device,
                 [v for v in self._step.trainable if v.value.device == device],
                 [v for v in self._step.state if v.value.device == device],
-                config.optimizer,
+                functools.partial(make_optimizer, total_steps),
+                config.optimizer["name"],
                 sharding.num_shards,
-                total_steps,
+                step.metrics.size,
+                keeps_rate,
             )
             for device in sorted({v.value.device for v in everything})
         ]
@@ -81,7 +85,7 @@ class AsyncStep:
         # A worker that was lost begins again where its updates ended.
         taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
         first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
-        take = functools.partial(remote_examples, "train", image_shape=self._image_shape)
+        take = functools.partial(remote_examples, "train", layout=self._step.layout)
         return blocks(take, self.sharding, worker, num_steps, first_step)
 
     def train_function(self, num_steps: int) -> Any:
@@ -92,14 +96,14 @@ class AsyncStep:
             before = self.servers[0].worker_totals(worker)
             indices = self.servers[0].counters.indices(worker)
             with tf.device("CPU:0"):
-                batches = batches_without_padding(next(iterator), num_steps)
+                batches = list(batches_without_padding(next(iterator), num_steps))
             losses = []
             pulled = [server.pull() for server in self.servers]
             for number, batch in enumerate(batches, 1):
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
-                    on_device = [tf.identity(part) for part in batch]
-                    pushes, loss = self._compute(pulled, *on_device, worker)
+                    on_device = [tf.identity(leaf) for leaf in batch]
+                    pushes, loss = self._compute(pulled, on_device, worker)
                 last = number == num_steps
                 pulled = [
                     (server.push if last else server.exchange)(push, indices, limit)
@@ -108,24 +112,20 @@ class AsyncStep:
                 losses.append(loss)
             self._log(worker, before, tf.reduce_mean(losses))
 
+        shape = [num_steps, self.sharding.batch_size]
         signature = (
-            tf.data.IteratorSpec(self._batch_specs(num_steps, self.sharding.batch_size)),
+            tf.data.IteratorSpec((*self._step.layout.batched(*shape), tf.TensorSpec(shape, tf.float32))),
             tf.TensorSpec([], tf.int64),
         )
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
 
-    def _batch_specs(self, *shape: int | None) -> tuple[tf.TensorSpec, ...]:
-        """Of images, labels and weights."""
-        parts = ([*shape, *self._image_shape], tf.uint8), ([*shape], tf.int32), ([*shape], tf.float32)
-        return tuple(itertools.starmap(tf.TensorSpec, parts))
-
     def evaluate_function(self, split: str) -> Any:
-        """``function(first, last)``: the sums over that range of examples, float64 [3]."""
+        """``function(first, last)``: the sums over that range of examples; see `ModelStep.evaluate`."""
 
         def evaluate(first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
             values, _ = self._unpack([server.pull() for server in self.servers])
-            examples = remote_examples(split, tf.range(first, last), self._image_shape)
-            return self._step.evaluate(*self._inputs(values), *examples)
+            examples = remote_examples(split, tf.range(first, last), self._step.layout)
+            return self._step.evaluate(*self._inputs(values), examples)
 
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar)
@@ -137,16 +137,15 @@ class AsyncStep:
         else:
             compute = as_one_node(self._compute_step)
         pulled = [server.pull_layout.spec for server in self.servers]
-        return compute.get_concrete_function(pulled, *self._batch_specs(None), tf.TensorSpec([], tf.int64))
+        return compute.get_concrete_function(pulled, self._step.layout.batched(None), tf.TensorSpec([], tf.int64))
 
     def _compute_step(
-        self, pulled: list[tf.Tensor], images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, worker: tf.Tensor
+        self, pulled: list[tf.Tensor], leaves: list[tf.Tensor], worker: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
         values, counts = self._unpack(pulled)
         trainable, state = self._inputs(values)
-        seed = step_seed(self._config.seed, worker, counts[0].value())
-        output = self._step(trainable, state, Batch(images, labels, weights), seed)
+        output = self._step(trainable, state, leaves, step_place(worker, counts[0].value()))
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)

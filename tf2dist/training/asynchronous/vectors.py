@@ -13,8 +13,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.step import Packing
-from tf2dist.training.asynchronous.counters import ADDED, ONES
+from tf2dist.model.packing import Packing
+from tf2dist.training.asynchronous.counters import ONES
 
 COUNT = 2  # float32 that carry a float64
 
@@ -57,7 +57,7 @@ class Pushed(NamedTuple):
     Attributes:
         changes: gradients, and terms of the state.
         pulled_at: the count of the pull that the changes are made from, int64.
-        added: float32 [ADDED], see `Counters.add`.
+        added: float32, see `Counters.add`.
     """
 
     changes: list[tf.Tensor]
@@ -93,12 +93,15 @@ class PushLayout:
     Attributes:
         variables: whose changes are pushed, in the order of the vector.
         spec: of the vector.
+
+    Args:
+        added: how many numbers an update adds to the counters.
     """
 
-    def __init__(self, variables: list[keras.Variable]) -> None:
-        self.variables = variables
+    def __init__(self, variables: list[keras.Variable], added: int) -> None:
+        self.variables, self._added = variables, added
         self._packing = Packing(variables)
-        self.spec = tf.TensorSpec([self._packing.size + COUNT + ADDED], tf.float32)
+        self.spec = tf.TensorSpec([self._packing.size + COUNT + added], tf.float32)
 
     def pack(self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor) -> tf.Tensor:
         """The vector of one update.
@@ -106,10 +109,10 @@ class PushLayout:
         Args:
             changes: of `variables`.
             pulled_at: as it was pulled.
-            sums: float32 [3], the step's loss, correct and examples.
+            sums: float32, of `StepOutput`: the loss, the examples, the changes of the metrics.
         """
         return self._packing.pack(changes, pulled_at.bits, ONES, sums)
 
     def unpack(self, vector: tf.Tensor) -> Pushed:
-        changes, (bits, added) = self._packing.unpack(vector, COUNT, ADDED)
+        changes, (bits, added) = self._packing.unpack(vector, COUNT, self._added)
         return Pushed(changes, tf.cast(PackedCount(bits).value(), tf.int64), added)

@@ -23,15 +23,25 @@ from tf2dist.checkpoint.state import (
 )
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_outputs, check_compiled, check_last_batch, check_state
+from tf2dist.model.checks import advice_on_outputs, check_compiled, check_last_batch, check_losses, check_state
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
-from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.call_size import steps_of_a_call
-from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report, never, saved_facts, target_step
+from tf2dist.training.loop import (
+    PauseRequest,
+    PauseRequests,
+    Progress,
+    Report,
+    never,
+    saved_facts,
+    shuffles,
+    target_step,
+)
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -87,13 +97,15 @@ class SyncLoop:
         self.model = step.model
         self.optimizer = optimizer
         self.restored_from = restored_from
-        self.advice = advice_on_outputs(step.trial)
+        self.metrics = step.metrics
+        self.advice = advice_on_outputs(step)
         self._counted = counter_of(optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = tf.function(step.evaluate, autograph=False)
         self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
         self._own_secs = 0.0  # for a step of this worker; 0 while unknown
-        self.progress = Progress(origin.step, self._local_steps(origin.step), origin.examples, math.nan, math.nan)
+        none = np.zeros(step.metrics.size)
+        self.progress = Progress(origin.step, self._local_steps(origin.step), origin.examples, math.nan, none)
 
     @classmethod
     def build(
@@ -101,6 +113,7 @@ class SyncLoop:
         config: RunConfig,
         cluster: Cluster,
         task: Task,
+        source: Source,
         splits: data.Splits,
         start: Snapshot | Weights | None,
         report: Report,
@@ -109,18 +122,25 @@ class SyncLoop:
         # The other workers, and what all share: the snapshot that the leader has read, the plan of the run.
         workers = Workers.join(config, cluster, task, strategy)
         batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
-        sharding = Sharding(len(splits.train), batch_size, workers.num_replicas, config.seed, whole_batch_loss=True)
+        sharding = Sharding(
+            len(splits.train),
+            batch_size,
+            workers.num_replicas,
+            config.seed,
+            whole_batch_loss=True,
+            shuffle=shuffles(source.plan),
+        )
         start = workers.share(start)
         resumed = start if isinstance(start, Snapshot) else None
         origin = _Origin.of(resumed, sharding, workers.count)
-        last_step = target_step(config, sharding, resumed)
+        last_step = target_step(config, source.plan, sharding, resumed)
         all_reduce = workers.all_reduce(config.cluster.all_reduce)
 
         # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
         # all that it does in a single process. What must be equal everywhere is made so here and in each step.
-        step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
-        _check(config, step, sharding, workers.num_replicas)
-        optimizer = build_optimizer(config.optimizer, last_step)
+        step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+        _check(source.name, config, step, sharding, workers.num_replicas)
+        optimizer = make_optimizer(last_step)
         optimizer.build(step.trainable)
         # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
         step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
@@ -161,7 +181,8 @@ class SyncLoop:
             # These numbers are summed over all replicas with the gradients: all workers learn of a request at the same
             # step, and of the mean of their times.
             shared = [*pause_request().to_floats(), self._own_secs / self._workers.num_replicas]
-            loss, correct, examples, *requests, secs = self._graphs.take(count, shared)
+            loss, examples, *rest = self._graphs.take(count, shared)
+            metrics, requests, secs = np.array(rest[: self.metrics.size]), rest[self.metrics.size : -1], rest[-1]
             requested = PauseRequest.of_sums(requests)
             self._secs_per_step = secs / count
             self._own_secs = (time.monotonic() - started) / count
@@ -173,7 +194,7 @@ class SyncLoop:
                 local_steps=self._local_steps(step),
                 examples=self.progress.examples + int(examples),
                 loss=float(loss / count),
-                accuracy=float(correct / examples),
+                metrics=self.progress.metrics + metrics,
             )
             self._log(count)
             self._report(self.progress)
@@ -199,14 +220,15 @@ class SyncLoop:
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
-        arrays = getattr(self._splits, split)
+        arrays: Arrays = getattr(self._splits, split)
         trainable, state = self._step.values()
-        sums = np.zeros(3)
-        size = chunk_size(self.sharding.batch_size, self._splits.image_shape)
+        sums = np.zeros(1 + self.metrics.size)
+        size = chunk_size(self.sharding.batch_size, self._splits.layout)
         for first, last in chunks(len(arrays), size, self._workers.index, self._workers.count):
-            sums += self._evaluate(trainable, state, arrays.images[first:last], arrays.labels[first:last]).numpy()
+            part = [tf.constant(leaf) for leaf in arrays[first:last].leaves]
+            sums += self._evaluate(trainable, state, part).numpy()
             heartbeat.progress()
-        return Evaluation.of_sums(self._workers.add_up(sums), len(arrays))
+        return Evaluation.of_sums(self.metrics, self._workers.add_up(sums), len(arrays))
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
@@ -230,16 +252,17 @@ class SyncLoop:
     def histograms(self) -> dict[str, np.ndarray]:
         return {}
 
-    def finish(self, accuracy: float | None) -> None:
+    def finish(self, result: Evaluation | None) -> None:
         self._workers.wait_for_all()
-        if accuracy is not None:
-            print(f"worker={self._workers.index}, final accuracy={accuracy:.4f}", flush=True)
+        if result:
+            name, value = result.headline
+            print(f"worker={self._workers.index}, final {name}={value:.4f}", flush=True)
         self._workers.leave_last()
 
 
-def _check(config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
+def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
     """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
-    name = config.model["name"]
+    check_losses(name, step, num_replicas)
     check_state(name, step.state)
     check_compiled(name, step.model, config.devices.xla and num_replicas > 1)
     check_last_batch(name, step.model, sharding.num_examples % sharding.global_batch_size, num_replicas)

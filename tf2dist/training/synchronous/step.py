@@ -14,12 +14,12 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import Sharding, batches, of_arrays
 from tf2dist.errors import TaskLostError
-from tf2dist.model.step import Batch, ModelStep, Packing, step_seed, without_padding
+from tf2dist.model.packing import Packing
+from tf2dist.model.step import Batch, ModelStep, step_place, without_padding
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.workers import Workers
 
 SHARED = 3  # numbers that every worker shares with the others in each call
-SUMS = 3 + SHARED  # loss, correct and examples of the steps, and the shared numbers
 
 
 class SyncStep:
@@ -50,17 +50,18 @@ class SyncStep:
         begin_step: int,
         begin_position: int,
     ) -> None:
-        self._seed, self._workers, self._strategy = config.seed, workers, workers.strategy
+        self._workers, self._strategy = workers, workers.strategy
         self._step, self._optimizer, self._all_reduce = step, optimizer, all_reduce
         self._train, self.sharding, self._begin_position = train, sharding, begin_position
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self._packing = Packing([*step.trainable, *step.state])
+        self._num_sums = 2 + step.metrics.size + SHARED
         self._iterator = iter(self._strategy.distribute_datasets_from_function(self._dataset))
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, num_steps: int, shared: list[float]) -> np.ndarray:
-        """Takes steps; returns the sums of loss, correct, examples and `shared` over these steps and all replicas.
+        """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, `shared`.
 
         Args:
             shared: SHARED numbers of this worker.
@@ -89,24 +90,25 @@ class SyncStep:
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
 
     def _steps(self, iterator: Any, num_steps: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
-        """See `take`; returns float64 [SUMS]."""
+        """See `take`; returns float64 [num_sums]."""
 
         def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            per_replica = self._strategy.run(self._replica_step, args=(*next(iterator), shared))
+            per_replica = self._strategy.run(self._replica_step, args=(next(iterator), shared))
             reduced = self._strategy.experimental_local_results(per_replica)[0]
             return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
 
-        start = tf.constant(0), tf.zeros([SUMS], tf.float64)
+        start = tf.constant(0), tf.zeros([self._num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
 
-    def _replica_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
+    def _replica_step(self, element: tuple[tf.Tensor, ...], shared: tf.Tensor) -> tf.Tensor:
         """One step of one replica; returns the sum over all replicas of what each contributes, packed."""
         trainable, state = self._step.values()
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        seed = step_seed(self._seed, replica, self.applied.read_value())
-        batch = without_padding(Batch(images, labels, weights))
-        output = self._compute(trainable, state, batch, seed)
+        place = step_place(replica, self.applied.read_value())
+        *leaves, weights = element
+        batch = without_padding(Batch(leaves, weights))
         share = tf.reduce_sum(batch.weights)  # this replica's share of the step's examples; all shares add up to 1
+        output = self._compute(trainable, state, batch.leaves, place, share)
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
         return self._reduced(self._packing.pack([*output.gradients, *changes], output.sums, shared))
 
@@ -116,8 +118,8 @@ class SyncStep:
         return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
 
     def _apply(self, reduced: tf.Tensor) -> tf.Tensor:
-        """The same update on every worker; returns the sums that came with it, float32 [SUMS]."""
-        tensors, (sums,) = self._packing.unpack(reduced, SUMS)
+        """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
+        tensors, (sums,) = self._packing.unpack(reduced, self._num_sums)
         gradients, changes = tensors[: len(self._step.trainable)], tensors[len(self._step.trainable) :]
         for variable, change in zip(self._step.state, changes, strict=True):  # of the call, before the optimizer
             variable.value.assign_add(change)

@@ -1,0 +1,56 @@
+"""Trees of arrays as Keras takes them, and their leaves in one order."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Tree = Any  # an array, or dicts, lists and tuples of arrays; None where there is nothing
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    """What stands at the ends of a tree, without None; dicts in the order of their sorted keys, as in Keras."""
+    return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+class Layout:
+    """Where the leaves of an example stand in (x, y, sample_weight).
+
+    Attributes:
+        specs: of each leaf of one example, without the dimension of the batch.
+
+    Args:
+        examples: the tree (x, y, sample_weight) of arrays [n, ...].
+    """
+
+    def __init__(self, examples: tuple[Tree, Tree, Tree]) -> None:
+        self._tree = keras.tree.map_structure(lambda leaf: leaf is not None, examples)
+        self.specs = [tf.TensorSpec(leaf.shape[1:], _dtype_of(leaf)) for leaf in leaves_of(examples)]
+
+    def pack(self, leaves: list[Any]) -> tuple[Tree, Tree, Tree]:
+        """The tree (x, y, sample_weight) of these leaves."""
+        left = iter(leaves)
+        x, y, sample_weight = keras.tree.map_structure(lambda is_leaf: next(left) if is_leaf else None, self._tree)
+        return x, y, sample_weight
+
+    def batched(self, *shape: int | None) -> list[tf.TensorSpec]:
+        """The specs of a batch; `shape`: the dimensions before those of an example."""
+        return [tf.TensorSpec([*shape, *spec.shape], spec.dtype) for spec in self.specs]
+
+    def symbolic(self) -> tuple[Tree, Tree, Tree]:
+        """A batch of Keras' symbolic tensors."""
+        return self.pack([keras.KerasTensor((None, *spec.shape), spec.dtype.name) for spec in self.specs])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self._tree, self.specs) == (other._tree, other.specs)
+
+    def __str__(self) -> str:
+        shown = [f"{spec.dtype.name} [{', '.join(map(str, ['n', *spec.shape]))}]" for spec in self.specs]
+        return str(self.pack(shown))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _dtype_of(array: np.ndarray) -> tf.DType:
+    return tf.string if array.dtype.kind in "SU" else tf.as_dtype(array.dtype)

@@ -1,0 +1,62 @@
+"""The metrics of a compiled model as sums, which workers can add up.
+
+A Keras metric keeps sums over the examples in its variables. A worker begins every step with zeros there, so what
+stands there after its update is what the step has added. Added up over all workers and given back to the metric,
+they yield the result over all examples, whoever has seen them.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.process.tf_internals import loss_tracker_of
+
+Results = dict[str, float]
+
+
+class Metrics:
+    """The metrics of a model, all of them built.
+
+    Attributes:
+        loss_tracker: the metric of the loss.
+        variables: of all metrics, in the order of the sums.
+        size: how many numbers they hold.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.loss_tracker = loss_tracker_of(model)
+        self.variables: list[keras.Variable] = list(model.metrics_variables)
+        self._sizes = [int(np.prod(v.shape)) for v in self.variables]
+        self.size = sum(self._sizes)
+
+    def zeros(self) -> list[tf.Tensor]:
+        """What the variables hold before the first example."""
+        return [tf.zeros(v.shape, v.dtype) for v in self.variables]
+
+    def changes(self, scope: keras.StatelessScope) -> tf.Tensor:
+        """What has been added in a scope that began with `zeros`, float32 [size]."""
+        values = [scope.get_current_value(v) for v in self.variables]
+        return tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in values], 0)
+
+    def results(self, totals: np.ndarray) -> Results:
+        """The metrics by name, the loss among them.
+
+        Args:
+            totals: the sums over some examples, [size]; 0 for none, which gives NaN or what the metric itself gives.
+        """
+        parts = np.split(totals, np.cumsum(self._sizes)[:-1])
+        mapping = [
+            (v, tf.constant(part.reshape(v.shape), v.dtype)) for v, part in zip(self.variables, parts, strict=True)
+        ]
+        with keras.StatelessScope(mapping):
+            found = self._model.get_metrics_result()
+        return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a list of the numbers of a metric that gives several."""
+    array = keras.ops.convert_to_numpy(value)
+    return float(array) if array.ndim == 0 else array.tolist()

@@ -1,0 +1,33 @@
+"""How a run is cut into epochs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """As `keras.Model.fit` cuts a run: after every epoch stand its metrics, its validation, its callbacks.
+
+    Attributes:
+        epochs: the number of the epoch before which the run ends, counted from 0 like `initial_epoch`.
+        steps_per_epoch: global steps; None: one pass over the data by the whole cluster.
+        validation_freq: validate after every so many epochs, or after those of these numbers, counted from 1.
+        validation_batch_size: None: as many examples at once as is fast.
+        validation_steps: batches to validate on; None: all.
+        shuffle: whether every epoch has a permutation of its own.
+        has_hooks: whether callbacks of the calling process follow the run.
+    """
+
+    epochs: int = 1
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_freq: int | tuple[int, ...] = 1
+    validation_batch_size: int | None = None
+    validation_steps: int | None = None
+    shuffle: bool = True
+    has_hooks: bool = True
+
+    def validates(self, epoch: int) -> bool:
+        """Whether there is a validation after an epoch, counted from 0."""
+        if isinstance(self.validation_freq, int):
+            return (epoch + 1) % self.validation_freq == 0
+        return epoch + 1 in self.validation_freq

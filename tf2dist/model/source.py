@@ -1,0 +1,133 @@
+"""Where the model, the optimizer and the data of a run come from: the names of a configuration, or a call of `fit`."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import keras
+
+from tf2dist import data
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.data.layout import Layout
+from tf2dist.errors import ConfigError
+from tf2dist.model import checks
+from tf2dist.model.models import build_model, build_optimizer
+from tf2dist.model.plan import EpochPlan
+from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import learning_rate_of
+
+MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
+
+
+class Source(Protocol):
+    """What is trained, made anew in every task's process.
+
+    Attributes:
+        name: of the model, for messages.
+        plan: of the epochs; None for a run of so many steps.
+    """
+
+    name: str
+    plan: EpochPlan | None
+
+    def load(self) -> Splits:
+        """The data, or this task's view of it."""
+
+    def build(self, splits: Splits) -> keras.Model:
+        """A new model, compiled or not; of equal weights in every process that has set the same random seed."""
+
+
+class Registered:
+    """What the options `model` and `data` name."""
+
+    plan: EpochPlan | None = None
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.name = str(config.model["name"])
+
+    def load(self) -> Splits:
+        return data.load(self._config.data)
+
+    def build(self, splits: Splits) -> keras.Model:
+        return build_model(self._config.model, splits)
+
+
+def build_step(
+    source: Source, splits: Splits, config: RunConfig, scope: AbstractContextManager[Any]
+) -> tuple[ModelStep, MakeOptimizer]:
+    """Builds the model within `scope`, which places its variables, and checks what a traced step of it shows.
+
+    Raises:
+        ConfigError: unknown name or argument, or the model does not fit the data.
+    """
+    with scope:
+        model = built_model(source, splits, config.seed)
+    is_compiled = model.compiled
+    if is_compiled:
+        make_optimizer = _copies_of(model.optimizer, source.name)
+    else:
+        compile_classifier(source.name, model, splits.num_classes)
+
+        def make_optimizer(total_steps: int) -> keras.Optimizer:
+            return build_optimizer(config.optimizer, total_steps)
+
+    model.optimizer = None  # its variables would count as those of the model
+    step = ModelStep(model, splits.layout)
+    if not is_compiled:
+        checks.check_outputs(source.name, step.trial, int(splits.num_classes or 0))
+    checks.check_metrics(source.name, step)
+    checks.check_strangers(source.name, step.trial)
+    return step, make_optimizer
+
+
+def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
+    """A model that has all its variables; the same seed gives the same weights everywhere.
+
+    Raises:
+        ConfigError: it is no model that can be trained here.
+    """
+    keras.utils.set_random_seed(seed)
+    model = source.build(splits)
+    checks.check_model(source.name, model)
+    checks.check_inputs(source.name, model, splits.layout)
+    if not model.built:
+        _call_symbolically(model, splits.layout)
+    checks.check_trainable(source.name, model)
+    return model
+
+
+def _call_symbolically(model: keras.Model, layout: Layout) -> None:
+    """Makes the variables of a subclass and its layers."""
+    x, _, _ = layout.symbolic()
+    model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
+
+
+def compile_classifier(name: str, model: keras.Model, num_classes: int | None) -> None:
+    """Compiles a model that gives the logits of classes.
+
+    Raises:
+        ConfigError: the data has no classes.
+    """
+    if num_classes is None:
+        raise ConfigError(f"model ({name}): is not compiled, and the data has no classes; compile it with its loss")
+    model.compile(
+        optimizer="sgd",  # it has to be some optimizer; which one is trained with is decided elsewhere
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+
+
+def _copies_of(optimizer: keras.Optimizer, name: str) -> MakeOptimizer:
+    """Makes optimizers like that of a compiled model, without its state.
+
+    Raises:
+        ConfigError: it is of no kind that can be used here.
+    """
+    checks.check_optimizer(name, optimizer)
+    config = optimizer.get_config()
+    schedule = learning_rate_of(optimizer)
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        config["learning_rate"] = schedule  # the object itself: its class may be the user's own
+    return lambda total_steps: type(optimizer).from_config(dict(config))
