@@ -8,6 +8,7 @@ import pty
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked
 from tf2dist.messages import Progress
 
-PROGRESS = Progress("chief-0", step=1200, target_step=2750, loss=0.31213, accuracy=0.9)
+PROGRESS = Progress("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})
 
 
 def all_of(descriptor: int) -> str:
@@ -100,6 +101,24 @@ def test_result_lines() -> None:
     assert "test accuracy 0.9775, loss 0.0700 over 10,000 examples" in text
     small = {"cluster": {"worker": 1, "ps": 0}, "global_step": 1, "steps_per_sec": 0.25, "examples_per_sec": 2.5}
     assert "mnist: 1 worker, 1 step at 0.25/s (2.5 examples/s)" in console.result_lines(summary | small, "x")
+
+
+EVALUATIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"test_mae": 0.5, "test_loss": 1.25, "test_examples": 442, "validation_loss": 3.0, "validation_examples": 9},
+        "test loss 1.2500, mae 0.5000 over 442 examples\n",
+    ),
+    (
+        {"validation_accuracy": 0.9, "validation_loss": 3.0, "validation_per_class": [0.5], "validation_examples": 9},
+        "validation accuracy 0.9000, loss 3.0000 over 9 examples\n",
+    ),
+    ({"validation_accuracy": None}, ""),
+]
+
+
+@pytest.mark.parametrize(("summary", "line"), EVALUATIONS)
+def test_the_metrics_of_the_last_evaluation(summary: dict[str, Any], line: str) -> None:
+    assert console.last_evaluation(summary) == line
 
 
 def test_a_full_disk_behind_it_is_no_reason_to_stop() -> None:

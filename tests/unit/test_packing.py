@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tf2dist import messages
-from tf2dist.messages import Alive, Event, Ready, Result, Saved, Stalled, Standing, Start, ToLauncher, ToServer
+from tf2dist.messages import Alive, Event, Progress, Ready, Result, Saved, Stalled, Standing, Start, ToLauncher, ToServer
 from tf2dist.packing import VERSION, MessageError, VersionError, pack, unpack
 
 MESSAGES = [
@@ -15,6 +15,7 @@ MESSAGES = [
     Standing("worker-0", 30, "load (mine.py:3)", is_users=True),
     Stalled("worker-0", 30, "load (mine.py:3)", is_users=True),
     Saved("chief-0", 7, stopping=False),
+    Progress("chief-0", 7, 20, {"loss": 0.5, "mae": float("inf")}),
     Result("chief-0", {"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}),
     Ready(isolated=True, ports=(2222, 2223)),
     Start("ps-0", "module:function", {"any": ["json"]}, {"A": "b"}, "ps-0.log", None),
@@ -73,14 +74,15 @@ def test_another_version_is_told_as_such(version: Any) -> None:
 
 def test_a_number_may_lack_its_point() -> None:
     progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
-    found = unpack(json.dumps(progress | {"loss": 1, "accuracy": 0}).encode(), Event)
-    assert (found, type(found.loss)) == (messages.Progress("t", 1, 2, 1.0, 0.0), float)
+    found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
+    assert found == Progress("t", 1, 2, {"loss": 1.0, "mae": 0.0})
+    assert {type(value) for value in found.metrics.values()} == {float}
 
 
 def test_a_number_without_end_is_refused() -> None:
-    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "accuracy": 0}
-    with pytest.raises(MessageError, match=r"Progress\.loss"):
-        unpack(json.dumps(progress | {"loss": 10**400}).encode(), Event)
+    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
+    with pytest.raises(MessageError, match=r"Progress\.metrics"):
+        unpack(json.dumps(progress | {"metrics": {"loss": 10**400}}).encode(), Event)
 
 
 def test_a_task_says_everything_in_its_own_name() -> None:
@@ -92,7 +94,7 @@ def test_a_task_says_everything_in_its_own_name() -> None:
         lambda: to_launcher.standing(30.7, "f", False),
         lambda: to_launcher.stalled(600.2, "f", True),
         lambda: to_launcher.began(3),
-        lambda: to_launcher.progress(1, 2, 0.5, 0.25),
+        lambda: to_launcher.progress(1, 2, {"loss": 0.5}),
         lambda: to_launcher.status("a"),
         lambda: to_launcher.note("b"),
         lambda: to_launcher.warn("c"),

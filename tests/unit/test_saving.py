@@ -32,15 +32,18 @@ def facts(step: int) -> Facts:
     )
 
 
-# Of `facts(3)`, in every version since the keras settings are there.
+# Of `facts(3)`, in every version since the data may stay in their order.
 IN_THE_FILE = (
     '"mode": "sync", "local_steps": [3, 3], "target_step": 20, "examples": 30, '
     '"input": {"sharding": {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, '
-    '"whole_batch_loss": true}, "positions": [3, 3]}, "data": "digits", '
+    '"whole_batch_loss": true, "shuffle": true}, "positions": [3, 3]}, "data": "digits", '
     '"model": {"name": "dnn", "hidden_units": [300, 50]}, '
     '"optimizer": {"name": "sgd", "learning_rate": 0.01, "clipnorm": null}, "seed": 0, '
     '"keras": {"floatx": "float32", "image_data_format": "channels_last", "epsilon": 1e-07}'
 )
+
+
+OF_SHUFFLED = b', "shuffle": true'
 
 
 def snapshot(step: int) -> Snapshot:
@@ -80,6 +83,14 @@ def test_a_snapshot_travels_as_bytes() -> None:
     assert isinstance(found, Snapshot)
     assert_same(found, snapshot(7))
     assert to_bytes(snapshot(3)).partition(b"\n")[0].decode() == f"[3, {{{IN_THE_FILE}}}]"
+
+
+def test_a_snapshot_of_an_older_version_was_shuffled() -> None:
+    packed = to_bytes(snapshot(7))
+    assert packed.count(OF_SHUFFLED) == 1
+    found = from_bytes(packed.replace(OF_SHUFFLED, b""))
+    assert isinstance(found, Snapshot)
+    assert_same(found, snapshot(7))
 
 
 def test_weights_travel_as_bytes_and_stay_weights() -> None:
