@@ -29,7 +29,9 @@ from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training.asynchronous import serving
 from tf2dist.training.asynchronous.examples import publish
 from tf2dist.training.asynchronous.loop import AsyncLoop
+from tf2dist.training.epochs import EpochDriver
 from tf2dist.training.evaluator import Evaluator, follow
+from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
@@ -45,12 +47,14 @@ def run_task(
     run_dir: Path,
     to_launcher: ToLauncher,
     started_at: float,
+    hooks: Hooks,
 ) -> None:
     """Does what `task` has to do in `cluster`; the leader writes the result into `run_dir`.
 
     Args:
         to_launcher: takes progress, lines for the user and the result.
         started_at: `time.time()` of the user's command.
+        hooks: the way to callbacks; used by the leader if the source has a plan of epochs.
     """
     inbox.listen(cluster)
 
@@ -88,7 +92,7 @@ def run_task(
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(config, cluster, task, source, splits, run_dir, to_launcher, started_at, strategy)
+    train(config, cluster, task, source, splits, run_dir, to_launcher, started_at, strategy, hooks)
 
 
 def train(
@@ -101,6 +105,7 @@ def train(
     to_launcher: ToLauncher,
     started_at: float,
     strategy: tf.distribute.Strategy | None,
+    hooks: Hooks,
 ) -> None:
     """Trains to the result. See `run_task`; `strategy` is that of the cluster if this task has joined it already."""
     # The run directory, which the leader reads and writes for all tasks.
@@ -144,7 +149,11 @@ def train(
                 if wants_profile
                 else contextlib.nullcontext()
             ):
-                drive(config, cluster, loop, saver, reporter, splits.sizes())
+                if source.plan is None:
+                    drive(config, cluster, loop, saver, reporter, splits.sizes())
+                else:
+                    of_leader = hooks if task == cluster.leader else NoHooks()
+                    EpochDriver(config, cluster, source.plan, loop, saver, reporter, of_leader, splits.sizes()).drive()
         except Interrupted:
             raise  # `drive` has ended the training on all tasks
         except Exception as error:

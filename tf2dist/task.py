@@ -23,6 +23,7 @@ from tf2dist.model.source import Registered
 from tf2dist.process import heartbeat, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
+from tf2dist.training.hooks import NoHooks
 
 
 class LossyLog(io.TextIOWrapper):
@@ -55,7 +56,9 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         run_config = schema.from_yaml(payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs)
         set_up_keras(run_config.keras)
-        run_task(run_config, cluster, task, Registered(run_config), run_dir, to_launcher, payload["started_at"])
+        run_task(
+            run_config, cluster, task, Registered(run_config), run_dir, to_launcher, payload["started_at"], NoHooks()
+        )
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))

@@ -29,19 +29,25 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
     from tf2dist import data
     from tf2dist.cluster.spec import Cluster
+    from tf2dist.model.source import Registered
     from tf2dist.training.asynchronous.loop import AsyncLoop
 
     loops: list[AsyncLoop] = []
 
     def make(
-        config: RunConfig, num_workers: int = 4, num_ps: int = 2, start: Snapshot | Weights | None = None
+        config: RunConfig,
+        num_workers: int = 4,
+        num_ps: int = 2,
+        start: Snapshot | Weights | None = None,
+        source: Any = None,
     ) -> AsyncLoop:
         settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
         part = Cluster("async", jobs)
-        loops.append(AsyncLoop.build(config, part, COORDINATOR, data.load(config.data), start, lambda progress: None))
+        source = source or Registered(config)
+        loops.append(AsyncLoop.build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
         return loops[-1]
 
     yield make

@@ -42,7 +42,7 @@ class Metrics:
         return tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in values], 0)
 
     def results(self, totals: np.ndarray) -> Results:
-        """The metrics by name, the loss among them.
+        """The metrics by name, the loss among them, in the order of the names, which is that of Keras' History.
 
         Args:
             totals: the sums over some examples, [size]; 0 for none, which gives NaN or what the metric itself gives.
@@ -53,7 +53,7 @@ class Metrics:
         ]
         with keras.StatelessScope(mapping):
             found = self._model.get_metrics_result()
-        return {name: _plain(value) for name, value in found.items()}
+        return {name: _plain(value) for name, value in sorted(found.items())}
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,9 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.plan import EpochPlan
+from tf2dist.training.hooks import Change
+
+EPOCH_ARRAY = "epoch/position"  # its name in a snapshot
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class PauseRequest(enum.Flag):
 
     NOTHING = 0
     SAVE = enum.auto()
+    CHANGE = enum.auto()
     STOP = enum.auto()
 
     def to_floats(self) -> list[float]:
@@ -87,7 +91,7 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
     """
     step = start.step if start else 0
     if plan:
-        return steps_of_epochs(plan, sharding)
+        return max(step, EpochPosition.of(start, plan, sharding).end_of(plan.epochs - 1))
     if config.train.steps is not None:
         if config.train.steps < step:
             raise ConfigError(
@@ -103,9 +107,44 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
     return step + max(0, math.ceil((epochs - start.facts.epochs) * sharding.updates_per_epoch))
 
 
-def steps_of_epochs(plan: EpochPlan, sharding: Sharding) -> int:
-    """The global step at which the plan ends."""
-    return (plan.epochs - plan.initial_epoch) * (plan.steps_per_epoch or sharding.updates_per_epoch)
+def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
+    """Global steps: those that the plan asks for, or one pass over the data by the whole cluster."""
+    return plan.steps_per_epoch or sharding.updates_per_epoch
+
+
+@dataclass(frozen=True)
+class EpochPosition:
+    """Where a run stands among its epochs.
+
+    Attributes:
+        epoch: the one that is under way, or whose callbacks are still to be called.
+        first_step: the global step before its first one.
+        num_steps: of every epoch.
+    """
+
+    epoch: int
+    first_step: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, start: Snapshot | None, plan: EpochPlan, sharding: Sharding) -> "EpochPosition":
+        """Where the run goes on. If an epoch has another number of steps now, it goes on at the same part of it."""
+        num_steps = steps_per_epoch(plan, sharding)
+        if start is None or EPOCH_ARRAY not in start.arrays:
+            return cls(plan.initial_epoch, start.step if start else 0, num_steps)
+        epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])
+        return cls(epoch, start.step - round((start.step - first_step) * num_steps / before), num_steps)
+
+    def end_of(self, epoch: int) -> int:
+        """The global step after the last one of an epoch."""
+        return self.first_step + (epoch - self.epoch + 1) * self.num_steps
+
+    def next(self) -> "EpochPosition":
+        return EpochPosition(self.epoch + 1, self.end_of(self.epoch), self.num_steps)
+
+    def to_array(self) -> np.ndarray:
+        """For a snapshot."""
+        return np.array([self.epoch, self.first_step, self.num_steps])
 
 
 def saved_facts(
@@ -138,6 +177,8 @@ class Loop(Protocol):
     `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
 
     Attributes:
+        leads: whether this task is the leader.
+        start: the snapshot that the run goes on from; None for a new one.
         restored_from: what has been restored from `start`, for the user.
         advice: a warning about the model, for the user; empty for none.
     """
@@ -147,6 +188,8 @@ class Loop(Protocol):
     sharding: Sharding
     progress: Progress
     target_step: int
+    leads: bool
+    start: Snapshot | None
     restored_from: str
     advice: str
 
@@ -166,6 +209,15 @@ class Loop(Protocol):
 
     def combine(self, request: PauseRequest) -> PauseRequest:
         """The requests of all tasks that drive the training. All of them must call this, while none trains."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The values of all variables by name, while no task trains."""
+
+    def apply(self, change: Change) -> None:
+        """Gives variables and the learning rate new values; all tasks that drive the training must call this."""
+
+    def broadcast(self, packed: bytes) -> bytes:
+        """What the leader gives; all tasks that drive the training must call this."""
 
     def snapshot(self) -> Snapshot:
         """The state at `progress.global_step`. Only for the leader, while no task trains."""

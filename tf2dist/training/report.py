@@ -56,6 +56,9 @@ def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[s
 class NoReporter:
     """The reporter of a task that is not the leader: it does nothing."""
 
+    def set_target(self, step: int) -> None:
+        """The run ends at another step than was planned."""
+
     def follow(self, loop: Loop, config: RunConfig) -> None:
         """Reports on this loop from now on."""
 
@@ -119,6 +122,9 @@ class Reporter(NoReporter):
         self._rate = LearningRate(loop.optimizer)
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
+
+    def set_target(self, step: int) -> None:
+        self.target_step = step
 
     def on_progress(self, progress: Progress) -> None:
         # The time and the work since the last report.

@@ -17,6 +17,7 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
+    assign,
     finalize,
     named_variables,
     restore,
@@ -38,6 +39,7 @@ from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, 
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
+from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
     PauseRequest,
     PauseRequests,
@@ -71,6 +73,7 @@ class AsyncLoop:
         restored_from: str,
         last_step: int,
         num_steps: int | None,
+        start: Snapshot | None,
     ) -> None:
         self._config, self._cluster, self._report = config, cluster, report
         self._coordinator, self._graphs, self._named = coordinator, graphs, named
@@ -79,7 +82,8 @@ class AsyncLoop:
         self.sharding = graphs.sharding
         self.target_step = last_step
         self.model = step.model
-        self.restored_from = restored_from
+        self.leads = True
+        self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
         self.advice = advice_on_outputs(step)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
@@ -157,6 +161,7 @@ class AsyncLoop:
             restored_from=restored_from,
             last_step=last_step,
             num_steps=num_steps,
+            start=resumed,
         )
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
@@ -252,6 +257,18 @@ class AsyncLoop:
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step is another counter of the ps."""
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return values(self._named)
+
+    def apply(self, change: Change) -> None:
+        assign(self._named, change.arrays)
+        if change.learning_rate is not None:
+            for server in self._graphs.servers:
+                server.optimizer.learning_rate = change.learning_rate
+
+    def broadcast(self, packed: bytes) -> bytes:
+        return packed
 
     def snapshot(self) -> Snapshot:
         counts = self._graphs.servers[0].counters.now()

@@ -14,6 +14,7 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
+    assign,
     counter_of,
     finalize,
     input_positions,
@@ -32,6 +33,7 @@ from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.call_size import steps_of_a_call
+from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
     PauseRequest,
     PauseRequests,
@@ -89,14 +91,16 @@ class SyncLoop:
         graphs: SyncStep,
         named: Named,
         restored_from: str,
+        start: Snapshot | None,
     ) -> None:
         self._config, self._workers, self._splits, self._report = config, workers, splits, report
         self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
         self.sharding = graphs.sharding
         self.target_step = last_step
         self.model = step.model
+        self.leads = workers.index == 0
         self.optimizer = optimizer
-        self.restored_from = restored_from
+        self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
         self.advice = advice_on_outputs(step)
         self._counted = counter_of(optimizer)
@@ -167,6 +171,7 @@ class SyncLoop:
             graphs=graphs,
             named=named,
             restored_from=restored_from,
+            start=resumed,
         )
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
@@ -233,6 +238,17 @@ class SyncLoop:
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
         return int(self._counted.numpy())
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return values(self._named)
+
+    def apply(self, change: Change) -> None:
+        assign(self._named, change.arrays)
+        if change.learning_rate is not None:
+            self.optimizer.learning_rate = change.learning_rate
+
+    def broadcast(self, packed: bytes) -> bytes:
+        return self._workers.broadcast(packed)
 
     def snapshot(self) -> Snapshot:
         position = self._origin.position + self.progress.global_step - self._origin.step

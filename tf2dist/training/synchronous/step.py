@@ -16,10 +16,11 @@ from tf2dist.data.pipeline import Sharding, batches, of_arrays
 from tf2dist.errors import TaskLostError
 from tf2dist.model.packing import Packing
 from tf2dist.model.step import Batch, ModelStep, step_place, without_padding
+from tf2dist.training.loop import PauseRequest
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.workers import Workers
 
-SHARED = 3  # numbers that every worker shares with the others in each call
+SHARED = len(PauseRequest) + 1  # numbers that every worker shares with the others in each call
 
 
 class SyncStep:

@@ -1,0 +1,57 @@
+"""A model and data as a call of `fit` gives them, without its way into the tasks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist.data.arrays import Splits, checked
+from tf2dist.model.plan import EpochPlan
+from tf2dist.training.hooks import Change, NamedArrays
+
+
+@dataclass
+class Given:
+    """A `Source` of what a test makes."""
+
+    make: Callable[[], keras.Model]
+    splits: Splits
+    plan: EpochPlan | None = None
+    name: str = "given"
+
+    def load(self) -> Splits:
+        return checked("given", self.splits)
+
+    def build(self, splits: Splits) -> keras.Model:
+        return self.make()
+
+
+@dataclass
+class Recording:
+    """Hooks that note their calls, and answer what a test wants."""
+
+    answers: dict[tuple[str, int], Change] = field(default_factory=dict)  # by kind and epoch
+    calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
+    arrays: NamedArrays = field(default_factory=dict)
+
+    def wanted(self) -> bool:
+        return False
+
+    def post(self, kind: str, epoch: int, step: int, logs: dict[str, float], *more: Any) -> None:
+        self.calls.append((kind, epoch, step, logs))
+        self.arrays = more[1]()
+
+    def answer(self, timeout_secs: float) -> Change | None:
+        kind, epoch, *_ = self.calls[-1]
+        return self.answers.get((kind, epoch), Change())
+
+    def history(self) -> dict[str, list[float]]:
+        """As Keras' History has it."""
+        logs = [logs for kind, _, _, logs in self.calls if kind == "epoch"]
+        return {name: [log[name] for log in logs] for name in logs[0]}
+
+
+def weights_of(model: keras.Model) -> list[np.ndarray]:
+    return [v.numpy() for v in model.weights if "seed_generator" not in v.path]

@@ -1,0 +1,192 @@
+"""Epochs of both modes against `keras.Model.fit` on the same batches: history and weights."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.given import Given, Recording, weights_of
+from tests.replica.small_runs import run_config
+from tf2dist import data
+from tf2dist.checkpoint.saver import NoSaver
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.model.plan import EpochPlan
+from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
+from tf2dist.training.epochs import EpochDriver
+from tf2dist.training.report import NoReporter
+
+EPOCHS, BATCH = 3, 30
+SEED = 7
+
+
+def examples(make: Callable[[np.random.Generator, int], Arrays], num: int = 400) -> Splits:
+    drawn = make(np.random.default_rng(0), num)
+    return Splits(drawn[100:], drawn[:100], num_classes=None)
+
+
+def table(rng: np.random.Generator, num: int) -> Arrays:
+    x = rng.normal(size=(num, 10)).astype("float32")
+    return Arrays(x, (x[:, :3].sum(1) + 0.1 * rng.normal(size=num)).astype("float32"))
+
+
+def two_classes(rng: np.random.Generator, num: int) -> Arrays:
+    x = rng.normal(size=(num, 8)).astype("float32")
+    y = (x[:, 0] > 0.5).astype("int64")
+    return Arrays(x, y, np.where(y == 1, 2.0, 0.5).astype("float32"))
+
+
+def two_of_each(rng: np.random.Generator, num: int) -> Arrays:
+    x = {"wide": rng.normal(size=(num, 6)).astype("float32"), "tokens": rng.integers(0, 20, (num, 5))}
+    return Arrays(x, {"sum": x["wide"].sum(1), "kind": rng.integers(0, 3, num)})
+
+
+def sentences(rng: np.random.Generator, num: int) -> Arrays:
+    x = rng.integers(0, 50, (num, 7))
+    return Arrays(x, (x.sum(1) > 170).astype("int32"))
+
+
+def regression() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((10,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae", keras.metrics.R2Score()])
+    return model
+
+
+def binary() -> keras.Model:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+    model.compile("sgd", "binary_crossentropy", metrics=["accuracy"], weighted_metrics=[keras.metrics.AUC(name="auc")])
+    return model
+
+
+def two_outputs() -> keras.Model:
+    layers = keras.layers
+    wide, tokens = keras.Input((6,), name="wide"), keras.Input((5,), dtype="int32", name="tokens")
+    both = layers.Concatenate()([wide, layers.Flatten()(layers.Embedding(20, 4)(tokens))])
+    outputs = {"sum": layers.Dense(1, name="sum")(both), "kind": layers.Dense(3, "softmax", name="kind")(both)}
+    model = keras.Model({"wide": wide, "tokens": tokens}, outputs)
+    losses = {"sum": "mae", "kind": "sparse_categorical_crossentropy"}
+    model.compile("rmsprop", losses, loss_weights={"sum": 0.5, "kind": 2.0}, metrics={"kind": ["accuracy"]})
+    return model
+
+
+def recurrent() -> keras.Model:
+    layers = keras.layers
+    inside = [layers.Embedding(50, 8), layers.GRU(6), layers.Dense(2)]
+    model = keras.Sequential([keras.Input((7,), dtype="int32"), *inside])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def everything() -> keras.Model:
+    layers = keras.layers
+    frozen = layers.Dense(16, "relu", trainable=False)
+    kept = layers.Dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.01))
+    inside = [frozen, layers.BatchNormalization(momentum=0.9), kept, layers.Dropout(0.4), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((10,)), *inside])
+    model.compile("adam", keras.losses.Huber(), metrics=["mse"])
+    return model
+
+
+CASES = {
+    "regression": (regression, table),
+    "binary": (binary, two_classes),
+    "two outputs": (two_outputs, two_of_each),
+    "recurrent": (recurrent, sentences),
+    "everything": (everything, table),
+}
+
+
+def source(name: str, **plan: Any) -> Given:
+    make, drawn = CASES[name]
+    return Given(make, examples(drawn), EpochPlan(epochs=EPOCHS, shuffle=False, **plan))
+
+
+def keras_fit(given: Given, batch_size: int = BATCH) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    keras.utils.set_random_seed(SEED)
+    model, splits = given.make(), given.load()
+    train, other = splits.train, splits.validation
+    assert other is not None
+    history = model.fit(
+        train.x,
+        train.y,
+        sample_weight=train.sample_weight,
+        validation_data=(other.x, other.y) if other.sample_weight is None else (other.x, other.y, other.sample_weight),
+        batch_size=batch_size,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+    )
+    return history.history, weights_of(model)
+
+
+def config_of(batch_size: int) -> RunConfig:
+    config = run_config("given", batch_size=batch_size, steps_per_execution=5)
+    config.seed = SEED
+    return config
+
+
+def drive(loop: Any, config: RunConfig, given: Given, hooks: Recording) -> None:
+    assert given.plan
+    splits = given.load().sizes()
+    EpochDriver(config, None, given.plan, loop, NoSaver(), NoReporter(), hooks, splits).drive()  # type: ignore[arg-type]
+
+
+def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    given, config, hooks = source(name), config_of(batch_size), Recording()
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None, worker.strategy
+    )
+    drive(loop, config, given, hooks)
+    return hooks.history(), weights_of(loop.model)
+
+
+def assert_same(found: Any, expected: Any, atol: float = 1e-5) -> None:
+    (history, weights), (expected_history, expected_weights) = found, expected
+    assert list(history) == list(expected_history)
+    for key, values in expected_history.items():
+        np.testing.assert_allclose(history[key], values, atol=atol, rtol=1e-5, err_msg=key)
+    for mine, theirs in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=atol, rtol=0)
+
+
+@pytest.fixture
+def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
+    """Publishes other data for the workers of this process, until the test ends."""
+    from tf2dist.training.asynchronous.examples import publish
+
+    yield publish
+    publish(data.load(run_config().data))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any, publishing: Any) -> None:
+    given, config, hooks = source(name), config_of(BATCH), Recording()
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    assert [call[:3] for call in hooks.calls] == [
+        ("begin", 0, 0),
+        *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
+        ("end", EPOCHS, 10 * EPOCHS),
+    ]
+
+
+@pytest.mark.parametrize("name", ["regression", "two outputs", "everything"])
+def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: SyncWorkers) -> None:
+    (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
+    assert_same(found, keras_fit(source(name)))
+
+
+@pytest.mark.parametrize("name", ["regression", "binary", "two outputs", "recurrent"])
+def test_three_synchronous_workers_are_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
+    found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
+    assert_same(found, keras_fit(source(name)))
+    for _, weights in others:
+        assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))

@@ -1,0 +1,214 @@
+"""A run cut into epochs, as `keras.Model.fit` cuts it: metrics, validation and callbacks stand after each."""
+
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tf2dist.checkpoint.saver import NoSaver
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.cluster.spec import Cluster
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import Interrupted
+from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.plan import EpochPlan
+from tf2dist.process import heartbeat
+from tf2dist.process.sigterm import asked_to_stop
+from tf2dist.training.about import LearningRate
+from tf2dist.training.hooks import Change, Hooks, NamedArrays
+from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition, Loop, PauseRequest, WorkersAway
+from tf2dist.training.report import NoReporter
+
+METRICS, STOPPED = "epoch/metrics", "epoch/stopped"  # the names of these arrays in a snapshot
+CALLBACKS = "callbacks/"
+ANSWER_SECS = 1.0  # how long the other workers wait for each sign that the callbacks are still at work
+
+
+@dataclass
+class EpochState:
+    """Where a run stands among its epochs; saved with it.
+
+    Attributes:
+        before: the sums of the metrics when the epoch began.
+        has_stopped: a callback has ended the run.
+        callbacks: their state.
+    """
+
+    position: EpochPosition
+    before: np.ndarray
+    has_stopped: bool
+    callbacks: NamedArrays
+
+    @classmethod
+    def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
+        """Where the run of a loop goes on."""
+        none = np.zeros(loop.metrics.size)
+        found = loop.start.arrays if loop.start else {}
+        done = found.get(METRICS, none)
+        return cls(
+            position=EpochPosition.of(loop.start, plan, loop.sharding),
+            before=loop.progress.metrics - (done if done.shape == none.shape else none),
+            has_stopped=bool(found.get(STOPPED, False)),
+            callbacks={name.removeprefix(CALLBACKS): a for name, a in found.items() if name.startswith(CALLBACKS)},
+        )
+
+    def arrays(self, metrics: np.ndarray) -> NamedArrays:
+        """What a snapshot keeps. `metrics`: their sums now."""
+        own = {
+            EPOCH_ARRAY: self.position.to_array(),
+            METRICS: metrics - self.before,
+            STOPPED: np.array(self.has_stopped),
+        }
+        return own | {f"{CALLBACKS}{name}": array for name, array in self.callbacks.items()}
+
+
+class EpochDriver:
+    """Trains epoch by epoch to the end of the plan, or until a callback ends the run; on every driving task.
+
+    Args:
+        splits: those that can be evaluated.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        plan: EpochPlan,
+        loop: Loop,
+        saver: NoSaver,
+        reporter: NoReporter,
+        hooks: Hooks,
+        splits: Collection[str],
+    ) -> None:
+        self._config, self._cluster, self._plan, self._loop = config, cluster, plan, loop
+        self._saver, self._reporter, self._hooks, self._splits = saver, reporter, hooks, splits
+        self._state = EpochState.of(plan, loop)
+        self._validation: Evaluation | None = None
+        self._rate = LearningRate(loop.optimizer)
+
+    def drive(self) -> None:
+        """Trains, evaluates and reports the result.
+
+        Raises:
+            Interrupted: a task was asked to stop; the run is saved.
+        """
+        loop, target = self._loop, self._loop.target_step
+        has_ended = self._is_ended(self._call("begin", {}))
+        while not has_ended and self._epoch_end() <= target:
+            epoch_end = self._epoch_end()
+            requested = self._train(epoch_end)
+            if PauseRequest.CHANGE in requested:
+                has_ended = self._is_ended(self._call("pause", {}))
+            if loop.progress.global_step == epoch_end and not has_ended:
+                has_ended = self._end_epoch()
+            is_due = PauseRequest.SAVE in requested or self._is_multiple(self._config.checkpoint.every_steps)
+            if is_due or has_ended or loop.progress.global_step == target:
+                self._save()
+            self._stop_if(requested)
+        self._finish()
+
+    def _epoch_end(self) -> int:
+        return self._state.position.end_of(self._state.position.epoch)
+
+    def _train(self, until_step: int) -> PauseRequest:
+        """Trains to the step, or to where a checkpoint is due before it."""
+        step, every = self._loop.progress.global_step, self._config.checkpoint.every_steps
+        if every:
+            until_step = min(until_step, (step // every + 1) * every)
+        requested = self._loop.train(until_step, self._pause_request)
+        heartbeat.progress()
+        return requested
+
+    def _pause_request(self) -> PauseRequest:
+        stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
+        save = PauseRequest.SAVE if self._saver.due() else PauseRequest.NOTHING
+        return stop | save | (PauseRequest.CHANGE if self._hooks.wanted() else PauseRequest.NOTHING)
+
+    def _is_multiple(self, every: int | None) -> bool:
+        return every is not None and self._loop.progress.global_step % every == 0
+
+    def _end_epoch(self) -> bool:
+        """Evaluates, calls the callbacks and begins the next epoch; returns whether the run has ended."""
+        loop, state = self._loop, self._state
+        logs = loop.metrics.results(loop.progress.metrics - state.before)
+        if self._plan.validates(state.position.epoch) and "validation" in self._splits:
+            self._validation = self._evaluate("validation")
+            logs |= {f"val_{name}": value for name, value in self._validation.metrics.items()}
+        has_ended = self._is_ended(self._call("epoch", logs))
+        state.position, state.before = state.position.next(), loop.progress.metrics
+        return has_ended
+
+    def _is_ended(self, change: Change) -> bool:
+        self._state.has_stopped = self._state.has_stopped or change.stop
+        return self._state.has_stopped
+
+    def _call(self, kind: str, logs: dict[str, float]) -> Change:
+        """Calls the callbacks and does what they want, on all tasks at the same step.
+
+        Raises:
+            Interrupted: a task was asked to stop meanwhile; the run is saved.
+        """
+        if not self._plan.has_hooks:
+            return Change()
+        loop, step = self._loop, self._loop.progress.global_step
+        self._hooks.post(
+            kind, self._state.position.epoch, step, logs, self._rate.at(step), loop.arrays, self._state.callbacks
+        )
+        change = self._answer()
+        if change.is_interrupted:
+            self._stop_if(PauseRequest.STOP)
+        loop.apply(change)
+        if change.learning_rate is not None:
+            self._rate = LearningRate(loop.optimizer)
+        if change.state is not None:
+            self._state.callbacks = change.state
+        return change
+
+    def _answer(self) -> Change:
+        """What the leader's callbacks want. All tasks hear every second that they are still at work."""
+        while True:
+            answer = self._hooks.answer(ANSWER_SECS)
+            if answer is None and asked_to_stop() and self._loop.leads:
+                answer = Change(is_interrupted=True)
+            packed = self._loop.broadcast(answer.to_bytes() if answer else b"")
+            heartbeat.progress()
+            if packed:
+                return answer or Change.from_bytes(packed)
+
+    def _evaluate(self, split: str) -> Evaluation:
+        try:
+            evaluation = self._loop.evaluate(split, self._pause_request)
+        except WorkersAway:
+            self._stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
+            raise
+        self._reporter.on_evaluation(split, self._loop.progress.global_step, evaluation)
+        self._stop_if(self._loop.combine(self._pause_request()))
+        return evaluation
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = self._loop.snapshot()
+        return replace(snapshot, arrays=snapshot.arrays | self._state.arrays(self._loop.progress.metrics))
+
+    def _save(self) -> None:
+        self._saver.save(self._snapshot)
+        heartbeat.progress()
+
+    def _stop_if(self, requested: PauseRequest) -> None:
+        if PauseRequest.STOP in requested:
+            self._saver.save(self._snapshot, stopping=True)
+            self._loop.finish(None)
+            raise Interrupted(signal.SIGTERM)
+
+    def _finish(self) -> None:
+        """Gives the model its final weights, and reports the result."""
+        loop, step = self._loop, self._loop.progress.global_step
+        loop.target_step = step  # a callback may have ended the run before
+        self._reporter.set_target(step)
+        loop.finalize()
+        self._call("end", {})
+        test = self._evaluate("test") if "test" in self._splits else None
+        self._saver.save(self._snapshot)
+        self._saver.insist(step, self._snapshot)
+        self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
+        loop.finish(test or self._validation)
