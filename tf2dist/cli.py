@@ -14,13 +14,14 @@ from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import check_not_public, exposure
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
 from tf2dist.cluster.spec import Cluster, HostTask, Task
-from tf2dist.config import keras_settings
+from tf2dist.config import completion, keras_settings
 from tf2dist.config.arguments import parse
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 from tf2dist.config.paths import settle_home
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.show import configuration, information
+from tf2dist.config.sweeps import sweep_of
 from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
@@ -31,6 +32,7 @@ from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
 from tf2dist.launch.streams import prepare, say
 from tf2dist.launch.supervisor import supervise
+from tf2dist.launch.sweep import run_sweep
 from tf2dist.launch.unblocked import Unblocked
 from tf2dist.signals import Signals
 
@@ -96,6 +98,11 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
         show(configuration(request, tf_config))
     elif request.action == "--info":
         show(information(request, tf_config))
+    elif request.action == "--shell-completion":
+        show(completion.answer(request.overrides, os.environ.get("COMP_LINE", "")))
+    elif request.action == "--multirun":
+        sweep = sweep_of(request.overrides, tf_config, request.source, check_alone)
+        run_sweep(sweep, request.source.flags(), signals)
     else:
         config = load(request.overrides, tf_config, request.source)
         host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
@@ -120,9 +127,7 @@ def show(text: str) -> None:
 def train(config: RunConfig, host_task: HostTask | None, started_at: float, signals: Signals) -> None:
     """Checks what can be checked before anything is made, then makes the run directory and runs."""
     # What the configuration alone shows.
-    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
-    location.check_batch_size(config, num_workers)
-    check_size(config, host_task)
+    check_alone(config, host_task)
 
     # The place of this task in a cluster of many hosts.
     console = Console()
@@ -139,7 +144,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
     # The data, which a ps does not read.
     if host_task is None or host_task.task.job != "ps":
         config.data = location.resolve(config.data, console.warn)
-    location.check_batch_size(config, num_workers)  # again: it may be another data set now
+    check_alone(config, host_task)  # again: it may be another data set now
 
     # The run.
     leads = host_task is None or host_task.task == host_task.cluster.leader
@@ -155,6 +160,13 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
             raise
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
+
+
+def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
+    """Checks what the configuration alone shows, before anything is looked at. Raises ConfigError."""
+    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
+    location.check_batch_size(config, num_workers)
+    check_size(config, host_task)
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:

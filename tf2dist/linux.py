@@ -73,6 +73,13 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def end_with_parent(parent_pid: int) -> None:
+    """Makes the kernel ask this process to end in order when its parent `parent_pid` ends, for whatever reason."""
+    set_death_signal(signal.SIGTERM)
+    if os.getppid() not in (parent_pid, 0):  # see `die_with_parent`
+        os._exit(1)
+
+
 def ephemeral_ports() -> range:
     """The ports that the kernel gives to outgoing connections; empty if they cannot be read."""
     try:

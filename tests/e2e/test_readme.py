@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import REPOSITORY, Command
 from tf2dist.config.load import load
+from tf2dist.config.source import Source
+from tf2dist.config.sweeps import sweep_of
 
 README = (REPOSITORY / "README.md").read_text()
 
@@ -35,9 +37,23 @@ def test_the_example_of_a_plugin(command: Command) -> None:
     assert finished.code == 0, finished
 
 
+def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
+    assert "`conf/experiment/wide.yaml`" in README
+    assert "`python -m tf2dist --config-dir conf experiment=wide`" in README
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "wide.yaml").write_text(blocks("yaml")[0])
+    made = load(["experiment=wide"], None, Source(str(tmp_path)))
+    assert made.model["hidden_units"] == [1000, 500]
+    assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
+
+
 @pytest.mark.parametrize("line", re.findall(r"python -m tf2dist (.*mode=\w+.*)", README))
 def test_every_command_of_the_readme_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     arguments = line.replace("`", "").split()
+    if "-m" in arguments:
+        own = [argument for argument in arguments if "=" in argument]
+        assert len(sweep_of(own, None, Source(), lambda config: None).jobs) > 1
+        return
     load([argument for argument in arguments if "=" in argument], None if "local3" in line else "{}")

@@ -103,7 +103,33 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["hydra.run.dir=elsewhere"], "there is no such option"),
     (["hydra/launcher=basic"], "there is no such option"),
     (["model@data=cnn"], "there is no such option"),
-    (["--multirn"], "--multirn: there is no such flag"),
+    (["--multirn"], "--multirn: there is no such flag; did you mean --multirun?"),
+    (["-sc", "install=tcsh"], "--shell-completion (install=tcsh): must be install=bash or uninstall=bash; write eval"),
+    (["-m", "--cfg"], "--cfg: does not go with --multirun; leave out one of them"),
+    # Sweeps.
+    (["-m", "mode=sync,asnc"], "mode (asnc): must be one of async, sync; did you mean async? (in job 1 of the sweep: "),
+    (["-m", "mode=async,sync", "cluster.num_ps=2"], "cluster.num_ps (2): is for mode=async; leave it out (in job 1"),
+    (["-m", "data=digits", "train.batch_size_per_worker=100,2000"], "(in job 1 of the sweep: data=digits train.batch"),
+    (["-m", "seed=range(1000000000)"], "--multirun: would make more than 1,000 jobs; sweep over fewer values"),
+    (["-m", "seed=shuffle(range(1000000000))"], "would make more than 1,000 jobs"),
+    (["-m", "seed=range(100)", "max_restarts=range(100)"], "would make more than 1,000 jobs"),
+    (["-m", "seed=range(1,1)"], "seed (range(1,1)): is no value at all"),
+    (["-m", "seed=glob(*)"], "seed (glob(*)): is no value at all"),
+    (["-m", "seed=range(0,1,0)"], "seed (range(0,1,0)): cannot be counted"),
+    (["-m", "seed=interval(0,1)"], "seed (interval(0,1)): has no single values"),
+    (["-m", "seed=[1"], "seed=[1: cannot be read"),
+    (["-m", "stepss=3,4"], "stepss: there is no such option; did you mean train.steps? (in job 0"),
+    (["-m", "run_dir=a,b"], "run_dir (a,b): each job of a sweep has its own; give hydra.sweep.dir=DIR"),
+    (["-m", "cluster=local1,hosts"], "cluster (hosts): "),
+    (["-m", "hydra/launcher=joblib"], "there is no such option"),
+    (["-m", "hydra.sweep.dir=${x}"], "hydra.sweep.dir (${x}): only the time is filled in"),
+    (["-m", "hydra.sweep.dir="], "hydra.sweep.dir (): is no name of a directory"),
+    (["-m", "hydra.sweep.dir={files}"], "is the directory of one run; name another directory"),
+    (["-m", "hydra.sweep.dir={files}/file"], "file): cannot be written"),
+    (["-m", "seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir (x): is the same for two jobs"),
+    (["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"], "must be a folder in that of the sweep"),
+    (["-m", "hydra.sweep.subdir=${oc.env:HOME}"], "only ${hydra.job.num} and ${hydra.job.override_dirname} are"),
+    (["hydra.sweep.dir=x"], "hydra.sweep.dir=x: there is no such option; it is for --multirun; add that"),
     (["--config-path=x"], "--config-path=x: is not taken; conf/ is part of tf2dist; add a folder of your own with"),
     (["-cp", "x"], "-cp: is not taken"),
     (["--hydra-help"], "--hydra-help: is not taken"),
@@ -206,6 +232,7 @@ OPTIONS: list[tuple[list[str], str]] = [
     ([*HOSTS[:2], "cluster.worker=[a:1]", "task.type=wroker", "task.index=0"], "task type (wroker)"),
 ]
 
+IN_A_CLUSTER = tf_config(["a:1"])
 IN_TF_CONFIG: list[tuple[str, str]] = [
     ("[]", '"cluster" is missing'),
     ("5", '"cluster" is missing'),
@@ -232,6 +259,7 @@ IN_TF_CONFIG: list[tuple[str, str]] = [
 ]
 
 REQUESTS = [
+    (["--multirun", "seed=1,2"], IN_A_CLUSTER, "--multirun: a sweep runs on this machine alone; unset TF_CONFIG"),
     *[(options, None, words) for options, words in [*OPTIONS, *test_config.BAD]],
     *[(["mode=sync", "data=digits"], text, words) for text, words in IN_TF_CONFIG],
 ]
@@ -259,6 +287,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
     monkeypatch.setattr(cli, "supervise", lambda *args: pytest.fail("a wrong request is run"))
+    monkeypatch.setattr("tf2dist.launch.sweep.code_command", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 
 

@@ -10,13 +10,15 @@ SHORT = {
     "-h": "--help",
     "-c": "--cfg",
     "-i": "--info",
+    "-m": "--multirun",
     "-r": "--run",
     "-p": "--package",
     "-cd": "--config-dir",
     "-cn": "--config-name",
     "-cp": "--config-path",
+    "-sc": "--shell-completion",
 }
-ACTIONS = ("--version", "--help", "--run", "--cfg", "--info")
+ACTIONS = ("--version", "--help", "--run", "--multirun", "--cfg", "--info", "--shell-completion")
 SUBJECTS = {  # what may follow a flag; the first is meant if nothing does
     "--cfg": ("job",),
     "--info": ("all", "config", "defaults", "defaults-tree", "searchpath"),

@@ -20,7 +20,7 @@ from tf2dist.errors import ConfigError, nearest
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
 MAX_OVERRIDE_CHARS = 4096
 CALL = re.compile(r"\w+\s*\(.*\)\s*")
-MANY = ""
+MANY = ", or --multirun for a run of each"
 FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
 # What Hydra and its parser raise; the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
@@ -100,11 +100,8 @@ def _checked_choice(override: str, overrides: list[str], source: Source) -> list
     Paths are quoted and ``group=name`` is checked; for a name that a plugin may register, the file `HIDDEN` is chosen.
     """
     key, separator, value = override.partition("=")
-    if key == "plugins":
-        return [f"{key}={_quoted_list(value)}"]
-    if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        return [f"{key}='{quoted}'"]  # brackets and spaces have a meaning in Hydra's grammar
+    if key == "plugins" or key in VERBATIM:
+        return [quoted(override)]
     if override == "experiment=null":
         return []
     known = source.names(key)
@@ -117,6 +114,17 @@ def _checked_choice(override: str, overrides: list[str], source: Source) -> list
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}={HIDDEN}", f"{key}.name={value}"]
     raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, offered)}")
+
+
+def quoted(override: str) -> str:
+    """The override with its path in quotes: brackets and spaces have a meaning in Hydra's grammar."""
+    key, _, value = override.partition("=")
+    if key == "plugins":
+        return f"{key}={_quoted_list(value)}"
+    if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"{key}='{escaped}'"
+    return override
 
 
 def _quoted_list(value: str) -> str:

@@ -16,11 +16,13 @@ Train a Keras 3 model on many workers.
 Choices, as name=choice:
 """
 TAIL = """
+  --multirun, -m            one run after the other: mode=async,sync optimizer=glob(*) seed=range(3), and a table
   --config-dir, -cd DIR     a folder with configuration files of your own, such as DIR/experiment/mine.yaml
   --config-name, -cn NAME   the file from which the configuration begins; it begins with "defaults: [config, _self_]"
   --cfg, -c                 the configuration that the other arguments make, and nothing else;
                             --package, -p SECTION: a part of it; --resolve: with values for ${...}
   --info, -i                where it comes from; searchpath, defaults-tree, defaults or config: that alone
+  --shell-completion, -sc   for bash: eval "$(tf2dist -sc install=bash)"
   --help, -h                this text
   --version                 the version
 

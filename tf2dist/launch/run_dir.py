@@ -128,8 +128,11 @@ def open_log(log_dir: Path, name: str) -> int:
 
 
 @contextlib.contextmanager
-def the_only_run(run_dir: Path) -> Iterator[None]:
+def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
     """Locks the run directory until the block or this process ends.
+
+    Args:
+        option: the one that has named the directory, for the message.
 
     Raises:
         ConfigError: another run has locked it, or its lock file cannot be opened.
@@ -139,13 +142,13 @@ def the_only_run(run_dir: Path) -> Iterator[None]:
             lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8", opener=files.open_to_write))
         except OSError as error:
             raise ConfigError(
-                f"run_dir ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"
+                f"{option} ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run_dir ({run_dir}): another run is using it; wait for its end, or name another directory"
+                f"{option} ({run_dir}): another run is using it; wait for its end, or name another directory"
             ) from None
         except OSError:
             pass  # a file system without locks

@@ -1,0 +1,144 @@
+"""The jobs of a sweep, in Hydra's order, and the table of their results."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tf2dist.config.source import Source
+from tf2dist.config.sweeps import Job, sweep_of
+from tf2dist.errors import ConfigError
+from tf2dist.launch import sweep as sweeps
+from tf2dist.launch.sweep_table import Row, as_csv, as_table
+
+NO_FOLDER = Source()
+
+
+def jobs(*overrides: str, source: Source = NO_FOLDER) -> list[Job]:
+    return sweep_of(list(overrides), None, source, lambda config: None).jobs
+
+
+EXPANDED = [
+    (["mode=async,sync", "seed=range(2)"], [f"mode={mode} seed={n}" for mode in ("async", "sync") for n in (0, 1)]),
+    (["optimizer=glob(ad*)"], ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]),
+    (["model=glob(*)"], ["model=cnn", "model=dnn", "model=softmax"]),
+    (["optimizer=glob([*s*,adam],exclude=rms*)"], ["optimizer=adam", "optimizer=sgd"]),
+    (["model=choice(dnn,cnn)", "seed=7"], ["model=dnn seed=7", "model=cnn seed=7"]),
+    (["seed=sort(3,1,2)"], ["seed=1", "seed=2", "seed=3"]),
+    (["optimizer.learning_rate=range(0.1,0.3,0.1)"], ["optimizer.learning_rate=0.1", "optimizer.learning_rate=0.2"]),
+    (["model.hidden_units=[300,50],[100]"], ["model.hidden_units=[300,50]", "model.hidden_units=[100]"]),
+    (["seed=1,2", "seed=3"], ["seed=3"]),
+    (["train.steps=${seed},4", "seed=7"], [r"train.steps=$\{seed\} seed=7", "train.steps=4 seed=7"]),
+    (["init_from=/tmp,.", "init_layers=h[1]"], ["init_from=/tmp init_layers='h[1]'", "init_from=. init_layers='h[1]'"]),
+    (["seed=5"], ["seed=5"]),
+    ([], [""]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "lines"), EXPANDED, ids=lambda value: " ".join(value))
+def test_the_jobs_are_those_of_hydra(overrides: list[str], lines: list[str]) -> None:
+    assert [" ".join(job.overrides) for job in jobs(*overrides)] == lines
+
+
+def test_the_configurations_are_those_of_the_lines() -> None:
+    made = jobs("mode=async,sync", "train.steps=${seed},4", "seed=7", "init_from=/tmp,.")
+    assert [(job.config.mode, job.config.train.steps, job.config.init_from) for job in made] == [
+        (mode, steps, source) for mode in ("async", "sync") for steps in (7, 4) for source in ("/tmp", ".")
+    ]
+    assert made[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
+    assert [job.folder for job in made] == [str(number) for number in range(8)]
+
+
+def test_folders_after_the_options() -> None:
+    made = jobs("seed=1,2", "mode=sync", "hydra.sweep.subdir=${hydra:job.num}-${hydra.job.override_dirname}")
+    assert [job.folder for job in made] == ["0-mode=sync,seed=1", "1-mode=sync,seed=2"]
+
+
+def test_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sweep_of(["seed=1"], None, Source(), lambda config: None).folder is None
+    given = sweep_of(["hydra.sweep.dir='a/${now:%Y}'"], None, Source(), lambda config: None).folder
+    assert given is not None
+    assert given.parent == tmp_path / "a"
+    assert given.name.isdigit()
+
+
+def test_own_experiments_are_swept(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for seed in (3, 4):
+        (tmp_path / "experiment" / f"mine{seed}.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
+    made = jobs("experiment=glob(mine*)", source=Source(str(tmp_path)))
+    assert [job.config.seed for job in made] == [3, 4]
+
+
+def finished(folder: Path, job: Job, saved_step: int = 5) -> None:
+    (folder / job.folder / ".hydra").mkdir(parents=True)
+    (folder / job.folder / ".hydra" / "config.yaml").write_text(job.config.to_yaml())
+    (folder / job.folder / "summary.json").write_text(json.dumps({"global_step": 5, "saved_step": saved_step}))
+
+
+def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    before, now = jobs("seed=1,2"), jobs("seed=1,3")
+    for job in before:
+        finished(tmp_path, job)
+    sweeps._check_folder(tmp_path / "0", now[0])
+    with pytest.raises(ConfigError, match=r"1 in it is of another sweep \(seed=2 there, 3 here\); give the same"):
+        sweeps._check_folder(tmp_path / "1", now[1])
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="2 in it has a run that is of no sweep"):
+        sweeps._check_folder(tmp_path / "2", now[1])
+
+
+def test_a_job_whose_weights_are_lost_is_not_done(tmp_path: Path) -> None:
+    one, other = jobs("seed=1,2")
+    finished(tmp_path, one)
+    finished(tmp_path, other, saved_step=4)
+    assert sweeps._summary(tmp_path / "0")
+    assert sweeps._summary(tmp_path / "1") is None
+    assert sweeps._summary(tmp_path / "2") is None
+
+
+RESULT = {"test_accuracy": 0.97654, "test_loss": 0.08775, "steps_per_sec": 1234.5, "wall_secs": 12.34}
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    made = [Row(number, str(number), {"mode": mode, "model.hidden_units": "[3,4]"}) for number, mode in
+            enumerate(("async", "sync", "async", "sync"))]  # fmt: skip
+    assert made[0].finish(RESULT, 0)
+    assert not made[1].finish(None, 0)
+    made[1].fail(3, is_stopped=False)
+    made[2].fail(130, is_stopped=True)
+    return made
+
+
+def test_the_table(rows: list[Row]) -> None:
+    assert as_table(rows, None).splitlines() == [
+        "job  mode   model.hidden_units  test accuracy    loss  steps/s  wall secs  state",
+        "  0  async  [3,4]                      0.9765  0.0877    1,234       12.3  done",
+        "  1  sync   [3,4]                           -       -        -          -  failed (3)",
+        "  2  async  [3,4]                           -       -        -          -  stopped",
+        "  3  sync   [3,4]                           -       -        -          -  waiting",
+    ]
+    assert as_table(rows, 100) == as_table(rows, None)
+
+
+def test_the_table_on_a_narrow_terminal(rows: list[Row]) -> None:
+    lines = as_table(rows, 40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[:3] == [
+        "0  mode=async model.hidden_units=[3,4]",
+        "   accuracy 0.9765, loss 0.0877, 1,234",
+        "   steps/s, 12.3 s, done",
+    ]
+    assert lines[-1] == "   waiting"
+
+
+def test_the_file(rows: list[Row]) -> None:
+    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert [row["state"] for row in read] == ["done", "failed", "stopped", "waiting"]
+    assert [row["exit_code"] for row in read] == ["0", "3", "130", ""]
+    assert (read[0]["model.hidden_units"], read[0]["test_accuracy"], read[3]["wall_secs"]) == ("[3,4]", "0.97654", "")

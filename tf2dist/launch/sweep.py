@@ -1,0 +1,201 @@
+"""Runs the jobs of a sweep one after the other, each as a command of its own, and tells what came of them.
+
+A job that fails, even one that the system kills, leaves the others alone. The same sweep in the same directory goes on:
+jobs that are done are not run again, and one that was stopped goes on from its checkpoint.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tf2dist import files
+from tf2dist.config.schema import RunConfig, from_yaml
+from tf2dist.config.sweeps import Job, Sweep, new_folder
+from tf2dist.errors import ConfigError, Interrupted, TfDistError
+from tf2dist.interpreter import child_environment, code_command
+from tf2dist.launch.console import Console
+from tf2dist.launch.run_dir import the_only_run, why_not_private
+from tf2dist.launch.streams import say
+from tf2dist.launch.sweep_table import Row, as_csv, as_table
+from tf2dist.signals import Signals
+
+OPTION = "hydra.sweep.dir"
+OVERRIDES = ".hydra/overrides.yaml"  # in the folder of each job, as Hydra has them
+CONFIG = ".hydra/config.yaml"
+POLL_SECS = 0.1
+# If the sweep is killed, the job saves and ends in order.
+RUN = (
+    "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
+)
+
+
+class JobsFailed(TfDistError):
+    """Some jobs of a sweep failed; the exit code is that of the first of them."""
+
+    def __init__(self, rows: list[Row], folder: Path) -> None:
+        failed = [row for row in rows if row.state == "failed"]
+        which = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed)
+        super().__init__(
+            f"{len(failed)} of {len(rows)} jobs failed: {which}; "
+            f"the same command with {OPTION}={folder} tries them again"
+        )
+        self.exit_code = failed[0].exit_code or 1
+
+
+def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
+    """Runs all jobs; writes `sweep.csv` after each, and a table to the standard output at the end.
+
+    Args:
+        flags: those of the command line that the jobs get, too.
+
+    Raises:
+        ConfigError: the directory cannot be used, or has jobs of another sweep; nothing has been made or run.
+        JobsFailed: at least one of them; all have been tried.
+        Interrupted: by a signal; the present job has saved and ended in order.
+    """
+    folder = sweep.folder or new_folder()
+    for job in sweep.jobs:
+        _check_folder(folder / job.folder, job)
+    _make(folder)
+    console = Console()
+    if text := why_not_private(folder):
+        console.warn(text)
+    with the_only_run(folder, OPTION), signals.held() as received:
+        running = _Running(sweep, folder, flags, received, console)
+        for job in sweep.jobs:
+            if not received:
+                running.run(job)
+    running.tell()
+    if received:
+        raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
+    if any(row.state == "failed" for row in running.rows):
+        raise JobsFailed(running.rows, folder)
+
+
+@dataclass
+class _Running:
+    """A sweep and how far it has come."""
+
+    sweep: Sweep
+    folder: Path
+    flags: list[str]
+    received: list[int]
+    console: Console
+    rows: list[Row] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = [Row(job.number, job.folder, job.varying) for job in self.sweep.jobs]
+
+    def run(self, job: Job) -> None:
+        """Runs one job, unless it is done already."""
+        row = self.rows[job.number]
+        place = self.folder / job.folder
+        count = f"{job} ({job.number + 1} of {len(self.rows)})"
+        if row.finish(_summary(place), 0):
+            self.console.note(f"{count}: is done already")
+        else:
+            self.console.note(count)
+            code = self._code_of(job, place)
+            if not row.finish(_summary(place), code):
+                row.fail(code, is_stopped=bool(self.received))
+        try:
+            files.write_whole(self.folder / "sweep.csv", as_csv(self.rows))
+        except OSError as error:
+            self.console.warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
+
+    def _code_of(self, job: Job, place: Path) -> int:
+        """Runs the job's command to its end, passing signals on; returns its exit code."""
+        try:
+            files.make_private(place)
+            (place / CONFIG).parent.mkdir(mode=0o700, exist_ok=True)
+            files.write_whole(place / CONFIG, job.config.to_yaml())
+            files.write_whole(place / OVERRIDES, yaml.safe_dump(list(job.overrides)))
+        except OSError as error:
+            self.console.warn(f"{place} cannot be written ({error.strerror}); make room, or name another directory")
+            return ConfigError.exit_code
+        command = code_command(RUN, str(os.getpid()), *self.flags, *job.overrides, f"run_dir={place}")
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
+        passed_on = 0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(POLL_SECS)
+                return code if code >= 0 else 128 - code
+            for number in self.received[passed_on:]:
+                process.send_signal(number)
+            passed_on = len(self.received)
+
+    def tell(self) -> None:
+        """Prints the table."""
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        try:
+            say(f"{as_table(self.rows, width)}\n{self.folder}", sys.stdout)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.console.warn(f"the table could not be printed ({error.strerror}); it is in {self.folder}/sweep.csv")
+
+
+def _summary(place: Path) -> dict[str, Any] | None:
+    """The result of a job that is done; None if it is not, or its weights are not saved."""
+    try:
+        with files.open_to_read(place / "summary.json") as file:
+            summary = json.load(file)
+        return summary if summary["global_step"] == summary.get("saved_step", summary["global_step"]) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _check_folder(place: Path, job: Job) -> None:
+    """Raises ConfigError if there is something else in the folder of a job than this job."""
+    shown = f"{OPTION} ({place.parent}): {place.name} in it"
+    try:
+        with files.open_to_read(place / CONFIG) as file:
+            before = from_yaml(file.read(1 << 24).decode())
+    except FileNotFoundError:
+        if (place / "config.yaml").exists():
+            raise ConfigError(f"{shown} has a run that is of no sweep; name another directory") from None
+        return
+    except NotADirectoryError:  # said when the directory is made
+        return
+    except (OSError, ValueError, ConfigError):
+        raise ConfigError(f"{shown} cannot be read; name another directory") from None
+    if differing := _differences(before, job.config):
+        raise ConfigError(f"{shown} is of another sweep ({differing}); give the same command, or another directory")
+
+
+def _differences(before: RunConfig, now: RunConfig) -> str:
+    """The first option that is not as before, with both values; "" if all are."""
+    old, new = _leaves(before.as_tree()), _leaves(now.as_tree())
+    for name in [*new, *old]:
+        if name != "run_dir" and old.get(name) != new.get(name):
+            return f"{name}={old.get(name)} there, {new.get(name)} here"
+    return ""
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _make(folder: Path) -> None:
+    """Creates the sweep's directory, accessible by its owner alone. Raises ConfigError if it cannot be written."""
+    try:
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"{OPTION} ({folder}): is the directory of one run; name another directory")
+        files.make_private(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise ConfigError(
+            f"{OPTION} ({folder}): cannot be written ({error.strerror}); name another directory"
+        ) from None
