@@ -20,9 +20,10 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.location import check_shard
 from tf2dist.errors import CheckpointError, Interrupted, first_line
+from tf2dist.finished.writing import describe, write_model
 from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
-from tf2dist.model.source import Source
+from tf2dist.model.source import Source, plain_model
 from tf2dist.process import devices, heartbeat, inbox, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
@@ -137,8 +138,15 @@ def train(
             if loop.advice:
                 to_launcher.warn(loop.advice)
             to_launcher.began(loop.progress.global_step)
+            describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
         if start and task == cluster.leader:
             to_launcher.note(loop.restored_from)
+
+        def write_finished_model() -> None:
+            if task == cluster.leader:
+                fresh = functools.partial(plain_model, source, splits, config.seed, loop.new_optimizer)
+                write_model(run_dir, loop.model, loop.optimizer, loop.snapshot(), fresh, to_launcher.warn)
+                heartbeat.progress()
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
@@ -150,10 +158,13 @@ def train(
                 else contextlib.nullcontext()
             ):
                 if source.plan is None:
-                    drive(config, cluster, loop, saver, reporter, splits.sizes())
+                    drive(config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model)
                 else:
                     of_leader = hooks if task == cluster.leader else NoHooks()
-                    EpochDriver(config, cluster, source.plan, loop, saver, reporter, of_leader, splits.sizes()).drive()
+                    sizes = splits.sizes()
+                    EpochDriver(
+                        config, cluster, source.plan, loop, saver, reporter, of_leader, sizes, write_finished_model
+                    ).drive()
         except Interrupted:
             raise  # `drive` has ended the training on all tasks
         except Exception as error:
@@ -180,7 +191,13 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> S
 
 
 def drive(
-    config: RunConfig, cluster: Cluster, loop: Loop, saver: NoSaver, reporter: NoReporter, splits: Collection[str]
+    config: RunConfig,
+    cluster: Cluster,
+    loop: Loop,
+    saver: NoSaver,
+    reporter: NoReporter,
+    splits: Collection[str],
+    write_finished_model: Callable[[], None],
 ) -> None:
     """Trains from the present step to the target, evaluates and reports the result.
 
@@ -228,5 +245,6 @@ def drive(
     validation = evaluate("validation") if has_validation else None
     test = evaluate("test") if "test" in splits else None
     saver.insist(target, loop.snapshot)
+    write_finished_model()
     reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
     loop.finish(test or validation)

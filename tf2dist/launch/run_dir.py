@@ -19,7 +19,7 @@ from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 
-FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl")
+FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras")
 FOLDERS = ("logs", "checkpoints", "tensorboard")
 
 

@@ -68,7 +68,7 @@ def build_step(
     if is_compiled:
         make_optimizer = _copies_of(model.optimizer, source.name)
     else:
-        compile_classifier(source.name, model, splits.num_classes)
+        compile_classifier(source.name, model, splits.num_classes, "sgd")  # it has to be some optimizer, not used here
 
         def make_optimizer(total_steps: int) -> keras.Optimizer:
             return build_optimizer(config.optimizer, total_steps)
@@ -104,7 +104,21 @@ def _call_symbolically(model: keras.Model, layout: Layout) -> None:
     model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
 
 
-def compile_classifier(name: str, model: keras.Model, num_classes: int | None) -> None:
+def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callable[[], keras.Optimizer]) -> keras.Model:
+    """A compiled model of the run with plain variables in this process, for what is done outside of the cluster.
+
+    Args:
+        new_optimizer: for a model that its builder has not compiled.
+    """
+    model = built_model(source, splits, seed)
+    if not model.compiled:
+        compile_classifier(source.name, model, splits.num_classes, new_optimizer())
+    return model
+
+
+def compile_classifier(
+    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
+) -> None:
     """Compiles a model that gives the logits of classes.
 
     Raises:
@@ -113,7 +127,7 @@ def compile_classifier(name: str, model: keras.Model, num_classes: int | None) -
     if num_classes is None:
         raise ConfigError(f"model ({name}): is not compiled, and the data has no classes; compile it with its loss")
     model.compile(
-        optimizer="sgd",  # it has to be some optimizer; which one is trained with is decided elsewhere
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     )

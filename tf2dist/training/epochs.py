@@ -1,7 +1,7 @@
 """A run cut into epochs, as `keras.Model.fit` cuts it: metrics, validation and callbacks stand after each."""
 
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,6 +68,7 @@ class EpochDriver:
 
     Args:
         splits: those that can be evaluated.
+        write_finished_model: does so on the leader; called once, when the model has its final weights.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class EpochDriver:
         reporter: NoReporter,
         hooks: Hooks,
         splits: Collection[str],
+        write_finished_model: Callable[[], None],
     ) -> None:
         self._config, self._cluster, self._plan, self._loop = config, cluster, plan, loop
         self._saver, self._reporter, self._hooks, self._splits = saver, reporter, hooks, splits
+        self._write_finished_model = write_finished_model
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
         self._rate = LearningRate(loop.optimizer)
@@ -210,5 +213,6 @@ class EpochDriver:
         test = self._evaluate("test") if "test" in self._splits else None
         self._saver.save(self._snapshot)
         self._saver.insist(step, self._snapshot)
+        self._write_finished_model()
         self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
         loop.finish(test or self._validation)

@@ -181,6 +181,7 @@ class Loop(Protocol):
         start: the snapshot that the run goes on from; None for a new one.
         restored_from: what has been restored from `start`, for the user.
         advice: a warning about the model, for the user; empty for none.
+        new_optimizer: makes one like that of the run, without its state.
     """
 
     model: keras.Model
@@ -192,6 +193,7 @@ class Loop(Protocol):
     start: Snapshot | None
     restored_from: str
     advice: str
+    new_optimizer: Callable[[], keras.Optimizer]
 
     @property
     def optimizer(self) -> keras.Optimizer:

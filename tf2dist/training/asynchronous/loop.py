@@ -83,6 +83,7 @@ class AsyncLoop:
         self.target_step = last_step
         self.model = step.model
         self.leads = True
+        self.new_optimizer = graphs.new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
         self.advice = advice_on_outputs(step)

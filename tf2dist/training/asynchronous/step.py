@@ -7,8 +7,10 @@ call, so the variables are packed (see `vectors`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
@@ -59,13 +61,14 @@ class AsyncStep:
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step.layout)
         self._offsets = offsets
+        self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
             ParameterServer(
                 device,
                 [v for v in self._step.trainable if v.value.device == device],
                 [v for v in self._step.state if v.value.device == device],
-                functools.partial(make_optimizer, total_steps),
+                self.new_optimizer,
                 config.optimizer["name"],
                 sharding.num_shards,
                 step.metrics.size,

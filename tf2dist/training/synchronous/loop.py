@@ -1,8 +1,10 @@
 """The synchronous training loop: every worker holds the model, gradients are all-reduced each step; see `step`."""
 
 import contextlib
+import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +90,7 @@ class SyncLoop:
         last_step: int,
         step: ModelStep,
         optimizer: keras.Optimizer,
+        new_optimizer: Callable[[], keras.Optimizer],
         graphs: SyncStep,
         named: Named,
         restored_from: str,
@@ -99,7 +102,7 @@ class SyncLoop:
         self.target_step = last_step
         self.model = step.model
         self.leads = workers.index == 0
-        self.optimizer = optimizer
+        self.optimizer, self.new_optimizer = optimizer, new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
         self.advice = advice_on_outputs(step)
@@ -144,7 +147,8 @@ class SyncLoop:
         # all that it does in a single process. What must be equal everywhere is made so here and in each step.
         step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
         _check(source.name, config, step, sharding, workers.num_replicas)
-        optimizer = make_optimizer(last_step)
+        new_optimizer = functools.partial(make_optimizer, last_step)
+        optimizer = new_optimizer()
         optimizer.build(step.trainable)
         # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
         step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
@@ -168,6 +172,7 @@ class SyncLoop:
             last_step=last_step,
             step=step,
             optimizer=optimizer,
+            new_optimizer=new_optimizer,
             graphs=graphs,
             named=named,
             restored_from=restored_from,

@@ -1,0 +1,216 @@
+"""What a run leaves as a Keras model, written and loaded in one process; `e2e/test_finished` has real runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tf2dist
+from tests.unit.test_saving import facts
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import named_variables, values
+from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.errors import CheckpointError, ConfigError
+from tf2dist.finished.names import counted
+from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
+
+EXAMPLES = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+
+
+class Twice(keras.layers.Layer):  # type: ignore[misc]
+    """A layer that is code of the user's own."""
+
+    def call(self, inputs: Any) -> Any:
+        return 2.0 * inputs
+
+
+def nameless() -> keras.Model:
+    """Layers without names of their own, which Keras numbers anew whenever it makes one; a model within the model."""
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization(), layers.Dropout(0.5)])
+    model = keras.Sequential([keras.Input((6,)), inner, layers.Dense(5), layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def with_own_layer() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), Twice(), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def trained(build: Callable[[], keras.Model]) -> keras.Model:
+    model = build()
+    targets = np.arange(20) % 3 if model.loss != "mse" else np.zeros((20, 3))
+    model.fit(EXAMPLES, targets, epochs=3, verbose=0)
+    return model
+
+
+def snapshot_of(model: keras.Model, step: int) -> Snapshot:
+    variables = [both[0] for both in counted(model).values()]
+    return Snapshot(step, values(named_variables(model, variables, [model.optimizer])), facts(step))
+
+
+def leave(run_dir: Path, model: keras.Model, build: Callable[[], keras.Model], step: int = 7) -> list[str]:
+    """What the leader of a run does with its model; returns the warnings."""
+    warnings: list[str] = []
+    describe(run_dir, model, lambda: build().optimizer, warnings.append)
+    snapshot = snapshot_of(model, step)
+    Checkpoints(run_dir / "checkpoints").save(snapshot)
+    write_model(run_dir, model, model.optimizer, snapshot, build, warnings.append)
+    return warnings
+
+
+def assert_same(loaded: keras.Model, model: keras.Model) -> None:
+    """Equal outputs, and an optimizer in the same state."""
+    assert loaded.compiled
+    np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)
+    for its, own in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_allclose(its.numpy(), own.numpy(), rtol=1e-6, err_msg=own.path)
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_model_whose_layers_have_no_names(tmp_path: Path, step: int | None) -> None:
+    model = trained(nameless)
+    assert leave(tmp_path, model, nameless) == []
+    model.optimizer.iterations.assign(7)
+    loaded = tf2dist.load_model(tmp_path, step)
+    assert [layer.name for layer in loaded.layers] == [layer.name for layer in model.layers]
+    assert int(loaded.optimizer.iterations) == 7
+    assert_same(loaded, model)
+
+
+def test_a_run_that_has_not_ended_has_its_newest_checkpoint(tmp_path: Path) -> None:
+    model, given = trained(nameless), []
+    for saved_step in (3, 5):
+        leave(tmp_path, model, nameless, saved_step)
+        given.append(model.predict(EXAMPLES, verbose=0))
+        model.layers[-1].bias.assign([1.0, 2.0, 3.0])
+    (tmp_path / MODEL_FILE).unlink()
+    for step, outputs in ((3, given[0]), (None, given[1])):
+        loaded = tf2dist.load_model(tmp_path, step)
+        np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), outputs, rtol=1e-5)
+
+
+def test_the_weights_that_were_evaluated_and_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = trained(nameless)
+    before = model.predict(EXAMPLES, verbose=0)
+    describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
+    snapshot = snapshot_of(model, 7)
+    Checkpoints(tmp_path / "checkpoints").save(snapshot)
+    model.layers[-1].bias.assign([1.0, 2.0, 3.0])  # as an optimizer does with moving averages at the end
+    write_model(tmp_path, model, model.optimizer, snapshot, nameless, pytest.fail)
+    at_the_end = tf2dist.load_model(tmp_path).predict(EXAMPLES, verbose=0)
+    np.testing.assert_allclose(at_the_end, model.predict(EXAMPLES, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(tf2dist.load_model(tmp_path, 7).predict(EXAMPLES, verbose=0), before, rtol=1e-5)
+    assert not np.allclose(at_the_end, before)
+
+
+def test_a_learning_rate_that_a_callback_has_changed(tmp_path: Path) -> None:
+    model = trained(nameless)
+    model.optimizer.learning_rate = 0.002
+    leave(tmp_path, model, nameless)
+    assert float(tf2dist.load_model(tmp_path).optimizer.learning_rate) == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_classes_of_the_users_own_come_from_the_caller(tmp_path: Path, step: int | None) -> None:
+    model = trained(with_own_layer)
+    assert leave(tmp_path, model, with_own_layer) == []
+    with pytest.raises(ConfigError, match=r"has the class Twice, which is code of yours; give custom_objects"):
+        tf2dist.load_model(tmp_path, step)
+    for loaded in (tf2dist.load_model(tmp_path, step, {"Twice": Twice}), registered(tmp_path, step)):
+        np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)
+
+
+def registered(run_dir: Path, step: int | None) -> keras.Model:
+    with keras.saving.custom_object_scope({"Twice": Twice}):
+        return tf2dist.load_model(run_dir, step)
+
+
+def test_a_lambda_is_not_executed_unasked(tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        doubling = keras.layers.Lambda(lambda x: 2.0 * x, output_shape=(6,))
+        model = keras.Sequential([keras.Input((6,)), doubling, keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    assert leave(tmp_path, build(), build) == []
+    for step in (None, 7):
+        with pytest.raises(ConfigError, match="Lambda layer, which is code in the file"):
+            tf2dist.load_model(tmp_path, step)
+
+
+def test_refusals_name_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir \(.*nowhere\): there is no such folder"):
+        tf2dist.load_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"holds neither model\.keras nor a checkpoint"):
+        tf2dist.load_model(tmp_path)
+    model = trained(nameless)
+    leave(tmp_path, model, nameless, step=3)
+    leave(tmp_path, model, nameless, step=7)
+    with pytest.raises(CheckpointError, match=r"step \(5\): there is no such checkpoint; choose one of 3, 7"):
+        tf2dist.load_model(tmp_path, 5)
+    (tmp_path / "checkpoints" / "step-0000000003" / "arrays.npz").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"step \(3\): .* is damaged"):
+        tf2dist.load_model(tmp_path, 3)
+    (tmp_path / MODEL_FILE).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"model\.keras: cannot be loaded"):
+        tf2dist.load_model(tmp_path)
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.json: cannot be loaded"):
+        tf2dist.load_model(tmp_path, 7)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.json"):
+        tf2dist.load_model(tmp_path, 7)
+
+
+def test_a_model_that_is_another_one_is_refused(tmp_path: Path) -> None:
+    leave(tmp_path, trained(nameless), nameless)
+    leave(tmp_path, trained(with_own_layer), with_own_layer, step=8)
+    with pytest.raises(CheckpointError, match=r"the model is another one: missing: .* extra: "):
+        tf2dist.load_model(tmp_path, 7, {"Twice": Twice})
+
+
+def test_a_model_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    """And nothing of it is left, nor of an earlier run's."""
+    model = trained(nameless)
+    leave(tmp_path, model, nameless)
+
+    def other() -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    (text,) = leave(tmp_path, model, other)
+    assert text.startswith("model.keras could not be written (the model is another one")
+    assert not (tmp_path / MODEL_FILE).exists()
+    (tmp_path / "nowhere" / "run").parent.write_bytes(b"")
+    texts = leave_only(tmp_path / "nowhere" / "run", model)
+    assert all("could not be written (Not a directory)" in text for text in texts)
+    assert len(texts) == 2
+
+
+def leave_only(run_dir: Path, model: keras.Model) -> list[str]:
+    warnings: list[str] = []
+    describe(run_dir, model, lambda: nameless().optimizer, warnings.append)
+    write_model(run_dir, model, model.optimizer, snapshot_of(model, 7), nameless, warnings.append)
+    return warnings
+
+
+def test_a_link_is_replaced_and_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    run_dir = tmp_path / "run"
+    (run_dir / TEMPORARY).mkdir(parents=True)
+    (run_dir / TEMPORARY / "half").write_text("half")
+    model = trained(nameless)
+    describe(run_dir, model, lambda: nameless().optimizer, pytest.fail)
+    (run_dir / MODEL_FILE).symlink_to(precious)
+    write_model(run_dir, model, model.optimizer, snapshot_of(model, 7), nameless, pytest.fail)
+    assert precious.read_text() == "keep me"
+    assert not (run_dir / MODEL_FILE).is_symlink()
+    assert sorted(path.name for path in run_dir.iterdir()) == ["model.json", "model.keras"]

@@ -1,0 +1,145 @@
+"""A run's model again, later and elsewhere: an ordinary compiled Keras model in the calling process."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tf2dist.checkpoint.snapshot import Snapshot, read
+from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.errors import CheckpointError, ConfigError, first_line
+from tf2dist.files import open_to_read
+from tf2dist.finished.names import fill
+from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
+
+MISSING = re.compile(r"Could not locate (\w+) '([^']+)'")
+MAX_STEPS = 10  # in a message
+
+
+class UnknownCode(ConfigError):
+    """A model needs a class or function that is not known in this process.
+
+    Attributes:
+        what: it is, such as "the class Mine".
+    """
+
+    def __init__(self, folder: Path, kind: str, name: str) -> None:
+        self.what = f"the {kind} {name}"
+        super().__init__(
+            f"custom_objects: {folder} has {self.what}, which is code of yours; give custom_objects="
+            f"{{{name.rpartition('>')[2]!r}: ...}}, or import first what registers it with "
+            "keras.saving.register_keras_serializable"
+        )
+
+
+def load_model(
+    run_dir: str | os.PathLike[str], step: int | None = None, custom_objects: Mapping[str, Any] | None = None
+) -> keras.Model:
+    """The model of a run, compiled with its loss, metrics and optimizer, ready for predict, evaluate and fit.
+
+    It takes what the run's data gave, images as raw pixels from 0 to 255. No file of the run is executed: classes and
+    functions of your own come from you.
+
+    Args:
+        run_dir: the directory of a run that has ended, or has saved a checkpoint.
+        step: that of a checkpoint, with the weights from which a training would go on; None: the final weights, as
+            they were evaluated, or those of the newest checkpoint if the run has not ended.
+        custom_objects: your layers, losses, metrics and functions by name; those that are registered with
+            `keras.saving.register_keras_serializable` need not be named.
+
+    Raises:
+        ConfigError: there is no such folder, or the model needs a class that is not known here.
+        CheckpointError: there is no such step, or what is there is damaged or not of this model.
+    """
+    folder, known = Path(run_dir).expanduser(), dict(custom_objects or {})
+    if not folder.is_dir():
+        raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
+    if step is None and (folder / MODEL_FILE).exists():
+        path = folder / MODEL_FILE
+        model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=known))
+        return model
+    snapshot = _snapshot(folder, step)
+    model, names = _described(folder / DESCRIPTION, known)
+    try:
+        fill(model, names, snapshot.arrays, snapshot.step)
+    except CheckpointError as error:
+        raise CheckpointError(f"run_dir ({run_dir}): {error}; name another directory") from None
+    return model
+
+
+def _snapshot(folder: Path, step: int | None) -> Snapshot:
+    """The checkpoint of a step; the newest whole one for None."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints.paths()]
+    if not steps:
+        raise CheckpointError(
+            f"run_dir ({folder}): holds neither {MODEL_FILE} nor a checkpoint; name another directory"
+        )
+    if step is None:
+        snapshot = checkpoints.newest(lambda _: None)
+        assert snapshot is not None, "there are checkpoints, and `newest` refuses if all are damaged"
+        return snapshot
+    if step not in steps:
+        more = "..., " if len(steps) > MAX_STEPS else ""
+        shown = more + ", ".join(map(str, steps[-MAX_STEPS:]))
+        raise CheckpointError(f"step ({step}): there is no such checkpoint; choose one of {shown}")
+    path = checkpoints.paths()[steps.index(step)]
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"step ({step}): {path} is damaged ({error}); choose another one") from None
+
+
+def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str]]:
+    """The model of model.json, with weights that mean nothing, its optimizer built, and its variables' names.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it needs a class that is not known here.
+    """
+    try:
+        with open_to_read(path) as file:
+            content = json.load(file)
+        names, described = list(map(str, content["variables"])), content["model"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"run_dir ({path.parent}): has no {path.name}, which a run writes at its beginning; the same command with "
+            "run_dir goes on from its checkpoint, and writes it"
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _damaged(path, error) from None
+    model = _loaded(path, lambda: keras.saving.deserialize_keras_object(described, custom_objects=known))
+    if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
+        raise CheckpointError(f"{path}: describes no compiled model; name another directory")
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model, names
+
+
+def _loaded(path: Path, load: Callable[[], Any]) -> Any:
+    """What Keras reads from a file, and its errors as ours."""
+    try:
+        return load()
+    except Exception as error:  # damaged files and classes of the user raise errors of many kinds
+        text = _whole_text(error)
+        if found := MISSING.search(text):
+            raise UnknownCode(path.parent, *found.groups()) from None
+        if "safe_mode" in text or "unsafe_deserialization" in text:
+            raise ConfigError(
+                f"run_dir ({path.parent}): its model has a Lambda layer, which is code in the file; if you trust it, "
+                "call keras.config.enable_unsafe_deserialization() first"
+            ) from None
+        raise _damaged(path, error) from error
+
+
+def _whole_text(error: BaseException | None) -> str:
+    """The messages of an error and of those that led to it."""
+    return f"{error}\n{_whole_text(error.__cause__ or error.__context__)}" if error else ""
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {first_line(str(error))})")

@@ -1,0 +1,65 @@
+"""The variables of a Keras model by the names that another model of the same kind has for them."""
+
+import keras
+import numpy as np
+
+from tf2dist.checkpoint.state import Named, assign, counter_of, differences, named_variables
+from tf2dist.errors import CheckpointError
+from tf2dist.process.tf_internals import layers_of, seeds_of
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+def counted(model: keras.Model) -> Named:
+    """The variables of a model that a checkpoint holds: without the seeds of random layers."""
+    seeds = set(map(id, seeds_of(model)))
+    others = [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
+    return named_variables(model, [*model.trainable_variables, *others], [])
+
+
+def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], step: int) -> None:
+    """Puts the arrays of a run into a model and its built optimizer, which counts the step, too.
+
+    Keras numbers layers without a name of their own anew in each process, and puts the name of a model in front of
+    theirs or not: what is "sequential_1/dense_3/kernel" there may be "dense/kernel" here. So the order tells which is
+    which.
+
+    Args:
+        names: of the model's variables in the run, in the order of `counted`.
+        arrays: by their names in the run. What belongs to the optimizer is left out if this one has no such variable.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    here = counted(model)
+    found = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
+    if len(here) != len(names):
+        raise CheckpointError(f"the model is another one: it has {len(names)} variables there and {len(here)} here")
+    wanted = {name: tuple(both[0].shape) for name, both in zip(names, here.values(), strict=True)}
+    if problems := differences(found, wanted):
+        raise CheckpointError(f"the model is another one: {'; '.join(problems)}")
+    variables = [both[0] for both in here.values()]
+    renamed = dict(zip(here, names, strict=True))
+    named = named_variables(model, variables, [model.optimizer])
+    named = {_renamed(name, renamed): both for name, both in named.items()}
+    assign(named, {name: array for name, array in arrays.items() if name in named})
+    counter_of(model.optimizer).assign(step)
+
+
+def _renamed(name: str, renamed: dict[str, str]) -> str:
+    """The name of a variable in the run; the optimizer's are named after those of the model."""
+    if name in renamed:
+        return renamed[name]
+    owner, _, attribute = name.removeprefix(OPTIMIZER).rpartition("/")
+    its = renamed.get(f"{MODEL}{owner}")
+    return f"{OPTIMIZER}{its.removeprefix(MODEL)}/{attribute}" if its else name
+
+
+def name_alike(model: keras.Model, named: keras.Model) -> None:
+    """Gives a model and its layers the names of another one, which was built in the same way.
+
+    Raises:
+        ValueError: they have not the same number of layers.
+    """
+    for mine, its in zip(layers_of(model), layers_of(named), strict=True):
+        mine.name = its.name

@@ -1,0 +1,102 @@
+"""The leader writes the finished model: what any Keras program loads without this package.
+
+model.keras    the model with the weights that were evaluated, compiled, with its optimizer's state
+model.json     the same without weights, from the beginning of a run; a checkpoint's go into it
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tf2dist.checkpoint.snapshot import Snapshot, flush
+from tf2dist.checkpoint.state import values
+from tf2dist.errors import first_line
+from tf2dist.files import write_whole
+from tf2dist.finished.names import OPTIMIZER, counted, fill, name_alike
+from tf2dist.process.tf_internals import learning_rate_of
+
+MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
+TEMPORARY = ".part-model"  # a folder in the run directory
+Warn = Callable[[str], None]
+
+
+def describe(run_dir: Path, model: keras.Model, new_optimizer: Callable[[], keras.Optimizer], warn: Warn) -> None:
+    """Writes model.json at the beginning of a run, and removes the finished model of an earlier one.
+
+    Args:
+        model: compiled, with whatever optimizer.
+        new_optimizer: makes one like that of the run.
+        warn: told if that cannot be done, which is no reason to end the run.
+    """
+    try:
+        (run_dir / MODEL_FILE).unlink(missing_ok=True)
+        described = keras.saving.serialize_keras_object(model)
+        described["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
+        text = json.dumps({"variables": list(counted(model)), "model": described}, indent=1)
+        write_whole(run_dir / DESCRIPTION, text + "\n")
+    except Exception as error:  # get_config of the user's layers may raise anything
+        warn(f"{DESCRIPTION} could not be written ({_reason(error)}); load_model will need the end of the run")
+
+
+def write_model(
+    run_dir: Path,
+    trained: keras.Model,
+    optimizer: keras.Optimizer,
+    snapshot: Snapshot,
+    build: Callable[[], keras.Model],
+    warn: Warn,
+) -> None:
+    """Writes model.keras at the end of a run, whole or not at all.
+
+    Args:
+        trained: the model of the run, whose variables may lie on parameter servers, with its final weights.
+        optimizer: one that has the learning rate of all.
+        snapshot: of the run, with the state of the optimizer.
+        build: a fresh model like `trained`, compiled, with plain variables in this process.
+        warn: told if it cannot be written, which is no reason to end the run.
+    """
+    try:
+        with tf.device("CPU:0"):
+            model = build()
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            final = values(counted(trained))
+            state = {name: array for name, array in snapshot.arrays.items() if name.startswith(OPTIMIZER)}
+            fill(model, list(final), final | state, snapshot.step)
+            _set_rate(model.optimizer, optimizer)
+            name_alike(model, trained)
+            _save(run_dir, model)
+    except Exception as error:  # builders and get_config of the user's layers may raise anything
+        warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
+
+
+def _set_rate(optimizer: keras.Optimizer, used: keras.Optimizer) -> None:
+    """Gives an optimizer the learning rate that another one has come to, unless it has a schedule."""
+    rate = learning_rate_of(used)
+    if isinstance(learning_rate_of(optimizer), keras.Variable) and not callable(rate):
+        optimizer.learning_rate = float(rate)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__)
+
+
+def _save(run_dir: Path, model: keras.Model) -> None:
+    """Saves into a folder of our own, since Keras would follow a link with the file's name; then moves it."""
+    folder = run_dir / TEMPORARY
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
+    folder.mkdir(mode=0o700)
+    try:
+        path = folder / MODEL_FILE
+        model.save(path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        path.replace(run_dir / MODEL_FILE)
+        flush(run_dir)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
