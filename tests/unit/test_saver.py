@@ -57,7 +57,9 @@ def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
     saver.save(lambda: snapshot(9))
     saver.insist(9, lambda: snapshot(9))
     assert saver.saved_step is None
-    with pytest.raises(TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room"):
+    with pytest.raises(
+        TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room"
+    ):
         check_saved({"global_step": 9, "saved_step": saver.saved_step, **RESULT})
     disk.full = False
     saver.insist(9, lambda: snapshot(9))

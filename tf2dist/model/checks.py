@@ -12,12 +12,11 @@ import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
-from tf2dist.model.step import ModelStep, Trial
-from tf2dist.process.tf_internals import layers_of, losses_of, mask_of
+from tf2dist.model.step import MEANS, ModelStep, Trial
+from tf2dist.process.tf_internals import layers_of, losses_of
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
-MEANS = ("sum_over_batch_size", "mean")
 PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
 
@@ -124,16 +123,11 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
             f"model ({name}): its loss {step.trial.scalar_losses[0]} gives one number for a whole batch, and several "
             "synchronous workers cannot know how to add that up; give the loss of each example, or use mode=async"
         )
-    if any(mask_of(output) is not None for output in leaves_of(step.trial.outputs)) or _ignores_a_class(step.model):
+    if step.trial.is_masked:
         raise ConfigError(
             f"model ({name}): its loss leaves out parts of the outputs, so no synchronous worker alone knows what it "
             "is divided by; give sample_weight instead of a mask, or use mode=async"
         )
-
-
-def _ignores_a_class(model: keras.Model) -> bool:
-    kind = keras.losses.SparseCategoricalCrossentropy
-    return any(isinstance(loss, kind) and loss.get_config()["ignore_class"] is not None for loss in losses_of(model))
 
 
 def check_metrics(name: str, step: ModelStep) -> None:

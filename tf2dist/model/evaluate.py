@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf2dist.data.layout import Layout
 from tf2dist.errors import NotFiniteError, TrainingError
 from tf2dist.model.metrics import Metrics, Results
+from tf2dist.model.plan import EpochPlan
+from tf2dist.model.step import ModelStep
 
 MAX_CHUNK = 1000  # examples for each forward pass
 MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; a model needs some ten times as much
@@ -47,9 +48,14 @@ class Evaluation:
         return name, self.metrics[name]
 
 
-def chunk_size(batch_size: int, layout: Layout) -> int:
-    """Examples for each forward pass: a training step's, which surely fit into memory, or more if they are small."""
-    numbers = sum(math.prod(spec.shape.as_list()) for spec in layout.specs)
+def chunk_size(batch_size: int, step: ModelStep, plan: EpochPlan | None = None) -> int:
+    """Examples for each forward pass: a training step's, which surely fit into memory, or more if they are small.
+
+    If the result depends on this number, it is the one that Keras would take.
+    """
+    if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
+        return plan.validation_batch_size or batch_size
+    numbers = sum(math.prod(spec.shape.as_list()) for spec in step.layout.specs)
     small: int = MAX_CHUNK_BYTES // max(1, 4 * numbers)
     return min(MAX_CHUNK, max(batch_size, small))
 
@@ -58,3 +64,10 @@ def chunks(num_examples: int, size: int, shard: int = 0, num_shards: int = 1) ->
     """The ranges (first, last) that one of `num_shards` workers evaluates; together they cover all."""
     ranges = [(first, min(first + size, num_examples)) for first in range(0, num_examples, size)]
     return ranges[shard::num_shards]
+
+
+def evaluated_examples(num_examples: int, at_once: int, split: str, plan: EpochPlan | None) -> int:
+    """How many examples of a split are evaluated: all, unless the plan has fewer steps for a validation."""
+    if split == "validation" and plan and plan.validation_steps:
+        return min(num_examples, plan.validation_steps * at_once)
+    return num_examples

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.process.tf_internals import loss_tracker_of
+from tf2dist.process.tf_internals import loss_tracker_of, output_trackers_of
 
 Results = dict[str, float]
 
@@ -31,15 +31,24 @@ class Metrics:
         self.variables: list[keras.Variable] = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
+        # Keras averages the losses of single outputs over batches, whatever their sizes.
+        self._of_batches = {id(v) for tracker in output_trackers_of(model) for v in tracker.variables}
 
     def zeros(self) -> list[tf.Tensor]:
         """What the variables hold before the first example."""
         return [tf.zeros(v.shape, v.dtype) for v in self.variables]
 
-    def changes(self, scope: keras.StatelessScope) -> tf.Tensor:
-        """What has been added in a scope that began with `zeros`, float32 [size]."""
-        values = [scope.get_current_value(v) for v in self.variables]
-        return tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in values], 0)
+    def changes(self, scope: keras.StatelessScope, share: tf.Tensor | None = None) -> tf.Tensor:
+        """What has been added in a scope that began with `zeros`, float32 [size].
+
+        Args:
+            share: of this part of a batch in the whole batch; None if it is the whole.
+        """
+        parts = []
+        for variable in self.variables:
+            change = tf.reshape(tf.cast(scope.get_current_value(variable), tf.float32), [-1])
+            parts.append(change if share is None or id(variable) not in self._of_batches else change * share)
+        return tf.concat(parts, 0)
 
     def results(self, totals: np.ndarray) -> Results:
         """The metrics by name, the loss among them, in the order of the names, which is that of Keras' History.

@@ -12,8 +12,9 @@ import tensorflow as tf
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of
-from tf2dist.process.tf_internals import build_metrics, losses_of, seeds_of
+from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, seeds_of
 
+MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 WORKER_STRIDE = 1 << 32  # between the seeds of two workers; those of the layers are smaller
 
 
@@ -41,6 +42,7 @@ class Trial(NamedTuple):
         not_added_up: the metrics' variables that a step does not only add to.
         strangers: what the call assigns and is not the model's own, by name.
         scalar_losses: the names of the losses that give one number for a whole batch.
+        is_masked: whether a loss leaves out parts of the outputs.
         has_penalties: whether layers add losses, such as those of regularizers.
     """
 
@@ -50,6 +52,7 @@ class Trial(NamedTuple):
     not_added_up: list[keras.Variable]
     strangers: list[str]
     scalar_losses: list[str]
+    is_masked: bool
     has_penalties: bool
 
 
@@ -86,6 +89,17 @@ class ModelStep:
         self.metrics = Metrics(model)
         self.trial = self._try()
         self.state += self.trial.assigned
+
+    @property
+    def depends_on_batches(self) -> bool:
+        """Whether the metrics of many examples depend on how they are cut into batches, as some of Keras' do."""
+        losses = losses_of(self.model)
+        return (
+            len(losses) > 1
+            or any(getattr(loss, "reduction", "") not in MEANS for loss in losses)
+            or bool(self.trial.scalar_losses)
+            or self.trial.is_masked
+        )
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -126,7 +140,7 @@ class ModelStep:
         with scope:
             whole = loss / share if self.sums_losses and share is not None else loss
             count = self._update_metrics(x, y, outputs, sample_weight, whole)
-            changes = self.metrics.changes(scope)
+            changes = self.metrics.changes(scope, share)
         sums = tf.concat([[tf.cast(part, tf.float32), count], changes], 0)
         if share is not None:  # what padding counts is left out, even if it is not a number
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
@@ -141,6 +155,12 @@ class ModelStep:
             loss = self._loss(x, y, outputs, sample_weight, training=False)
             count = self._update_metrics(x, y, outputs, sample_weight, loss)
             return tf.cast(tf.concat([[count], self.metrics.changes(scope)], 0), tf.float64)
+
+    def evaluate_function(self) -> Any:
+        """`evaluate`, traced once for any number of examples: Keras' metrics ask whether that number is fixed."""
+        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in (self.trainable, self.state)]
+        signature = (*specs, self.layout.batched(None))
+        return tf.function(self.evaluate, autograph=False, input_signature=signature)
 
     def _calling(
         self,
@@ -211,10 +231,13 @@ class ModelStep:
             ):
                 x, y, sample_weight = self.layout.pack(leaves)
                 outputs = self._outputs(x, training=True)
-                with _shapes_of(losses_of(self.model)) as shapes:
+                with _noting(losses_of(self.model)) as found_losses:
                     loss = self._loss(x, y, outputs, sample_weight, training=True)
                 self._update_metrics(x, y, outputs, sample_weight, loss)
                 has_penalties = bool(self.model.losses)
+                is_masked = any(
+                    mask_of(each) is not None for each in [*leaves_of(outputs), *(value for _, value in found_losses)]
+                )
                 news = [scope.get_current_value(v) for v in self.metrics.variables]
             kept = zip(self.metrics.variables, metrics, news, strict=True)
             found.append(
@@ -224,7 +247,8 @@ class ModelStep:
                     draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
                     not_added_up=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
                     strangers=scope.strangers,
-                    scalar_losses=[loss.name for loss, shape in shapes if shape == ()],
+                    scalar_losses=[loss.name for loss, value in found_losses if not value.shape.rank],
+                    is_masked=is_masked,
                     has_penalties=has_penalties,
                 )
             )
@@ -236,16 +260,16 @@ class ModelStep:
 
 
 @contextlib.contextmanager
-def _shapes_of(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tuple[int | None, ...]]]]:
-    """Notes the shapes of what the losses give before it is reduced to a number."""
-    found: list[tuple[keras.losses.Loss, tuple[int | None, ...]]] = []
+def _noting(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
+    """Notes what the losses give before it is reduced to a number."""
+    found: list[tuple[keras.losses.Loss, tf.Tensor]] = []
 
     def noting(loss: keras.losses.Loss) -> Any:
         call = loss.call
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             value = call(*args, **kwargs)
-            found.append((loss, tuple(value.shape)))
+            found.append((loss, value))
             return value
 
         return noted

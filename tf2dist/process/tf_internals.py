@@ -167,6 +167,12 @@ def losses_of(model: keras.Model) -> list[Any]:
     return [] if compiled is None else [one.loss for one in _attribute(keras, compiled, "_flat_losses", list)]
 
 
+def output_trackers_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that average the losses of the single outputs, if there are several; the model is built."""
+    compiled = _attribute(keras, model, "_compile_loss", keras.losses.Loss | None)
+    return [] if compiled is None else list(_attribute(keras, compiled, "metrics", list))
+
+
 def mask_of(output: Any) -> Any:
     """The mask that Keras' layers have given to a tensor; None without one."""
     return getattr(output, "_keras_mask", None)

@@ -27,12 +27,12 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Tell) -> None:
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
-        self._chunk_size = chunk_size(config.train.batch_size_per_worker, splits.layout)
         self._damaged: set[tuple[str, int, int]] = set()
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+        self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step)
         self._optimizer: keras.Optimizer | None = None
         self._named = self._needed_last = named_variables(self._step.model, self._step.variables, [])
-        self._evaluate = tf.function(self._step.evaluate, autograph=False)
+        self._evaluate = self._step.evaluate_function()
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
         """The newest checkpoint, if it is beyond the step `done`; else None.

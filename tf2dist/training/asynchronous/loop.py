@@ -28,7 +28,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on_outputs, check_assigned, check_losses
-from tf2dist.model.evaluate import Evaluation, chunks
+from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
@@ -133,8 +133,8 @@ class AsyncLoop:
         check_assigned(source.name, step.trial)
         check_losses(source.name, step, num_replicas=1)
         origin = Origin.of(resumed, sharding, step.metrics.size)
-        offsets, keeps_rate = list(map(int, origin.offsets)), not (source.plan and source.plan.has_hooks)
-        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, keeps_rate)
+        offsets = list(map(int, origin.offsets))
+        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, source.plan)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
@@ -153,7 +153,10 @@ class AsyncLoop:
             config=config,
             cluster=cluster,
             coordinator=coordinator,
-            sizes=splits.sizes(),
+            sizes={
+                split: evaluated_examples(size, graphs.evaluated_at_once, split, source.plan)
+                for split, size in splits.sizes().items()
+            },
             report=report,
             origin=origin,
             step=step,

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.model.evaluate import chunk_size
+from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, batches_without_padding, step_place
@@ -44,7 +45,7 @@ class AsyncStep:
         offsets: of each worker, from the steps that the ps have counted to those of its input.
         make_optimizer: for each ps.
         total_steps: updates in the whole run.
-        keeps_rate: see `ParameterServer`.
+        plan: of the epochs.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class AsyncStep:
         sharding: Sharding,
         offsets: list[int],
         total_steps: int,
-        keeps_rate: bool = True,
+        plan: EpochPlan | None = None,
     ) -> None:
         self._config, self.sharding = config, sharding
         self._step = step
-        self.evaluated_at_once = chunk_size(sharding.batch_size, step.layout)
+        self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self._offsets = offsets
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         everything = [*self._step.trainable, *self._step.state]
@@ -72,7 +73,7 @@ class AsyncStep:
                 config.optimizer["name"],
                 sharding.num_shards,
                 step.metrics.size,
-                keeps_rate,
+                not (plan and plan.has_hooks),
             )
             for device in sorted({v.value.device for v in everything})
         ]

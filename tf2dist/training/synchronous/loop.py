@@ -30,7 +30,8 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on_outputs, check_compiled, check_last_batch, check_losses, check_state
-from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_examples
+from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
@@ -95,12 +96,13 @@ class SyncLoop:
         named: Named,
         restored_from: str,
         start: Snapshot | None,
+        plan: EpochPlan | None,
     ) -> None:
         self._config, self._workers, self._splits, self._report = config, workers, splits, report
         self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
         self.sharding = graphs.sharding
         self.target_step = last_step
-        self.model = step.model
+        self.model, self._plan = step.model, plan
         self.leads = workers.index == 0
         self.optimizer, self.new_optimizer = optimizer, new_optimizer
         self.restored_from, self.start = restored_from, start
@@ -108,7 +110,8 @@ class SyncLoop:
         self.advice = advice_on_outputs(step)
         self._counted = counter_of(optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
-        self._evaluate = tf.function(step.evaluate, autograph=False)
+        self._evaluate = step.evaluate_function()
+        self._evaluated_at_once = chunk_size(graphs.sharding.batch_size, step, plan)
         self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
         self._own_secs = 0.0  # for a step of this worker; 0 while unknown
         none = np.zeros(step.metrics.size)
@@ -177,6 +180,7 @@ class SyncLoop:
             named=named,
             restored_from=restored_from,
             start=resumed,
+            plan=source.plan,
         )
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
@@ -231,14 +235,14 @@ class SyncLoop:
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its ranges of the split; the sums are all-reduced."""
         arrays: Arrays = getattr(self._splits, split)
+        num_examples = evaluated_examples(len(arrays), self._evaluated_at_once, split, self._plan)
         trainable, state = self._step.values()
         sums = np.zeros(1 + self.metrics.size)
-        size = chunk_size(self.sharding.batch_size, self._splits.layout)
-        for first, last in chunks(len(arrays), size, self._workers.index, self._workers.count):
+        for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
             part = [tf.constant(leaf) for leaf in arrays[first:last].leaves]
             sums += self._evaluate(trainable, state, part).numpy()
             heartbeat.progress()
-        return Evaluation.of_sums(self.metrics, self._workers.add_up(sums), len(arrays))
+        return Evaluation.of_sums(self.metrics, self._workers.add_up(sums), num_examples)
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
