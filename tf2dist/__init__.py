@@ -3,15 +3,37 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tf2dist.errors import ConfigError, NotFiniteError, TaskFailure, TaskLostError, TfDistError
 from tf2dist.registry import register_data, register_model, register_optimizer
 
 if TYPE_CHECKING:
     from tf2dist.finished.loading import load_model
+    from tf2dist.fitting.fit import fit
+    from tf2dist.fitting.request import Local
+    from tf2dist.fitting.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["load_model", "register_data", "register_model", "register_optimizer"]
+__all__ = [
+    "ConfigError",
+    "Local",
+    "NotFiniteError",
+    "Result",
+    "TaskFailure",
+    "TaskLostError",
+    "TfDistError",
+    "fit",
+    "load_model",
+    "register_data",
+    "register_model",
+    "register_optimizer",
+]
 
-LATER = {"load_model": "tf2dist.finished.loading"}  # these modules import Keras
+LATER = {  # these modules import Keras
+    "Local": "tf2dist.fitting.request",
+    "Result": "tf2dist.fitting.result",
+    "fit": "tf2dist.fitting.fit",
+    "load_model": "tf2dist.finished.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

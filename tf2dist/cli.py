@@ -1,7 +1,6 @@
 """Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -11,9 +10,8 @@ from typing import NoReturn
 
 from tf2dist import __version__
 from tf2dist.cluster import parsing
-from tf2dist.cluster.addresses import check_not_public, exposure
-from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
-from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.spec import HostTask
 from tf2dist.config import completion, keras_settings
 from tf2dist.config.arguments import parse
 from tf2dist.config.help import help_text
@@ -22,23 +20,16 @@ from tf2dist.config.paths import settle_home
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.show import configuration, information
 from tf2dist.config.sweeps import sweep_of
-from tf2dist.control.meeting import MAX_COMPARED_BYTES
-from tf2dist.control.port import check_ports
-from tf2dist.control.token import job_key
 from tf2dist.data import location
-from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
+from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
 from tf2dist.launch.console import LAST_WORDS_SECS, Console, result_lines
-from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
+from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.launch.streams import prepare, say
-from tf2dist.launch.supervisor import supervise
 from tf2dist.launch.sweep import run_sweep
 from tf2dist.launch.unblocked import Unblocked
 from tf2dist.signals import Signals
 
 MAX_LINE_CHARS = 300
-MAX_TOLD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
-MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -147,12 +138,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
     check_alone(config, host_task)  # again: it may be another data set now
 
     # The run.
-    leads = host_task is None or host_task.task == host_task.cluster.leader
-    run_dir = make_run_dir(config)
-    if text := why_not_private(run_dir):
-        console.warn(text)
-    with the_only_run(run_dir) if leads else contextlib.nullcontext():
-        summary = supervise(config, run_dir, host_task, console, started_at, signals)
+    run_dir, summary = run_in_folder(config, host_task, console, started_at, signals)
     if summary:
         try:
             say(result_lines(summary, str(run_dir)), sys.stdout)
@@ -167,35 +153,3 @@ def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     location.check_batch_size(config, num_workers)
     check_size(config, host_task)
-
-
-def check_size(config: RunConfig, host_task: HostTask | None) -> None:
-    """Checks that the configuration fits into the one packet to a task, and into the one message that hosts compare.
-
-    Raises:
-        ConfigError: it would be too long.
-    """
-    jobs = host_task.cluster.jobs if host_task else {}
-    length = len(json.dumps([config.to_yaml(), jobs]).encode())
-    largest = MAX_SHOWN_BYTES if host_task else MAX_TOLD_BYTES
-    if length > largest:
-        raise ConfigError(
-            f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "
-            "passed on to the tasks; shorten lists and arguments, a plugin can read a file instead"
-        )
-
-
-def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
-    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name.
-
-    Raises:
-        ClusterError: this task cannot run here.
-        TaskLostError: its name is not known on this host within `startup_timeout_secs`.
-    """
-    check_ports(cluster, config.cluster.control_port_shift)
-    job_key(os.environ, cluster, tell=lambda _: None)  # only checked here; its warning is given when the run begins
-    wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
-    check_not_public(cluster, task, allow_public=config.cluster.allow_public)
-    if config.cluster.check_address:
-        check_no_alias(cluster, task)
-        check_own_address(cluster, task)

@@ -3,6 +3,7 @@
     TfDistError                 exit code
     |- RequestError                  2     the request is wrong: asking again will not help
     |  |- ConfigError                      an option, a key or a value
+    |  |  `- FitError                      an argument of `tf2dist.fit`; also a ValueError, as of Keras
     |  |- ClusterError                     TF_CONFIG, a host list, a role
     |  |- DataError                        data that is not there or cannot be used
     |  |- CheckpointError                  a checkpoint of another model, or none that is whole
@@ -39,6 +40,10 @@ class RequestError(TfDistError):
 
 
 class ConfigError(RequestError):
+    pass
+
+
+class FitError(ConfigError, ValueError):
     pass
 
 

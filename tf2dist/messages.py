@@ -97,6 +97,28 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class HookCall:
+    """The leader's call of what a caller of `fit` has given to be called; it waits for a `HookAnswer` of the number.
+
+    Attributes:
+        kind: "begin", "epoch", "pause" or "end", see `training.hooks`.
+        epoch: the number of the epoch, from 0.
+        arrays: the file with the variables by name; "" for none.
+        state: the file with the state of the callbacks; "" for none.
+    """
+
+    task: str
+    number: int
+    kind: str
+    epoch: int
+    step: int
+    logs: dict[str, Any]
+    learning_rate: float
+    arrays: str
+    state: str
+
+
+@dataclass(frozen=True)
 class Result:
     """What summary.json is to hold."""
 
@@ -185,10 +207,34 @@ class PeerGone:
     task: str
 
 
-FromTask = Alive | Silence | Standing | Stalled | Began | Progress | Status | Note | Warned | Saved | Result | Done
+@dataclass(frozen=True)
+class HookAnswer:
+    """What the caller of `fit` wants after the `HookCall` of this number; None and "": as it is.
+
+    Attributes:
+        stop: the training ends.
+        arrays: the file with those variables that are to have other values.
+        state: the file with the state of the callbacks.
+    """
+
+    number: int
+    stop: bool
+    learning_rate: float | None
+    arrays: str
+    state: str
+
+
+@dataclass(frozen=True)
+class PauseWanted:
+    """The caller of `fit` wants a `HookCall` soon, at one exact step."""
+
+
+FromTask = (
+    Alive | Silence | Standing | Stalled | Began | Progress | Status | Note | Warned | Saved | HookCall | Result | Done
+)
 FromServer = Ready | Started | Exited
 ToServer = Start | Forward
-ToTask = PeerGone
+ToTask = PeerGone | HookAnswer | PauseWanted
 Event = FromTask | FromServer
 OF_A_MOMENT = Alive | Progress  # said again soon: a task must not wait for a launcher that is suspended
 
@@ -233,6 +279,19 @@ class ToLauncher:
 
     def saved(self, step: int, stopping: bool) -> None:
         self._post(Saved(self.task, step, stopping))
+
+    def hook_call(
+        self,
+        number: int,
+        kind: str,
+        epoch: int,
+        step: int,
+        logs: dict[str, Any],
+        learning_rate: float,
+        arrays: str,
+        state: str,
+    ) -> None:
+        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rate, arrays, state))
 
     def result(self, summary: dict[str, Any]) -> None:
         self._post(Result(self.task, summary))

@@ -24,7 +24,7 @@ from tf2dist.finished.writing import describe, write_model
 from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.source import Source, plain_model
-from tf2dist.process import devices, heartbeat, inbox, profiling
+from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training.asynchronous import serving
@@ -57,8 +57,6 @@ def run_task(
         started_at: `time.time()` of the user's command.
         hooks: the way to callbacks; used by the leader if the source has a plan of epochs.
     """
-    inbox.listen(cluster)
-
     # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
     # the user's code, which may run operations in a plugin or when it makes the data.
     server_config = devices.configure(config.devices, cluster, task, share_host=config.cluster.kind == "local")

@@ -6,8 +6,9 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Self
+from typing import Protocol, Self
 
 REPEAT_SECS = 2.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -37,6 +38,33 @@ def _exit(number: int, frame: FrameType | None) -> None:
         if select.select([], [2], [], 0)[1]:  # the write must not wait for a reader that stalls
             os.write(2, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
     os._exit(128 + number)
+
+
+class Requests(Protocol):
+    """Who asks a run to end."""
+
+    def held(self) -> AbstractContextManager[list[int]]:
+        """For a block that looks at the list of the signals that have come, which grows while it runs."""
+
+
+class Asked:
+    """The requests of a program that keeps its own handlers of signals: it asks by itself."""
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._first_at = 0.0
+
+    def held(self) -> AbstractContextManager[list[int]]:
+        return contextlib.nullcontext(self._received)
+
+    def ask(self, number: int) -> None:
+        """Asks for an orderly stop, as the signal would, and when it is asked again later, for one at once."""
+        now = time.monotonic()
+        if not self._received:
+            self._first_at = now
+        elif not is_impatient(self._received[0], number, now - self._first_at):
+            return
+        self._received.append(number)
 
 
 class Signals:

@@ -18,12 +18,14 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema
 from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
+from tf2dist.fitting.shipping import Shipped
 from tf2dist.messages import ToLauncher
-from tf2dist.model.source import Registered
-from tf2dist.process import heartbeat, tf_messages
+from tf2dist.model.source import Registered, Source
+from tf2dist.process import heartbeat, inbox, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
-from tf2dist.training.hooks import NoHooks
+from tf2dist.training.hooks import Hooks, NoHooks
+from tf2dist.training.launcher_hooks import LauncherHooks
 
 
 class LossyLog(io.TextIOWrapper):
@@ -44,7 +46,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
     Args:
         payload: "config" (YAML), "mode" and "jobs" of the cluster, "task" (job and index), "run_dir",
-            "started_at".
+            "started_at", "job" (the folder of a call of `fit`, or None).
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops us with SIGTERM
@@ -56,9 +58,13 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         run_config = schema.from_yaml(payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs)
         set_up_keras(run_config.keras)
-        run_task(
-            run_config, cluster, task, Registered(run_config), run_dir, to_launcher, payload["started_at"], NoHooks()
-        )
+        mail = inbox.listen(cluster)
+        source: Source = Registered(run_config)
+        hooks: Hooks = NoHooks()
+        if payload["job"]:
+            job = Path(payload["job"])
+            source, hooks = Shipped(job), LauncherHooks(to_launcher, mail, job)
+        run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), in_our_terms(error))

@@ -10,6 +10,7 @@ import pytest
 from tests.unit import test_config
 from tf2dist import cli
 from tf2dist.data import location
+from tf2dist.launch import start
 
 LONG = [*(f"+model.a{i}={'x' * 4000}" for i in range(10)), "plugins=[{files}/empty.py]"]
 HOSTS = ["mode=sync", "cluster=hosts", "task.type=worker", "task.index=0"]
@@ -286,7 +287,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
-    monkeypatch.setattr(cli, "supervise", lambda *args: pytest.fail("a wrong request is run"))
+    monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong request is run"))
     monkeypatch.setattr("tf2dist.launch.sweep.code_command", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 

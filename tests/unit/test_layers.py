@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"data", "process"},
     {"model", "checkpoint", "control"},
     {"launch", "training"},
-    {"finished"},
+    {"finished", "fitting"},
     {"run"},
     {"task"},
     {"cli", "doctor", "evaluate", "export", "predict", "testing"},

@@ -35,11 +35,14 @@ MAX_SHOWN_CHARACTERS = 200
 MAX_SHOWN = 8
 
 
-def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -> Identity:
+def identity_of(
+    config: RunConfig, cluster: Cluster, task: Task | None = None, fit: dict[str, Any] | None = None
+) -> Identity:
     """The identity of this host.
 
     Args:
         task: if it is a ps, which reads no data, the data of its host is not compared.
+        fit: the arguments of a call of `fit`, as text; None for the command line.
 
     Raises:
         ConfigError: a plugin cannot be read.
@@ -47,7 +50,7 @@ def identity_of(config: RunConfig, cluster: Cluster, task: Task | None = None) -
     return Identity(
         cluster={job: cluster.jobs[job] for job in sorted(cluster.jobs)},
         versions=versions(),
-        config=_shared(config.as_tree()),
+        config=_shared(config.as_tree()) | ({"fit": fit} if fit is not None else {}),
         plugins=tuple(map(_sha256, config.plugins)),
         data=None if task and task.job == "ps" else _data(config),
     )

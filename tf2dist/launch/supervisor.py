@@ -15,11 +15,12 @@ from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import write_whole
+from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_state import Tasks
-from tf2dist.signals import Signals
+from tf2dist.signals import Requests
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
@@ -50,12 +51,14 @@ def supervise(
     host_task: HostTask | None,
     console: Console,
     started_at: float,
-    signals: Signals,
+    signals: Requests,
+    caller: Caller | None = None,
 ) -> dict[str, Any]:
     """Runs a whole local cluster, or this host's one task, to its end.
 
     Args:
         host_task: the cluster and this process's task in it; None for a local cluster.
+        caller: of `fit`; None for the command line.
 
     Returns:
         The summary, which is in summary.json too; empty if the task that makes it runs elsewhere.
@@ -74,10 +77,10 @@ def supervise(
         stack.enter_context(console)
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
-        meeting = stack.enter_context(meeting_of(config, *host_task, console)) if host_task else None
+        meeting = stack.enter_context(meeting_of(config, *host_task, console, caller)) if host_task else None
         begun = functools.partial(note_begin, config, run_dir, console)
         check = functools.partial(check_signals, received)
-        monitor = Monitor(launcher, console, config, meeting, received, begun)
+        monitor = Monitor(launcher, console, config, meeting, received, begun, caller.hear if caller else None)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
@@ -87,8 +90,11 @@ def supervise(
 
         def start(name: str, restarts: int) -> None:
             now = host_task.cluster if host_task else local_cluster(config, launcher, restarts)
-            launcher.start(name, "tf2dist.task:main", payload_of(config, now, Task.parse(name), run_dir, started_at))
+            payload = payload_of(config, now, Task.parse(name), run_dir, started_at, caller)
+            launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
 
+        if caller:
+            caller.connect(functools.partial(launcher.send_to_task, str(cluster.leader)))
         names = [str(host_task.task)] if host_task else [str(task) for task in cluster.tasks]
         where = f" at {cluster.address(host_task.task)}" if host_task else ""
         console.status(f"starting {', '.join(names)}{where}")
@@ -105,7 +111,9 @@ def check_signals(received: list[int]) -> None:
         raise Interrupted(received[0])
 
 
-def payload_of(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float) -> dict[str, Any]:
+def payload_of(
+    config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float, caller: Caller | None
+) -> dict[str, Any]:
     """The payload of a task, for `task.main`."""
     return {
         "config": config.to_yaml(),
@@ -114,17 +122,18 @@ def payload_of(config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, s
         "task": (task.job, task.index),
         "run_dir": str(run_dir),
         "started_at": started_at,
+        "job": str(caller.job) if caller else None,
     }
 
 
-def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> Meeting:
+def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console, caller: Caller | None) -> Meeting:
     """The meeting with the launching processes of the cluster's other tasks, not yet begun."""
     key = job_key(os.environ, cluster, console.warn)
     shift = config.cluster.control_port_shift
     return Meeting(
         cluster,
         task,
-        identity_of(config, cluster, task),
+        identity_of(config, cluster, task, caller.identity if caller else None),
         key,
         console.note,
         lost_after_secs=config.silence_secs,

@@ -1,26 +1,42 @@
 """The launcher's messages to a running task, one per line on its standard input.
 
-There is one so far: that another task is gone. TensorFlow notices the end of a process when its
-connections close. When a whole host is cut off nothing closes them, and a call to it waits for ever.
+One says that another task is gone. TensorFlow notices the end of a process when its connections close.
+When a whole host is cut off nothing closes them, and a call to it waits for ever. The others come from the
+caller of `fit`, for the leader.
 """
 
 import contextlib
 import os
+import queue
 import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.messages import ToTask
+from tf2dist.messages import HookAnswer, PauseWanted, PeerGone, ToTask
 from tf2dist.packing import unpack
 from tf2dist.process import heartbeat
 
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host a few more times, and each time gRPC gives up after 20 s
 
 
-def listen(cluster: Cluster) -> None:
+@dataclass(frozen=True)
+class Inbox:
+    """What has come from the caller of `fit`.
+
+    Attributes:
+        answers: to the calls of this task.
+        pause_wanted: set when a pause is wanted.
+    """
+
+    answers: "queue.SimpleQueue[HookAnswer]" = field(default_factory=queue.SimpleQueue)
+    pause_wanted: threading.Event = field(default_factory=threading.Event)
+
+
+def listen(cluster: Cluster) -> Inbox:
     """Reads the messages in a thread, since the main thread may wait in the call that has to be cut off.
 
     The thread reads from a copy of the file descriptor, and `sys.stdin` is empty from now on. A thread that waits in
@@ -30,15 +46,22 @@ def listen(cluster: Cluster) -> None:
     copy = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    threading.Thread(target=_listen, args=(cluster, copy), name="inbox", daemon=True).start()
+    inbox = Inbox()
+    threading.Thread(target=_listen, args=(cluster, copy, inbox), name="inbox", daemon=True).start()
+    return inbox
 
 
-def _listen(cluster: Cluster, pipe: int) -> None:
+def _listen(cluster: Cluster, pipe: int, inbox: Inbox) -> None:
     for line in _lines(pipe):
-        gone = unpack(line, ToTask).task
-        address = cluster.address(Task.parse(gone))
-        heartbeat.extend_deadline(RECONNECT_SECS)
-        print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
+        match message := unpack(line, ToTask):
+            case HookAnswer():
+                inbox.answers.put(message)
+            case PauseWanted():
+                inbox.pause_wanted.set()
+            case PeerGone(gone):
+                address = cluster.address(Task.parse(gone))
+                heartbeat.extend_deadline(RECONNECT_SECS)
+                print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
 
 
 def _lines(pipe: int) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ each function looks whether what it touches is there and of the kind that it kno
 `InstallationError`, which tells the name and the installed version. `missing` tries them all.
 """
 
+import collections
 import contextlib
 import importlib
 import weakref
@@ -22,6 +23,8 @@ from tf2dist.requirements import tested_versions
 CONTEXT = "tensorflow.python.eager.context"
 PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
 NO_INLINE = "_noinline"
+GLOBAL_STATE = "keras.src.backend.common.global_state"
+NAME_COUNTS = "object_name_uids"
 ABSENT = object()
 
 
@@ -178,12 +181,26 @@ def mask_of(output: Any) -> Any:
     return getattr(output, "_keras_mask", None)
 
 
+@contextlib.contextmanager
+def fresh_names() -> Iterator[None]:
+    """Gives what is made in the block the names that it would have in a new process, such as "dense" and "dense_1"."""
+    get, put = (
+        _attribute(keras, _module(GLOBAL_STATE), f"{what}_global_attribute", Callable) for what in ("get", "set")
+    )
+    before = get(NAME_COUNTS)
+    put(NAME_COUNTS, collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        put(NAME_COUNTS, before if before is not None else collections.defaultdict(int))
+
+
 def _context() -> Any:
     return _attribute(tf, _module(CONTEXT), "context", Callable)()
 
 
 def _module(name: str) -> Any:
-    with _relying_on(tf, name):
+    with _relying_on(keras if name.startswith("keras") else tf, name):
         return importlib.import_module(name)
 
 
@@ -314,6 +331,12 @@ def _masks_are_found() -> bool:
     return mask_of(masked) is not None
 
 
+def _names_begin_again() -> bool:
+    keras.layers.Dense(1)
+    with fresh_names():
+        return bool(keras.layers.Dense(1).name == "dense")
+
+
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _spinning_stops,
     (tf, "Context.coordination_service"): _service_is_set,
@@ -327,4 +350,5 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Trainer._symbolic_build"): _metrics_are_built,
     (keras, "CompileLoss._flat_losses"): _losses_are_found,
     (keras, "_keras_mask"): _masks_are_found,
+    (keras, NAME_COUNTS): _names_begin_again,
 }

@@ -1,0 +1,213 @@
+"""What `fit` takes as data, held against what `keras.Model.fit` makes of it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf2dist.errors import ConfigError, FitError
+from tf2dist.fitting import inputs
+from tf2dist.fitting.request import training_set, validation_set
+from tf2dist.process.tf_internals import fresh_names
+
+pandas = pytest.importorskip("pandas")
+N = 12
+NUMBERS = np.arange(N * 3).reshape(N, 3)
+
+
+def seen_by_keras(x: Any, y: Any = None, **weights: Any) -> tuple[Any, Any, Any]:
+    """The first batch that reaches `train_step` of `keras.Model.fit`, as numpy."""
+    batches = []
+
+    class Model(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            batches.append(keras.tree.map_structure(lambda each: each.numpy(), data, none_is_leaf=False))
+            return {"loss": tf.constant(0.0)}
+
+    with fresh_names():
+        model = Model()
+    model.compile("sgd", run_eagerly=True)
+    model.fit(x, y, batch_size=N, shuffle=False, verbose=0, **weights)
+    found: tuple[Any, Any, Any] = keras.utils.unpack_x_y_sample_weight(batches[0])
+    return found
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "float64": lambda: NUMBERS / 7,
+    "float16": lambda: (NUMBERS / 7).astype("float16"),
+    "float32": lambda: (NUMBERS / 7).astype("float32"),
+    "int64": lambda: NUMBERS,
+    "uint8": lambda: NUMBERS.astype("uint8"),
+    "bool": lambda: NUMBERS % 2 == 0,
+    "texts": lambda: np.array(["é", "b c"] * (N // 2))[:, None],
+    "objects": lambda: np.array(["é", "b c"] * (N // 2), object),
+    "tensor": lambda: tf.constant(NUMBERS / 7),
+    "tensor of texts": lambda: tf.constant([["é"], ["b c"]] * (N // 2)),
+    "keras tensor": lambda: keras.ops.convert_to_tensor(NUMBERS.astype("float32")),
+    "table": lambda: pandas.DataFrame(NUMBERS / 7, columns=list("abc")),
+    "mixed table": lambda: pandas.DataFrame({"a": NUMBERS[:, 0], "b": NUMBERS[:, 1] / 7}),
+    "column": lambda: pandas.Series(NUMBERS[:, 0] / 7),
+    "dict": lambda: {"b": NUMBERS / 7, "a": [NUMBERS, NUMBERS[:, 0]]},
+    "list": lambda: [NUMBERS / 7, NUMBERS],
+    "array of bfloat16": lambda: tf.cast(NUMBERS, tf.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_become_what_keras_makes_of_them(kind: str) -> None:
+    x = KINDS[kind]()
+    wanted, _, _ = seen_by_keras(x)
+    ours = training_set(x, None, None, None).x
+    keras.tree.assert_same_structure(ours, wanted)
+    for mine, theirs in zip(keras.tree.flatten(ours), keras.tree.flatten(wanted), strict=True):
+        assert tf.convert_to_tensor(mine).dtype == tf.convert_to_tensor(theirs).dtype
+        assert np.array_equal(mine.astype(theirs.dtype), theirs)
+
+
+LABELS = {
+    "numbers": np.arange(N) % 3,
+    "column": (np.arange(N) % 3)[:, None],
+    "floats": np.arange(N) % 3 + 0.0,
+    "one-hot": np.eye(3)[np.arange(N) % 3],
+}
+
+
+@pytest.mark.parametrize("labels", LABELS)
+def test_class_weights_become_the_weights_of_keras(labels: str) -> None:
+    class_weight = {0: 1.5, 2: 0.25}
+    _, _, wanted = seen_by_keras(NUMBERS, LABELS[labels], class_weight=class_weight)
+    ours = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
+    assert np.array_equal(ours, wanted)
+    assert ours.dtype == np.float32
+
+
+def test_one_array_of_weights_counts_for_each_output() -> None:
+    outputs = {"a": NUMBERS, "b": NUMBERS[:, 0]}
+    weights = np.arange(N) / 5
+    _, _, wanted = seen_by_keras(NUMBERS, outputs, sample_weight=weights)
+    ours = training_set(NUMBERS, outputs, weights, None).sample_weight
+    assert set(ours) == set(wanted) == {"a", "b"}
+    assert all(np.array_equal(ours[name], wanted[name]) for name in wanted)
+
+
+def test_the_validation_set_is_the_last_part() -> None:
+    seen = {}
+
+    class Look(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            seen["samples"] = True
+
+    train, validation = validation_set(training_set(NUMBERS, NUMBERS[:, 0], None, None), None, 0.3)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    history = model.fit(NUMBERS, NUMBERS[:, 0], validation_split=0.3, verbose=0, callbacks=[Look()]).history
+    assert validation
+    assert (len(train), len(validation)) == (8, 4)
+    assert seen
+    assert history["val_loss"][0] == pytest.approx(float(model.evaluate(validation.x, validation.y, verbose=0)))
+    assert np.array_equal(np.concatenate([train.x, validation.x]), NUMBERS)
+
+
+@pytest.mark.parametrize("given", [(NUMBERS, NUMBERS), (NUMBERS, NUMBERS, np.ones(N)), [NUMBERS, NUMBERS]])
+def test_validation_data_of_two_or_three_parts(given: Any) -> None:
+    train = training_set(NUMBERS, NUMBERS, None, None)
+    _, validation = validation_set(train, given, 0.5)
+    assert validation is not None
+    assert np.array_equal(validation.x, NUMBERS), "validation_data goes before validation_split"
+    assert (validation.sample_weight is not None) == (len(given) == 3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"x": None}, "x: is None"),
+    "a list of numbers": ({"x": [1, 2, 3]}, "x: holds a int where an array must stand"),
+    "a number": ({"x": np.array(1.0)}, "x: holds a single number"),
+    "lengths": ({"x": NUMBERS, "y": NUMBERS[1:]}, "same number of examples, and have x 12, y 11"),
+    "no examples": ({"x": NUMBERS[:0]}, "x: has no examples"),
+    "no arrays": ({"x": []}, "x: holds no array"),
+    "dates": ({"x": np.zeros(3, "datetime64[s]")}, "datetime64"),
+    "objects": ({"x": np.array([{}, []], object)}, "neither texts nor numbers"),
+    "sparse": ({"x": tf.sparse.from_dense(NUMBERS)}, "is sparse or ragged"),
+    "ragged": ({"x": tf.ragged.constant([[1], [1, 2]])}, "is sparse or ragged"),
+    "both weights": ({"x": NUMBERS, "y": LABELS["numbers"], "sample_weight": np.ones(N), "class_weight": {0: 1.0}},
+                     "class_weight: cannot be given together with sample_weight"),
+    "classes of two outputs": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "class_weight": {0: 1.0}}, "single output"),
+    "wide weights": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "sample_weight": NUMBERS}, "must be [n]"),
+    "other weights": ({"x": NUMBERS, "y": [NUMBERS], "sample_weight": {"a": NUMBERS}}, "another structure than y"),
+    "a dataset": ({"x": tf.data.Dataset.from_tensors(NUMBERS)}, "made in this process"),
+    "a generator": ({"x": (each for each in NUMBERS)}, "made in this process"),
+    "a function": ({"x": lambda shard: None}, "x: is a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_sent_is_refused_by_name(what: str) -> None:
+    arguments, words = REFUSED[what]
+    given = {"y": None, "sample_weight": None, "class_weight": None, **arguments}
+    with pytest.raises(FitError) as told:
+        training_set(**given)
+    assert words in str(told.value)
+    assert isinstance(told.value, ConfigError)
+    assert isinstance(told.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("data", "split", "words"),
+    [
+        ((NUMBERS,) * 4, 0.0, "validation_data: is a tuple of 4"),
+        ((NUMBERS[:, :2], NUMBERS), 0.0, "the training data is"),
+        (None, 1.0, "validation_split (1.0)"),
+        (None, -0.5, "validation_split (-0.5)"),
+        (None, 0.99, "one part would be empty"),
+        (tf.data.Dataset.from_tensors(NUMBERS), 0.0, "validation_data: is"),
+    ],
+)
+def test_a_validation_set_that_cannot_be_is_refused(data: Any, split: float, words: str) -> None:
+    with pytest.raises(FitError) as told:
+        validation_set(training_set(NUMBERS, NUMBERS, None, None), data, split)
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(("given", "steps", "at_once", "wanted"), [
+    (None, None, 1, 32), (7, None, 1, 7), (None, 5, 1, 20), (None, 5, 3, 7), (7, 5, 3, 7),
+])  # fmt: skip
+def test_the_batch_size_of_keras(given: int | None, steps: int | None, at_once: int, wanted: int) -> None:
+    assert inputs.batch_size_of(given, 100, steps, at_once) == wanted
+
+
+def test_arrays_are_mapped_and_come_back_as_they_were(tmp_path: Path) -> None:
+    texts = np.array(["é", "b c"] * (N // 2))
+    x = {"numbers": [NUMBERS / 7, (NUMBERS,)], "texts": texts, "again": NUMBERS}
+    examples = training_set(x, NUMBERS, np.ones(N), None)
+    found = inputs.load(inputs.store(examples, tmp_path, "train"))
+    for mine, theirs in zip(found.leaves, examples.leaves, strict=True):
+        assert isinstance(mine, np.memmap)
+        assert mine.dtype == theirs.dtype
+        assert np.array_equal(mine, theirs)
+    keras.tree.assert_same_structure(found.x, examples.x)
+    assert isinstance(found.x["numbers"][1], tuple)
+    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that stands twice is written once"
+
+
+def test_a_mapped_file_is_passed_on_and_not_copied(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", NUMBERS.astype("float32"))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    job = tmp_path / "job"
+    job.mkdir()
+    stored = inputs.store(training_set(mapped, None, None, None), job, "train")
+    assert stored["x"] == {"file": str(tmp_path / "x.npy")}
+    assert os.listdir(job) == []
+
+
+@pytest.mark.parametrize(
+    "view", [lambda a: a[1:], lambda a: a[:, :2], lambda a: a.T, lambda a: a[::-1], lambda a: a + 1]
+)
+def test_a_part_of_a_mapped_file_is_not_taken_for_the_whole(view: Callable[[Any], Any], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", NUMBERS.astype("float32"))
+    part = view(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    assert inputs.mapped_file(part) == ""
+    assert inputs.mapped_file(np.load(tmp_path / "x.npy", mmap_mode="c")) == "", "may have been changed in memory"

@@ -1,0 +1,103 @@
+"""`tf2dist.fit`: `keras.Model.fit` on a cluster."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tf2dist.config.schema import MODES
+from tf2dist.errors import FitError
+from tf2dist.fitting import inputs, refusals, request, shipping
+from tf2dist.fitting.request import Local, Model
+from tf2dist.fitting.result import Result
+from tf2dist.fitting.run import Run
+
+
+def fit(
+    model: Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Sequence[int] = 1,
+    *,
+    mode: str = "async",
+    cluster: Local | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | Sequence[str] | None = None,
+) -> Result:
+    """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
+
+    An epoch is one pass over the data by the whole cluster. A step is a batch of one worker with mode="async", and a
+    batch of each worker with mode="sync".
+
+    Args:
+        model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
+            one, always the same. The function runs in this process and in each task.
+        x, y, sample_weight: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an
+            array that was mapped with ``numpy.load(file, mmap_mode="r")`` is passed on as that file.
+        batch_size: of each worker, in examples; None for Keras's 32.
+        verbose: 0 silent but for warnings; 1 or "auto" progress on the standard error; 2 a line an epoch, as Keras.
+        callbacks: called in this thread, between two steps of the cluster. Hooks of batches are called now and then,
+            with the number of the global step for `batch`.
+        mode: "async", workers with parameter servers; or "sync", all-reduce.
+        cluster: None for the one in the environment variable TF_CONFIG, or `Local()` without it.
+        run_dir: where everything of the run goes, and where an earlier run in it goes on; None for a new folder
+            below ``outputs``.
+        seed: of the initial weights, the order of the examples, and the layers' random numbers.
+        options: of the command line, such as ``{"checkpoint.every_secs": 60}``.
+
+    Returns:
+        The trained model, its history, and what summary.json holds.
+
+    Raises:
+        ConfigError: something cannot be done; the message says what can. Nothing has been started.
+        NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
+        TfDistError: the training failed, or tasks were lost too often.
+        KeyboardInterrupt: of Ctrl-C; the run was saved, and the same call with `run_dir` goes on.
+    """
+    started_at = time.time()
+    if shipping.is_task:
+        raise FitError("fit: was called in a task of a run; keep the call out of the module that has the model")
+    if mode not in MODES:
+        raise FitError(f"mode ({mode}): must be 'async' or 'sync'")
+    refusals.check_numbers(batch_size=batch_size)
+    plan = request.plan_of(
+        epochs,
+        initial_epoch,
+        steps_per_epoch,
+        validation_freq,
+        validation_steps,
+        validation_batch_size,
+        shuffle,
+    )
+    train = request.training_set(x, y, sample_weight, class_weight)
+    train, validation = request.validation_set(train, validation_data, validation_split)
+    config, host_task = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
+    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
+    config.train.batch_size_per_worker = inputs.batch_size_of(
+        batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1
+    )
+    return Run(
+        model,
+        train,
+        validation,
+        request.with_batch_size(plan, config.train.batch_size_per_worker),
+        config,
+        host_task,
+        refusals.check_callbacks(callbacks, mode),
+        refusals.check_verbose(verbose),
+        started_at,
+    ).to_its_end()

@@ -1,0 +1,257 @@
+"""What `fit` takes as data, checked and converted as `keras.Model.fit` does, and as files for the tasks.
+
+A tree is an array, or a dict, list or tuple of trees. All arrays of one data set have one first dimension, [n, ...].
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.layout import Tree, leaves_of
+from tf2dist.errors import FitError, kind_of
+
+DEFAULT_BATCH_SIZE = 32  # Keras's
+SPARSE = "is sparse or ragged, and only dense arrays can be sent; make it dense, or pad it"
+
+
+def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None) -> Arrays:
+    """The training set.
+
+    Raises:
+        FitError: `fit` of Keras would refuse it too, or it cannot be sent.
+    """
+    if x is None:
+        raise FitError("x: is None; give arrays with one example in each row, or a dict, list or tuple of them")
+    x, y, sample_weight = (converted(tree, name) for tree, name in ((x, "x"), (y, "y"), (sample_weight, "weights")))
+    if sample_weight is not None and class_weight is not None:
+        raise FitError("class_weight: cannot be given together with sample_weight; multiply the two into one")
+    if sample_weight is not None:
+        sample_weight = _for_each_output(y, sample_weight)
+    if class_weight is not None:
+        sample_weight = _of_classes(y, class_weight)
+    return _checked(Arrays(x, y, sample_weight), "x")
+
+
+def validation_examples(validation_data: Any) -> Arrays:
+    """The validation set: x, (x,), (x, y) or (x, y, sample_weight).
+
+    Raises:
+        FitError: it is none of these, or see `training_examples`.
+    """
+    try:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+    except ValueError:
+        raise FitError(
+            f"validation_data: is {kind_of(validation_data)} of {len(validation_data)}; give (x, y) or "
+            "(x, y, sample_weight)"
+        ) from None
+    names = "validation_data x", "validation_data y", "validation_data weights"
+    x, y, sample_weight = (converted(tree, name) for tree, name in zip((x, y, sample_weight), names, strict=True))
+    if sample_weight is not None:
+        sample_weight = _for_each_output(y, sample_weight)
+    return _checked(Arrays(x, y, sample_weight), "validation_data")
+
+
+def split_off(examples: Arrays, share: float) -> tuple[Arrays, Arrays]:
+    """The training set and the validation set, which is its last part, before any shuffling.
+
+    Raises:
+        FitError: `share` is none, or one of the two would be empty.
+    """
+    if not 0 < share < 1:
+        raise FitError(f"validation_split ({share}): must be at least 0 and less than 1, such as 0.2")
+    total = len(examples)
+    at = math.floor(total * (1.0 - share))
+    if at in (0, total):
+        raise FitError(f"validation_split ({share}): of {total} examples one part would be empty; give more of them")
+    return examples[:at], examples[at:]
+
+
+def converted(tree: Tree, name: str) -> Tree:
+    """The tree with numpy arrays as Keras makes them: floats of its floatx, integers, bools and strings as they are.
+
+    Raises:
+        FitError: a leaf is no array, or a sparse or ragged one.
+    """
+    if tree is None:
+        return None
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else _as_numpy(leaf, name), tree)
+
+
+def _as_numpy(leaf: Any, name: str) -> np.ndarray:
+    package = type(leaf).__module__.partition(".")[0]
+    if package == "scipy" or type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "BCOO"):
+        raise FitError(f"{name}: {SPARSE}")
+    if isinstance(leaf, str | bytes | int | float) or not hasattr(leaf, "__array__"):
+        raise FitError(f"{name}: holds {kind_of(leaf)} where an array must stand; make an array of it with numpy.array")
+    if package == "torch":
+        leaf = leaf.detach().cpu()
+    if isinstance(leaf, np.memmap):  # stays what it is: its file can be passed on
+        array: np.ndarray = leaf
+    elif package == "pandas":
+        array = leaf.to_numpy()
+        array = array[:, None] if array.ndim == 1 else array
+    else:
+        array = np.asarray(leaf)
+    if array.ndim == 0:
+        raise FitError(f"{name}: holds a single number where an array must stand, one example in each row")
+    return _of_known_type(array, name)
+
+
+def _of_known_type(array: np.ndarray, name: str) -> np.ndarray:
+    floatx = keras.config.floatx()
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
+        return array if array.dtype.name == floatx else array.astype(floatx)
+    if array.dtype.kind == "U":
+        return np.char.encode(array, "utf-8")
+    if array.dtype == object:
+        return _of_objects(array, name)
+    if array.dtype.kind not in "biuSc":
+        raise FitError(f"{name} ({array.dtype}): is no type of numbers or texts; convert it with astype")
+    return array
+
+
+def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
+    """Texts as bytes in UTF-8, or the numbers that a table of mixed columns holds."""
+    flat = array.ravel()
+    if all(isinstance(each, str | bytes) for each in flat):
+        texts = [each.encode() if isinstance(each, str) else each for each in flat]
+        return np.array(texts, "S").reshape(array.shape)
+    if all(isinstance(each, bool | int | float | np.number | np.bool_) for each in flat):
+        return array.astype(keras.config.floatx())
+    raise FitError(f"{name} (object): holds neither texts nor numbers alone; convert it with astype")
+
+
+def _for_each_output(y: Tree, weights: Tree) -> Tree:
+    """One array of weights for each output, as Keras takes them.
+
+    Raises:
+        FitError: they do not fit to the outputs.
+    """
+    if not keras.tree.is_nested(y):
+        return weights
+    if keras.tree.is_nested(weights):
+        try:
+            keras.tree.assert_same_structure(y, weights)
+        except ValueError:
+            raise FitError("sample_weight: has another structure than y; give one array for each output") from None
+        return weights
+    if not (weights.ndim == 1 or (weights.ndim == 2 and weights.shape[1] == 1)):
+        raise FitError(
+            f"sample_weight ({list(weights.shape)}): a single array for several outputs must be [n]; give one array "
+            "for each output"
+        )
+    return keras.tree.map_structure(lambda _: weights, y)
+
+
+def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
+    """A weight for each example, from that of its class, which is 1 if it is not given."""
+    if keras.tree.is_nested(y) or y is None:
+        raise FitError("class_weight: is for a model with a single output; give sample_weight")
+    classes = y
+    if y.ndim > 1:
+        classes = y.argmax(-1) if y.shape[-1] != 1 else y[..., 0]
+    if classes.ndim != 1:
+        raise FitError(f"class_weight: y is {list(y.shape)}, and must be [n], [n, 1] or [n, classes]")
+    known, places = np.unique(np.round(classes).astype(np.int32), return_inverse=True)
+    weights = np.array([class_weight.get(int(each), 1.0) for each in known], keras.config.floatx())
+    return weights[places]
+
+
+def _checked(examples: Arrays, name: str) -> Arrays:
+    if not leaves_of(examples.x):
+        raise FitError(f"{name}: holds no array; give one example in each row")
+    lengths = {part: sorted({len(leaf) for leaf in leaves_of(tree)}) for part, tree in _parts(examples)}
+    if len({length for each in lengths.values() for length in each}) > 1:
+        shown = ", ".join(f"{part} {' and '.join(map(str, each))}" for part, each in lengths.items() if each)
+        raise FitError(f"{name}: the arrays must have the same number of examples, and have {shown}")
+    if not len(examples):
+        raise FitError(f"{name}: has no examples")
+    return examples
+
+
+def _parts(examples: Arrays) -> Iterator[tuple[str, Tree]]:
+    return zip(("x", "y", "sample_weight"), (examples.x, examples.y, examples.sample_weight), strict=True)
+
+
+def batch_size_of(batch_size: int | None, num_examples: int, steps_per_epoch: int | None, batches_a_step: int) -> int:
+    """The batch of a worker that Keras takes if none is given: 32, or such that `steps_per_epoch` steps see all."""
+    if batch_size is not None:
+        return batch_size
+    return math.ceil(num_examples / (steps_per_epoch * batches_a_step)) if steps_per_epoch else DEFAULT_BATCH_SIZE
+
+
+# Files for the tasks: each array as .npy, which tasks map into their memory, and the trees as JSON.
+
+
+def store(examples: Arrays, folder: Path, prefix: str) -> dict[str, Any]:
+    """Writes the arrays into `folder`; returns what `load` needs, as JSON holds it.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    paths: dict[int, str] = {}  # one array may stand in several places
+    return {part: _stored(tree, folder, f"{prefix}-{part}", paths) for part, tree in _parts(examples)}
+
+
+def _stored(tree: Tree, folder: Path, name: str, paths: dict[int, str]) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {"dict": [[key, _stored(tree[key], folder, f"{name}-{n}", paths)] for n, key in enumerate(tree)]}
+    if isinstance(tree, list | tuple):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_stored(each, folder, f"{name}-{n}", paths) for n, each in enumerate(tree)]}
+    if id(tree) not in paths:
+        paths[id(tree)] = mapped_file(tree) or _written(folder / f"{name}.npy", tree)
+    return {"file": paths[id(tree)]}
+
+
+def _written(path: Path, array: np.ndarray) -> str:
+    with open(path, "xb") as file:
+        np.save(file, array, allow_pickle=False)
+    return str(path)
+
+
+def mapped_file(array: np.ndarray) -> str:
+    """The .npy file that an array is, as a whole and unchanged; "" if it is none."""
+    if not isinstance(array, np.memmap) or array.mode not in ("r", "c") or array.filename is None:
+        return ""
+    if array.mode == "c":  # may have been written to, which the file does not show
+        return ""
+    try:
+        found = np.load(array.filename, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return ""
+    same = isinstance(found, np.memmap) and (found.shape, found.dtype, found.strides, found.offset) == (
+        array.shape,
+        array.dtype,
+        array.strides,
+        array.offset,
+    )
+    return str(Path(array.filename).absolute()) if same else ""
+
+
+def load(stored: dict[str, Any]) -> Arrays:
+    """The examples that `store` has written, mapped and not read.
+
+    Raises:
+        OSError, ValueError: a file is missing or damaged.
+    """
+    return Arrays(*(_loaded(stored[part]) for part in ("x", "y", "sample_weight")))
+
+
+def _loaded(stored: Any) -> Tree:
+    if stored is None:
+        return None
+    ((kind, content),) = stored.items()
+    if kind == "file":
+        return np.load(content, mmap_mode="r", allow_pickle=False)
+    if kind == "dict":
+        return {key: _loaded(each) for key, each in content}
+    return [*map(_loaded, content)] if kind == "list" else tuple(map(_loaded, content))

@@ -1,0 +1,95 @@
+"""The model in the caller's process: what the cluster trains, as callbacks see it between two of its steps."""
+
+import keras
+import numpy as np
+
+from tf2dist.checkpoint.state import named_variables
+from tf2dist.errors import TrainingError
+from tf2dist.process.tf_internals import learning_rate_of
+from tf2dist.training.hooks import NamedArrays
+
+
+class Mirror:
+    """Puts what the cluster has into a model, and finds what callbacks have changed in it.
+
+    Args:
+        model: compiled and built, the one that callbacks see.
+        twin: made as the tasks make theirs, so that its variables have the names by which the cluster calls them;
+            None if `model` itself is. It has the same layers in the same order.
+    """
+
+    def __init__(self, model: keras.Model, twin: keras.Model | None = None) -> None:
+        self.model = model
+        self._named = _named(model, twin or model)
+        self._put: NamedArrays = {}
+        self._rate: float | None = None
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        return self.model.optimizer
+
+    def put(self, arrays: NamedArrays, learning_rate: float, step: int) -> None:
+        """Takes over the variables of the cluster at a step.
+
+        Raises:
+            TrainingError: it has variables that this model does not have.
+        """
+        for name, array in arrays.items():
+            if name not in self._named:
+                raise TrainingError(
+                    f"model: the tasks have {name}, and the model in this process has not; the function that builds "
+                    "it must give the same layers at each call"
+                )
+            self._named[name].assign(array)
+        self.optimizer.iterations.assign(step)
+        if isinstance(learning_rate_of(self.optimizer), keras.Variable):
+            self.optimizer.learning_rate = learning_rate
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes what the model holds now for what the cluster has."""
+        self._put = self._values()
+        self._rate = self._learning_rate()
+
+    def changes(self) -> tuple[NamedArrays, float | None]:
+        """The arrays that differ from what the cluster has, and the learning rate if that does."""
+        now = self._values()
+        changed = {name: now[name] for name in now if not np.array_equal(now[name], self._put[name], equal_nan=True)}
+        rate = self._learning_rate()
+        return changed, rate if rate != self._rate else None
+
+    def _values(self) -> NamedArrays:
+        return {name: _value(variable) for name, variable in self._named.items()}
+
+    def _learning_rate(self) -> float | None:
+        """None for a schedule, which no callback can change."""
+        rate = learning_rate_of(self.optimizer)
+        return float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def _named(model: keras.Model, twin: keras.Model) -> dict[str, keras.Variable]:
+    """The variables of the model and of its optimizer by the names that those of its twin have in checkpoints."""
+    for each in {id(model): model, id(twin): twin}.values():
+        if not each.optimizer.built:
+            each.optimizer.build(each.trainable_variables)
+    names = {name: variables[0] for name, variables in named_variables(twin, twin.weights, [twin.optimizer]).items()}
+    theirs = {id(variable): name for name, variable in names.items()}
+    pairs = [*zip(twin.weights, model.weights, strict=True)]
+    pairs += zip(twin.optimizer.variables, model.optimizer.variables, strict=True)
+    return {theirs[id(one)]: other for one, other in pairs if id(one) in theirs}
+
+
+def _value(variable: keras.Variable) -> np.ndarray:
+    """As in a checkpoint: numpy's files do not know bfloat16, and float32 holds it exactly."""
+    array = np.array(keras.ops.convert_to_numpy(variable))
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)
+
+
+def build(model: keras.Model, x: object) -> None:
+    """Makes the variables of a model that has none yet, with the first example.
+
+    Args:
+        x: a tree of arrays [n, ...].
+    """
+    if not model.built or not model.weights:
+        model(keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf[:1]), x))

@@ -1,0 +1,146 @@
+"""The arguments of `fit` as what a run is made of."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import keras
+
+from tf2dist.cluster import parsing
+from tf2dist.cluster.spec import HostTask
+from tf2dist.config.load import load
+from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
+from tf2dist.data.arrays import Arrays
+from tf2dist.errors import FitError, kind_of
+from tf2dist.fitting import inputs, refusals
+from tf2dist.model.plan import EpochPlan
+
+Model: TypeAlias = keras.Model | Callable[[], keras.Model]
+POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16"}  # of Keras, and the option devices.precision
+
+
+@dataclass(frozen=True)
+class Local:
+    """A cluster of processes on this machine; `ps`: parameter servers, for mode="async"."""
+
+    workers: int = 3
+    ps: int = 1
+
+
+def plan_of(
+    epochs: int,
+    initial_epoch: int,
+    steps_per_epoch: int | None,
+    validation_freq: Any,
+    validation_steps: int | None,
+    validation_batch_size: int | None,
+    shuffle: bool | str,
+) -> EpochPlan:
+    """Raises FitError: one of them is not what `keras.Model.fit` takes."""
+    refusals.check_numbers(
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
+    )
+    is_whole = isinstance(initial_epoch, int) and not isinstance(initial_epoch, bool)
+    if not is_whole or not 0 <= initial_epoch < epochs:
+        raise FitError(f"initial_epoch ({initial_epoch}): must be a whole number from 0 to {epochs - 1}")
+    return EpochPlan(
+        epochs=epochs,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_freq=refusals.check_validation_freq(validation_freq),
+        validation_batch_size=validation_batch_size,
+        validation_steps=validation_steps,
+        shuffle=refusals.check_shuffle(shuffle),
+    )
+
+
+def with_batch_size(plan: EpochPlan, batch_size: int) -> EpochPlan:
+    """The plan whose `validation_steps` count batches of the training, if none of the validation are given."""
+    if plan.validation_steps and not plan.validation_batch_size:
+        return replace(plan, validation_batch_size=batch_size)
+    return plan
+
+
+def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Arrays:
+    """Raises FitError: see `inputs`, or the data come batch by batch."""
+    refusals.check_data(x, "x")
+    return inputs.training_examples(x, y, sample_weight, class_weight)
+
+
+def validation_set(train: Arrays, validation_data: Any, validation_split: float) -> tuple[Arrays, Arrays | None]:
+    """What is left to train on, and what to validate on; None for nothing.
+
+    Raises:
+        FitError: see `inputs`, or the two are of different kinds.
+    """
+    if validation_data is None:
+        return inputs.split_off(train, validation_split) if validation_split else (train, None)
+    refusals.check_data(validation_data, "validation_data")
+    validation = inputs.validation_examples(validation_data)
+    known = min(len(train.leaves), len(validation.leaves))  # one of the two may have weights and the other none
+    if validation.layout.specs[:known] != train.layout.specs[:known]:
+        raise FitError(f"validation_data: is {validation.layout}, and the training data is {train.layout}")
+    return train, validation
+
+
+def configuration(
+    mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
+) -> tuple[RunConfig, HostTask | None]:
+    """The options of the run, and the task that this process is in a cluster of many hosts."""
+    if cluster is not None and not isinstance(cluster, Local):
+        raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise FitError(f"seed ({seed}): must be a whole number")
+    tf_config = os.environ.get("TF_CONFIG") or None
+    given = [f"mode={mode}", f"seed={seed}"]
+    if cluster or not tf_config:
+        cluster = cluster or Local()
+        refusals.check_numbers(workers=cluster.workers)
+        given += ["cluster=local", f"cluster.num_workers={cluster.workers}", f"cluster.num_ps={cluster.ps}"]
+    config = load([*given, *overrides], tf_config)
+    config.run_dir = None if run_dir is None else os.fspath(run_dir)
+    host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
+    return config, host_task
+
+
+def check_share(batch_size: int, num_examples: int, num_workers: int) -> None:
+    share = num_examples // num_workers
+    if batch_size > share:
+        way_out = f"give at most {share}, or use fewer workers" if share else "use fewer workers"
+        raise FitError(
+            f"batch_size ({batch_size}): each of {num_workers} workers has only {share} of the {num_examples} examples "
+            f"to train on; {way_out}"
+        )
+
+
+def name_of(model: Model) -> str:
+    """Of the model, as it may stand in the name of a folder."""
+    name = model.name if isinstance(model, keras.Model) else getattr(model, "__name__", type(model).__name__)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")[:64] or "model"
+
+
+def take_over(config: RunConfig, model: keras.Model, name: str) -> None:
+    """Puts the model, and Keras's settings in this process, into the options.
+
+    Raises:
+        FitError: the tasks cannot train with these settings.
+    """
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy().name
+    if floatx != "float32":
+        raise FitError(f"keras.config.floatx ({floatx}): must be float32, the type in which updates travel")
+    if policy not in POLICIES:
+        raise FitError(f"keras.config.dtype_policy ({policy}): must be one of {', '.join(POLICIES)}")
+    config.model, config.data = {"name": name}, DataConfig(name="arrays")
+    config.optimizer = {"name": re.sub(r"\W+", "_", model.optimizer.name)}
+    config.keras = KerasConfig(
+        floatx=floatx, image_data_format=keras.config.image_data_format(), epsilon=keras.config.epsilon()
+    )
+    if config.devices.precision == "float32":
+        config.devices = replace(config.devices, precision=POLICIES[policy])
+    if model.steps_per_execution > 1 and config.train.steps_per_execution is None:
+        config.train.steps_per_execution = model.steps_per_execution

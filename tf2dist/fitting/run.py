@@ -1,0 +1,204 @@
+"""One call of `fit` from its checked arguments to its result."""
+
+import io
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import keras
+
+from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.spec import HostTask
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.pipeline import Sharding
+from tf2dist.errors import ConfigError, FitError, NotFiniteError, TaskFailure, TaskLostError, TfDistError, kind_of
+from tf2dist.fitting import mirror, refusals, shipping
+from tf2dist.fitting.callbacks import Callbacks
+from tf2dist.fitting.conversation import Conversation
+from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.request import Model, check_share, name_of, take_over
+from tf2dist.fitting.result import Result
+from tf2dist.launch.console import Console
+from tf2dist.launch.start import check_place, check_size, run_in_folder
+from tf2dist.messages import Progress
+from tf2dist.model.plan import EpochPlan
+from tf2dist.signals import Asked
+
+Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
+ERRORS: dict[int, type[TfDistError]] = {
+    ConfigError.exit_code: ConfigError,
+    NotFiniteError.exit_code: NotFiniteError,
+    TaskLostError.exit_code: TaskLostError,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call of `fit`.
+
+    Attributes:
+        host_task: of this process in a cluster of many hosts; None for a local cluster.
+        verbose: 0, 1 or 2.
+        started_at: `time.time()` of the call.
+    """
+
+    model: Model
+    train: Arrays
+    validation: Arrays | None
+    plan: EpochPlan
+    config: RunConfig
+    host_task: HostTask | None
+    callbacks: list[keras.callbacks.Callback]
+    verbose: int
+    started_at: float
+
+    @property
+    def num_workers(self) -> int:
+        return self.host_task.cluster.num_workers if self.host_task else self.config.cluster.num_workers
+
+    def to_its_end(self) -> Result:
+        """Raises what `fit` raises."""
+        check_share(self.config.train.batch_size_per_worker, len(self.train), self.num_workers)
+        own = own_model(self.model, self.train)
+        name = name_of(self.model)
+        refusals.check_model(name, own, self.config.mode)
+        take_over(self.config, own, name)
+        with private_folder() as job:
+            shipping.ship(job, self.model, name, self.train, self.validation, self.plan)
+            if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
+                return self._lead(own, job)
+            return self._follow(job, self.host_task)
+
+    def _lead(self, own: keras.Model, job: Path) -> Result:
+        twin = shipping.sent_model(job) if isinstance(self.model, keras.Model) else None
+        sharding = Sharding(
+            len(self.train),
+            self.config.train.batch_size_per_worker,
+            self.num_workers,
+            self.config.seed,
+            self.config.mode == "sync",
+        )
+        steps = self.plan.steps_per_epoch or sharding.updates_per_epoch
+        callbacks = Callbacks(self.callbacks, Mirror(own, twin), self.plan, self.verbose, steps)
+        conversation = self._conversation(job, callbacks)
+        try:
+            folder, summary = self._hold(conversation)
+        except TaskFailure as failure:
+            if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.callbacks):
+                raise of_its_kind(failure) from None
+            callbacks.not_finite(conversation.step)
+            folder, summary = Path(self.config.run_dir or ""), {}
+        callbacks.end()
+        return Result(dict(callbacks.history.history), summary, folder, own)
+
+    def _follow(self, job: Path, host_task: HostTask) -> Result:
+        try:
+            folder, summary = self._hold(self._conversation(job, None))
+        except TaskFailure as failure:
+            raise of_its_kind(failure) from None
+        leader = host_task.cluster.leader
+        where = f"{leader} at {host_task.cluster.address(leader)} has it, in its run_dir"
+        return Result({}, summary, folder, None, where)
+
+    def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
+        identity = identity_of(self.train, self.validation, self.plan)
+        sys_path = [entry for entry in sys.path if isinstance(entry, str)]
+        return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
+
+    def _hold(self, conversation: Conversation[Outcome]) -> Outcome:
+        stream = sys.stderr if sys.stderr is sys.__stderr__ and sys.stderr else cast(TextIO, NoFile(sys.stderr))
+        console = Console(stream) if self.verbose == 1 else QuietConsole(stream)
+        check_size(self.config, self.host_task)
+        if self.host_task:
+            check_place(self.config, *self.host_task, console)
+            if text := exposure(*self.host_task):
+                console.warn(text)
+
+        def run(asked: Asked) -> Outcome:
+            return run_in_folder(self.config, self.host_task, console, self.started_at, asked, conversation)
+
+        return conversation.follow(run, console)
+
+
+class QuietConsole(Console):
+    """Shows warnings alone."""
+
+    def status(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def progress(self, progress: Progress) -> None:
+        pass
+
+
+class NoFile(io.TextIOBase):
+    """A stream that a notebook or a test has put in the place of the standard error: its descriptor leads elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        raise OSError("no file")
+
+
+def own_model(model: Model, train: Arrays) -> keras.Model:
+    """The model of this process, with its variables.
+
+    Raises:
+        FitError: it is none.
+    """
+    if isinstance(model, keras.Model):
+        if not model.compiled:
+            raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
+        own = model
+    elif callable(model):
+        own = shipping.built(model, name_of(model))
+    else:
+        raise FitError(f"model: is {kind_of(model)}; give a compiled keras.Model, or a function that builds one")
+    mirror.build(own, train.x)
+    return own
+
+
+def identity(train: Arrays, validation: Arrays | None, plan: EpochPlan) -> dict[str, Any]:
+    """What hosts compare of the call."""
+    described = {"train": f"{len(train)} of {train.layout}"}
+    if validation:
+        described["validation"] = f"{len(validation)} of {validation.layout}"
+    return {**described, **asdict(plan)}
+
+
+def identity_of(train: Arrays, validation: Arrays | None, plan: EpochPlan) -> dict[str, Any]:
+    """What hosts compare of a call."""
+    described = {"train": f"{len(train)} of {train.layout}"}
+    if validation:
+        described["validation"] = f"{len(validation)} of {validation.layout}"
+    return {**described, **asdict(plan)}
+
+
+def of_its_kind(failure: TaskFailure) -> TfDistError:
+    """The failure of tasks as the error that its exit code stands for, with the same text."""
+    kind = ERRORS.get(failure.exit_code)
+    return kind(str(failure)) if kind else failure
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))  # of mode 0700
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

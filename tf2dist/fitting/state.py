@@ -1,0 +1,172 @@
+"""The state of callbacks as arrays of numbers, which a checkpoint keeps: plain values alone, nothing pickled.
+
+Kept is what has changed since `on_train_begin` among a callback's attributes: numbers, texts, None, numpy arrays, and
+lists, tuples and dicts of these. What else a callback holds, such as a file or a function, it has to make again itself.
+"""
+
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import ml_dtypes  # noqa: F401  numpy then knows bfloat16 by its name
+import numpy as np
+
+from tf2dist.errors import CheckpointError, first_line
+from tf2dist.training.hooks import NamedArrays
+
+TEXT = "callbacks"
+NUMBERS = "biufc"
+Text = dict[str, dict[str, Any]]  # attributes by callback
+
+
+class NotPlain(Exception):
+    """A value that is not kept."""
+
+
+def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> NamedArrays:
+    """All plain attributes of all callbacks."""
+    arrays: NamedArrays = {}
+    text: Text = {}
+    for name, callback in _by_name(callbacks).items():
+        text[name] = {}
+        for attribute in sorted(vars(callback).keys() - _given(callback)):
+            found: NamedArrays = {}
+            try:
+                text[name][attribute] = _encoded(vars(callback)[attribute], f"{TEXT}/{name}/{attribute}", found)
+            except NotPlain:
+                continue
+            arrays |= found
+    return {TEXT: _bytes(json.dumps(text).encode()), **arrays}
+
+
+def changes_since(before: NamedArrays, now: NamedArrays) -> NamedArrays:
+    """Of the state `now` only those attributes that were not the same `before`."""
+    texts = [_text(state) for state in (before, now)]
+    changed = {
+        name: {
+            attribute: value
+            for attribute, value in attributes.items()
+            if not _equal(texts[0].get(name, {}), attributes, attribute, f"{TEXT}/{name}/{attribute}", before, now)
+        }
+        for name, attributes in texts[1].items()
+    }
+    prefixes = tuple(f"{TEXT}/{name}/{attribute}/" for name, each in changed.items() for attribute in each)
+    kept = {name: array for name, array in now.items() if f"{name}/".startswith(prefixes or ("\0",))}
+    return {TEXT: _bytes(json.dumps(changed).encode()), **kept}
+
+
+def _equal(before: dict[str, Any], now: dict[str, Any], attribute: str, prefix: str, *states: NamedArrays) -> bool:
+    if attribute not in before or json.dumps(before[attribute]) != json.dumps(now[attribute]):
+        return False
+    one, other = (
+        {name: array for name, array in state.items() if f"{name}/".startswith(f"{prefix}/")} for state in states
+    )
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def give_back(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -> None:
+    """Gives each callback the attributes that are in the state of a checkpoint; others keep theirs.
+
+    Raises:
+        CheckpointError: it is no such state.
+    """
+    if TEXT not in state:
+        return
+    named = _by_name(callbacks)
+    try:
+        for name, attributes in _text(state).items():
+            for attribute, value in attributes.items():
+                if name in named:
+                    setattr(named[name], attribute, _decoded(value, state))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"run_dir: the state of the callbacks in its checkpoint cannot be read ({first_line(str(error))}); name "
+            "another run_dir"
+        ) from None
+
+
+def _by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
+    """Callbacks by class, and number among those of their class: so their order may change between two runs."""
+    count: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        kind = re.sub(r"[^\w.]", ".", type(callback).__qualname__)
+        named[f"{kind}-{count[kind]}"] = callback
+        count[kind] += 1
+    return named
+
+
+def _given(callback: keras.callbacks.Callback) -> set[str]:
+    """Attributes that are no state: the model, and what the user has given to a callback of Keras."""
+    given = {"model", "_model", "params"}
+    for kind in type(callback).__mro__:
+        if kind.__module__.partition(".")[0] == "keras" and "__init__" in vars(kind):
+            given |= set(inspect.signature(vars(kind)["__init__"]).parameters)
+    return given
+
+
+def _text(state: NamedArrays) -> Text:
+    text: Text = json.loads(state[TEXT].tobytes())
+    return text
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def _encoded(value: Any, place: str, arrays: NamedArrays) -> Any:
+    """The value as JSON holds it; arrays go into `arrays`, under the names of their places.
+
+    Raises:
+        NotPlain: it is or holds something else.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value if type(value) in (type(None), bool, int, float, str) else _number(value)
+    if isinstance(value, np.generic):
+        return _number(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in NUMBERS and value.dtype.name != "bfloat16":
+            raise NotPlain
+        # As bytes: a checkpoint whose arrays are not finite is refused, and here infinity is a value as others.
+        arrays[place] = _bytes(np.ascontiguousarray(value).tobytes())
+        return {"array": [place, value.dtype.name, list(value.shape)]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_encoded(each, f"{place}/{n}", arrays) for n, each in enumerate(value)]}
+    if type(value) is dict:
+        pairs = [
+            [_encoded(key, f"{place}/{n}-key", arrays), _encoded(value[key], f"{place}/{n}", arrays)]
+            for n, key in enumerate(value)
+        ]
+        return {"dict": pairs}
+    raise NotPlain
+
+
+def _number(value: Any) -> Any:
+    """A number or text of numpy, or of a subclass, as Python's own."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    raise NotPlain
+
+
+def _decoded(value: Any, arrays: NamedArrays) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "array":
+        place, dtype, shape = content
+        return np.frombuffer(arrays[place].tobytes(), np.dtype(dtype)).reshape(shape).copy()
+    if kind == "dict":
+        return {_decoded(key, arrays): _decoded(each, arrays) for key, each in content}
+    decoded = [_decoded(each, arrays) for each in content]
+    return decoded if kind == "list" else tuple(decoded)

@@ -1,0 +1,81 @@
+"""What comes before the tasks of a run are started, for the command line and for `fit`."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tf2dist.cluster.addresses import check_not_public
+from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
+from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.control.meeting import MAX_COMPARED_BYTES
+from tf2dist.control.port import check_ports
+from tf2dist.control.token import job_key
+from tf2dist.errors import ConfigError
+from tf2dist.launch.caller import Caller
+from tf2dist.launch.console import Console
+from tf2dist.launch.forkserver import MAX_PACKET_BYTES
+from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
+from tf2dist.launch.supervisor import supervise
+from tf2dist.signals import Requests
+
+MAX_TOLD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
+
+
+def run_in_folder(
+    config: RunConfig,
+    host_task: HostTask | None,
+    console: Console,
+    started_at: float,
+    signals: Requests,
+    caller: Caller | None = None,
+) -> tuple[Path, dict[str, Any]]:
+    """Makes the run directory and runs in it; see `supervise`.
+
+    Returns:
+        The run directory and the summary.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    leads = host_task is None or host_task.task == host_task.cluster.leader
+    run_dir = make_run_dir(config)
+    if text := why_not_private(run_dir):
+        console.warn(text)
+    with the_only_run(run_dir) if leads else contextlib.nullcontext():
+        return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+
+
+def check_size(config: RunConfig, host_task: HostTask | None) -> None:
+    """Checks that the configuration fits into the one packet to a task, and into the one message that hosts compare.
+
+    Raises:
+        ConfigError: it would be too long.
+    """
+    jobs = host_task.cluster.jobs if host_task else {}
+    length = len(json.dumps([config.to_yaml(), jobs]).encode())
+    largest = MAX_SHOWN_BYTES if host_task else MAX_TOLD_BYTES
+    if length > largest:
+        raise ConfigError(
+            f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "
+            "passed on to the tasks; shorten lists and arguments, a plugin can read a file instead"
+        )
+
+
+def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
+    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name.
+
+    Raises:
+        ClusterError: this task cannot run here.
+        TaskLostError: its name is not known on this host within `startup_timeout_secs`.
+    """
+    check_ports(cluster, config.cluster.control_port_shift)
+    job_key(os.environ, cluster, tell=lambda _: None)  # only checked here; its warning is given when the run begins
+    wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
+    check_not_public(cluster, task, allow_public=config.cluster.allow_public)
+    if config.cluster.check_address:
+        check_no_alias(cluster, task)
+        check_own_address(cluster, task)
