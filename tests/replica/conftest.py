@@ -27,7 +27,6 @@ def cluster() -> PsCluster:
 @pytest.fixture
 def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
-    from tf2dist import data
     from tf2dist.cluster.spec import Cluster
     from tf2dist.model.source import Registered
     from tf2dist.training.asynchronous.loop import AsyncLoop

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import keras
 import pytest
 import tensorflow as tf
+from tf2dist.training.asynchronous.recurrence import decay_of
 
 from tf2dist.model.step import Batch, ModelStep
-from tf2dist.training.asynchronous.recurrence import decay_of
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 CHANGES: dict[str, tuple[float, Change]] = {
