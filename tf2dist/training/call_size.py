@@ -19,7 +19,7 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     """The number of unrolled steps in a call that gains most in the rest of the run, less the time to prepare them.
 
     Args:
-        secs_per_step: of one worker.
+        secs_per_step: of one worker, in calls of one step.
         num_workers: that take part.
         first_call_secs: how long the first call of one step took, nearly all of it to prepare the graph.
         steps_left: of the whole cluster, to the end of the run.
@@ -33,7 +33,8 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
         ready_secs = first_call_secs * (1 + UNROLLED_SHARE * (size - 1)) if size > 1 else 0.0
         return saved_secs * (1 - 1 / size) - ready_secs
 
-    longest = steps_of_a_call(secs_per_step)
+    # Calls of one step have shown how long a step takes together with a call; in a longer call it takes less.
+    longest = steps_of_a_call(max(secs_per_step - num_workers * SAVED_SECS, secs_per_step / 10))
     best = max(range(1, longest + 1), key=net_gain)
     # The estimate is rough: if the longest calls gain nearly as much as the best, take them for their higher rate.
     return longest if net_gain(longest) > 0.8 * net_gain(best) > 0 else best
