@@ -7,7 +7,8 @@ TRIAL_STEPS = 3  # of each worker
 # With mode=async, measured with models of 2 to 158 trainable variables, on two cores:
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
 IDLE_SECS = 0.03  # between two updates of the cluster; if it is longer, a call costs less than a tenth of it
-UNROLLED_SHARE = 0.1  # for every further step, of the time to prepare the first call of one step
+CONNECTING_SECS = 0.5  # of the first call of one step, for what does not grow with the graph
+UNROLLED_SHARE = 0.1  # for every further step, of the rest of that time
 
 
 def steps_of_a_call(secs_per_step: float) -> int:
@@ -27,10 +28,11 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     secs_per_update = secs_per_step / num_workers
     if secs_per_update > IDLE_SECS:
         return 1
+    graph_secs = max(first_call_secs - CONNECTING_SECS, first_call_secs / 10)
     saved_secs = steps_left * min(SAVED_SECS, secs_per_update)
 
     def net_gain(size: int) -> float:
-        ready_secs = first_call_secs * (1 + UNROLLED_SHARE * (size - 1)) if size > 1 else 0.0
+        ready_secs = first_call_secs + UNROLLED_SHARE * graph_secs * (size - 1) if size > 1 else 0.0
         return saved_secs * (1 - 1 / size) - ready_secs
 
     # Calls of one step have shown how long a step takes together with a call; in a longer call it takes less.
