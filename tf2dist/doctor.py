@@ -19,11 +19,13 @@ from tf2dist import linux
 from tf2dist.cluster import addresses, parsing, reachability
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
-from tf2dist.config.load import load
+from tf2dist.config.arguments import parse
+from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, RunConfig
+from tf2dist.config.source import Source
 from tf2dist.control import port, token
 from tf2dist.data import location
-from tf2dist.errors import ClusterError, RequestError, TaskLostError, TfDistError, first_line
+from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
 from tf2dist.launch import machine
 from tf2dist.launch.internals_findings import of_internals
 from tf2dist.launch.machine import Finding
@@ -49,27 +51,30 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def report(arguments: list[str]) -> int:
     """Prints the findings for one command line; returns the exit code."""
-    flags = {argument for argument in arguments if argument.startswith("-")}
-    overrides = [argument for argument in arguments if argument not in flags]
-    if flags & {"--help", "-h"}:
+    is_json = "--json" in arguments
+    try:
+        asked = parse([argument for argument in arguments if argument != "--json"])
+        if asked.action not in ("--run", "--help"):
+            raise ConfigError(f"{asked.action}: is not for the doctor, which looks at one run; leave it out")
+    except ConfigError as error:
+        print(f"tf2dist: error: {printable(str(error))}", file=sys.stderr)
+        return 2
+    if asked.action == "--help":
         print(__doc__)
         return 0
-    if unknown := sorted(flags - {"--json"}):
-        print(f"tf2dist: error: {unknown[0]}: there is no such flag; the doctor has --json and --help", file=sys.stderr)
-        return 2
     found = []
-    for finding in examine(overrides, os.environ.get("TF_CONFIG") or None):
+    for finding in examine(asked.overrides, os.environ.get("TF_CONFIG") or None, asked.source):
         found.append(finding)
-        if "--json" not in flags:
+        if not is_json:
             print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(finding)), flush=True)
-    if "--json" in flags:
+    if is_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1), flush=True)
     return 2 if any(finding.level == "fail" for finding in found) else 0
 
 
-def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
+def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN) -> Iterator[Finding]:
     """All findings, the quick ones first."""
-    config, host_task, mistakes = request(overrides, tf_config)
+    config, host_task, mistakes = request(overrides, tf_config, source)
     yield from mistakes
     local = config is not None and config.cluster.kind == "local"
     checks: list[Check] = [machine.versions, of_internals]
@@ -93,11 +98,13 @@ def examine(overrides: list[str], tf_config: str | None) -> Iterator[Finding]:
             yield Finding("warn", "doctor", f"could not look: {type(error).__name__}: {first_line(str(error))}")
 
 
-def request(overrides: list[str], tf_config: str | None) -> tuple[RunConfig | None, HostTask | None, list[Finding]]:
+def request(
+    overrides: list[str], tf_config: str | None, source: Source = BUILT_IN
+) -> tuple[RunConfig | None, HostTask | None, list[Finding]]:
     """The configuration and this process's task, as far as they can be read, and what is wrong with them."""
     config, host_task, found = None, None, []
     try:
-        config = load(overrides, tf_config)
+        config = load(overrides, tf_config, source)
         location.check_dir(config.data)
         found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:

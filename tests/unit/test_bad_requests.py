@@ -143,6 +143,8 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["-cd", "{files}", "-cn", "broken"], "broken.yaml (in "),
     (["-cn", "mine"], "--config-name (mine): there is no such file; add --config-dir DIR"),
     (["-cn", "../conf/config"], "there is no such file"),
+    (["-cn", "x" * 5000], "there is no such file"),
+    (["-cn", "a\x00b"], "there is no such file"),
     (["--cfg", "hydra"], "--cfg (hydra): must be job"),
     (["--info=plugins"], "--info (plugins): must be all or config or defaults or"),
     (["--cfg", "--info"], "--info: does not go with --cfg; leave out one of them"),

@@ -206,7 +206,17 @@ def test_exit_code_without_failures(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.report(["--jsn"]) == 2
     assert "--jsn: there is no such flag" in capsys.readouterr().err
+    assert doctor.report(["--multirun", "seed=1,2"]) == 2
+    assert "--multirun: is not for the doctor, which looks at one run; leave it out" in capsys.readouterr().err
     assert doctor.report(["--help"]) == 0
+
+
+def test_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nmode: sync\n")
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["-cd", str(tmp_path), "--config-name=mine", "data=digits", "cluster=local1"])
+    assert ended.value.code == 0
+    assert "mode=sync, model=dnn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("interrupt", "code"), [(True, 130), (False, 0)])

@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/length/short.yaml": "# @package _global_\ntrain: {steps: 3}\n",
         "conf/mine.yaml": "defaults: [config, _self_]\nseed: 9\n",
         "conf/bare.yaml": "seed: 9\n",
+        "conf/without_self.yaml": "defaults: [config]\nseed: 9\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +105,12 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert ended.value.code == 0, output.err
     assert output.err == ""
     return output.out
+
+
+def test_a_file_without_self_counts_and_nothing_is_said_about_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(capsys, "--cfg", "-p", "seed", "-cd", "conf", "-cn", "without_self") == "9\n"
 
 
 def test_a_part_of_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ A file of a user is data. It is refused if it asks for what Hydra would compute,
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config import interpolation
 from tf2dist.config.choices import CONF_MODULE, groups
-from tf2dist.config.paths import expand, is_folder
+from tf2dist.config.paths import expand, is_folder, is_path
 from tf2dist.config.schema import defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 
@@ -108,7 +109,7 @@ def opened(source: Source) -> Iterator[Hydra]:
     """
     if source.folder is not None and not is_folder(source.folder):
         raise ConfigError(f"--config-dir ({source.folder}): there is no such folder; name one with your .yaml files")
-    if ".." in Path(source.name).parts or Path(source.name).is_absolute():
+    if not is_path(source.name) or ".." in Path(source.name).parts or Path(source.name).is_absolute():
         raise why_missing(source)
     ConfigStore.instance().store(OPTIONS_NODE, defaults())
     GlobalHydra.instance().clear()  # the caller may have used Hydra itself, as a test might
@@ -119,7 +120,9 @@ def opened(source: Source) -> Iterator[Hydra]:
         place = SearchPathQuery(provider="schema")
         search_path.prepend("command-line", f"{UserFolder.scheme()}://{source.path}", place)
     try:
-        yield Hydra.create_main_hydra2("tf2dist", search_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a file without _self_ comes last, which is what is meant
+            yield Hydra.create_main_hydra2("tf2dist", search_path)
     finally:
         GlobalHydra.instance().clear()
 
@@ -129,7 +132,9 @@ def why_missing(source: Source) -> ConfigError:
     files = source.path.glob("*.yaml") if source.path else ()
     known = sorted({MAIN, *(file.stem for file in files)})
     where = f"{source.folder} has {', '.join(known)}" if source.folder else "add --config-dir DIR"
-    return ConfigError(f"--config-name ({source.name}): there is no such file; {where}{nearest(source.name, known)}")
+    return ConfigError(
+        f"--config-name ({source.name[:60]}): there is no such file; {where}{nearest(source.name, known)}"
+    )
 
 
 def check_complete(source: Source, tree: dict[str, Any]) -> None:
