@@ -31,6 +31,7 @@ OPTION = "hydra.sweep.dir"
 OVERRIDES = ".hydra/overrides.yaml"  # in the folder of each job, as Hydra has them
 CONFIG = ".hydra/config.yaml"
 POLL_SECS = 0.1
+MAX_NAMED = 8
 # If the sweep is killed, the job saves and ends in order.
 RUN = (
     "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
@@ -42,7 +43,8 @@ class JobsFailed(TfDistError):
 
     def __init__(self, rows: list[Row], folder: Path) -> None:
         failed = [row for row in rows if row.state == "failed"]
-        which = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed)
+        which = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
+        which += ", ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
             f"{len(failed)} of {len(rows)} jobs failed: {which}; "
             f"the same command with {OPTION}={folder} tries them again"
