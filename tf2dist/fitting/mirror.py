@@ -4,8 +4,9 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.state import named_variables
+from tf2dist.data.layout import Layout
 from tf2dist.errors import TrainingError
-from tf2dist.process.tf_internals import learning_rate_of
+from tf2dist.process.tf_internals import build_metrics, learning_rate_of
 from tf2dist.training.hooks import NamedArrays
 
 
@@ -85,11 +86,13 @@ def _value(variable: keras.Variable) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 
-def build(model: keras.Model, x: object) -> None:
-    """Makes the variables of a model that has none yet, with the first example.
+def build(model: keras.Model, layout: Layout) -> None:
+    """Makes the variables of a model that has none yet, and those of its metrics, as `keras.Model.fit` does.
 
     Args:
-        x: a tree of arrays [n, ...].
+        layout: of the data.
     """
-    if not model.built or not model.weights:
-        model(keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf[:1]), x))
+    if not model.built:
+        x, _, _ = layout.symbolic()
+        model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
+    build_metrics(model, layout.symbolic())

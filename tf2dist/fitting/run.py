@@ -161,24 +161,14 @@ def own_model(model: Model, train: Arrays) -> keras.Model:
     Raises:
         FitError: it is none.
     """
-    if isinstance(model, keras.Model):
-        if not model.compiled:
-            raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
-        own = model
-    elif callable(model):
-        own = shipping.built(model, name_of(model))
-    else:
-        raise FitError(f"model: is {kind_of(model)}; give a compiled keras.Model, or a function that builds one")
-    mirror.build(own, train.x)
-    return own
-
-
-def identity(train: Arrays, validation: Arrays | None, plan: EpochPlan) -> dict[str, Any]:
-    """What hosts compare of the call."""
-    described = {"train": f"{len(train)} of {train.layout}"}
-    if validation:
-        described["validation"] = f"{len(validation)} of {validation.layout}"
-    return {**described, **asdict(plan)}
+    if not isinstance(model, keras.Model):
+        if not callable(model):
+            raise FitError(f"model: is {kind_of(model)}; give a compiled keras.Model, or a function that builds one")
+        return shipping.built(model, name_of(model), train.layout)
+    if not model.compiled:
+        raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
+    mirror.build(model, train.layout)
+    return model
 
 
 def identity_of(train: Arrays, validation: Arrays | None, plan: EpochPlan) -> dict[str, Any]:

@@ -27,9 +27,10 @@ import cloudpickle
 import keras
 
 from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.layout import Layout
 from tf2dist.errors import FitError, TrainingError, first_line, kind_of
 from tf2dist.files import write_whole
-from tf2dist.fitting import inputs
+from tf2dist.fitting import inputs, mirror
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names
 
@@ -260,27 +261,32 @@ class Shipped:
             function = _attribute(importlib.import_module(module), name)
         else:
             function = cloudpickle.loads((self._folder / value).read_bytes())
-        return built(function, self.name)
+        return built(function, self.name, splits.layout)
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:
     return TrainingError(f"{folder}: the job cannot be read ({first_line(str(error))})")
 
 
-def built(function: Callable[[], Any], name: str) -> keras.Model:
+def built(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:
     """The model that the user's function gives, with the names that it has in each process of the job.
+
+    Args:
+        layout: of the data, for a model that makes its variables when it is called first.
 
     Raises:
         FitError: it is no compiled model.
     """
     with fresh_names():
         model = function()
-    if not isinstance(model, keras.Model):
-        raise FitError(f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return it")
-    if not model.compiled:
-        raise FitError(
-            f"model ({name}): is not compiled; call model.compile(optimizer, loss, metrics=...) before it is returned"
-        )
+        if not isinstance(model, keras.Model):
+            raise FitError(f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model")
+        if not model.compiled:
+            raise FitError(
+                f"model ({name}): is not compiled; call model.compile(optimizer, loss, metrics=...) before it is "
+                "returned"
+            )
+        mirror.build(model, layout)
     return model
 
 

@@ -1,0 +1,230 @@
+"""`tf2dist.fit` on real clusters, held against `keras.Model.fit` with the same callbacks."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tf2dist
+from tf2dist.process.tf_internals import fresh_names
+
+ONE = tf2dist.Local(workers=1, ps=1)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(200, 4)).astype("float32")
+Y = (X @ [[1.0], [-2.0], [0.5], [0.0]] + 0.1 * RNG.normal(size=(200, 1))).astype("float32")
+
+
+def regression() -> keras.Model:
+    model = keras.Sequential([
+        keras.Input([4]),
+        keras.layers.Dense(8, "tanh", kernel_initializer=keras.initializers.GlorotUniform(1)),
+        keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(2)),
+    ])  # fmt: skip
+    model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+    return model
+
+
+def exploding() -> keras.Model:
+    model = regression()
+    model.compile(keras.optimizers.SGD(1e20), "mse")
+    return model
+
+
+def as_keras(build: Callable[[], keras.Model], **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+    with fresh_names():
+        model = build()
+    return model, model.fit(X, Y, batch_size=20, shuffle=False, verbose=0, **arguments).history
+
+
+def on_one_worker(build: Any, run_dir: Path, **arguments: Any) -> tf2dist.Result:
+    given = {"cluster": ONE, "batch_size": 20, "shuffle": False, "verbose": 0, "run_dir": run_dir, **arguments}
+    return tf2dist.fit(build, X, Y, **given)
+
+
+def assert_same(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def weights_agree(one: keras.Model, other: keras.Model) -> bool:
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return all(np.allclose(a, b, atol=1e-5) for a, b in pairs)
+
+
+class Recorder(keras.callbacks.Callback):
+    """A user's own: notes every call, halves a weight after the first epoch, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.count = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        assert self.params["epochs"] == 4
+        self.calls.append("train begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"epoch {epoch} begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(f"epoch {epoch} end")
+        self.count += 1
+        if epoch == 0:
+            kernel = self.model.layers[0].kernel
+            kernel.assign(kernel * 0.5)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.calls.append("test begin")
+
+    def on_test_end(self, logs: Any = None) -> None:
+        assert set(logs) == {"loss", "mae"}
+        self.calls.append("test end")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        assert "val_loss" in logs
+        self.calls.append("train end")
+
+
+def all_kinds(folder: Path, notes: list[Any]) -> list[keras.callbacks.Callback]:
+    calls = keras.callbacks
+    folder.mkdir()
+    return [
+        Recorder(),
+        calls.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        calls.ReduceLROnPlateau(monitor="val_mae", patience=0, min_delta=10.0, factor=0.5),
+        calls.CSVLogger(str(folder / "log.csv")),
+        calls.ModelCheckpoint(str(folder / "{epoch}.keras"), monitor="val_loss", save_best_only=True),
+        calls.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True),
+        calls.LambdaCallback(on_epoch_end=lambda epoch, logs: notes.append((epoch, logs["loss"]))),
+        calls.TensorBoard(str(folder / "board")),
+        calls.TerminateOnNaN(),
+        calls.EarlyStopping(patience=50),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_callbacks_do_what_they_do_in_keras(mode: str, tmp_path: Path) -> None:
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    callbacks = [all_kinds(tmp_path / name, notes) for name, notes in (("a", ours), ("b", theirs))]
+    more = {"validation_split": 0.2, "epochs": 4}
+    result = on_one_worker(regression, tmp_path / "run", mode=mode, callbacks=callbacks[0], **more)
+    model, history = as_keras(regression, callbacks=callbacks[1], **more)
+
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    recorders = [each[0] for each in callbacks]
+    assert recorders[0].calls == recorders[1].calls  # type: ignore[attr-defined]
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in "ab"]
+    assert names[0] == names[1]
+    rows = [list(csv.DictReader((tmp_path / name / "log.csv").open())) for name in "ab"]
+    assert [list(row) for row in rows[0]] == [list(row) for row in rows[1]]
+    for file in ("4.weights.h5", "2.weights.h5"):
+        saved = regression(), regression()
+        for each, name in zip(saved, "ab", strict=True):
+            each.load_weights(tmp_path / name / file)
+        assert weights_agree(*saved)
+    assert list((tmp_path / "a/board").rglob("events.*"))
+    assert weights_agree(result.model, tf2dist.load_model(tmp_path / "run"))
+    assert float(result.model.optimizer.learning_rate) == pytest.approx(float(model.optimizer.learning_rate))
+
+
+def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None:
+    units = 5
+
+    class Twice(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return 2 * inputs
+
+    def distance(y: Any, prediction: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y - prediction), -1)
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, kernel_initializer="ones"), Twice()])
+        model.add(keras.layers.Dense(1, kernel_initializer="ones"))
+        model.compile("sgd", distance)
+        return model
+
+    model, history = as_keras(build, epochs=2)
+    result = on_one_worker(build, tmp_path / "function", epochs=2)
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+
+    with fresh_names():
+        compiled = build()
+    for _ in range(3):
+        keras.layers.Dense(1)  # the names of this process have gone on
+    result = on_one_worker(compiled, tmp_path / "model", epochs=2, mode="sync")
+    assert result.model is compiled, "trained in place"
+    assert_same(result.history, history)
+    assert weights_agree(compiled, model)
+    assert_same(compiled.history.history, history)
+
+
+def test_patience_survives_a_resume_and_the_best_weights_come_back(tmp_path: Path) -> None:
+    """A validation that gets worse all the time: the first epoch is the best."""
+    validation = (X, -3 * Y)
+
+    def stopping() -> keras.callbacks.EarlyStopping:
+        return keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)
+
+    class EndOf(keras.callbacks.Callback):
+        def __init__(self, last: int) -> None:
+            super().__init__()
+            self.last = last
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == self.last:
+                raise KeyError("as if the power failed")
+
+    model, history = as_keras(regression, epochs=20, validation_data=validation, callbacks=[stopping()])
+    assert len(history["loss"]) == 4
+    given = {"epochs": 20, "validation_data": validation, "options": {"checkpoint.every_steps": 10}}
+    with pytest.raises(KeyError, match="power failed"):
+        on_one_worker(regression, tmp_path / "run", callbacks=[stopping(), EndOf(2)], **given)
+    again = stopping()
+    result = on_one_worker(regression, tmp_path / "run", callbacks=[again], **given)
+    assert_same(result.history, history)
+    assert again.stopped_epoch == 3
+    assert weights_agree(result.model, model)
+    assert weights_agree(tf2dist.load_model(tmp_path / "run"), model)
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    with pytest.raises(tf2dist.NotFiniteError, match="the loss is"):
+        on_one_worker(exploding, tmp_path / "error", epochs=3)
+    ended = []
+    callbacks = [
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.LambdaCallback(on_train_end=lambda logs: ended.append(logs)),
+    ]
+    result = on_one_worker(exploding, tmp_path / "callback", epochs=3, callbacks=callbacks)
+    assert result.model.stop_training
+    assert len(ended) == 1
+    assert not np.isfinite(result.history["loss"][-1])
+
+
+def test_hooks_of_batches_change_the_run_at_one_step(tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append((batch, float(np.abs(self.model.get_weights()[0]).sum())))
+            if len(seen) == 2:
+                self.model.optimizer.learning_rate = 0.0
+            if len(seen) == 4:
+                self.model.stop_training = True
+
+    result = on_one_worker(regression, tmp_path / "run", epochs=100_000, callbacks=[Stop()])
+    steps, sums = zip(*seen, strict=True)
+    assert sorted(set(steps)) == list(steps)
+    assert sums[0] != sums[1], "the weights are those of the step"
+    assert sums[1] == sums[2] == sums[3], "from the second call on nothing is learned"
+    assert len(result.history["loss"]) < 100_000
+    assert result.summary["global_step"] < 1_000_000
