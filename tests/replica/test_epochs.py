@@ -1,6 +1,7 @@
 """Epochs of both modes against `keras.Model.fit` on the same batches: history and weights."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -150,7 +151,8 @@ def drive(loop: Any, config: RunConfig, given: Given, hooks: Recording) -> None:
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    given, config, hooks = source(name), config_of(batch_size), Recording()
+    given = source(name) if name in CASES else trained_before(Path(name))
+    config, hooks = config_of(batch_size), Recording()
     loop = SyncLoop.build(
         config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None, worker.strategy
     )
@@ -188,6 +190,39 @@ def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
     ]
+
+
+def trained_before(folder: Path) -> Given:
+    """A model whose optimizer has a state, and a schedule that has begun."""
+    path, splits = folder / "trained.keras", examples(table)
+    if not path.exists():
+        keras.utils.set_random_seed(1)
+        rate = keras.optimizers.schedules.ExponentialDecay(0.02, 10, 0.5)
+        model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(rate), "mse")
+        model.fit(splits.train.x, splits.train.y, batch_size=BATCH, epochs=1, verbose=0)
+        model.save(path)
+    plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
+    return Given(lambda: keras.models.load_model(path), splits, plan)
+
+
+def test_a_model_that_was_trained_before_goes_on(tmp_path: Path, async_loop: Any, publishing: Any) -> None:
+    given, config, hooks = trained_before(tmp_path), config_of(BATCH), Recording()
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    assert loop.updates_applied() == 10 * EPOCHS
+    saved = loop.snapshot()
+    later = async_loop(config, 1, 2, source=given, start=saved)
+    assert later.earlier_updates == 10
+    later.train(saved.step)  # makes what it has made ready to be left
+
+
+def test_a_synchronous_worker_goes_on_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
+    expected = keras_fit(trained_before(tmp_path))
+    (found,) = sync_workers(drive_in_sync, num_workers=1, args=(str(tmp_path), BATCH))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["regression", "two outputs", "everything"])

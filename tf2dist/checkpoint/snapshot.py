@@ -29,6 +29,7 @@ from tf2dist.files import open_to_read
 FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 24  # a hundred thousand arrays
 UNSEALED = 1  # the format before, without a hash of the manifest
+EARLIER_ARRAY = "earlier_updates"  # the updates that the optimizer had applied before the run began; absent for none
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 
 
@@ -56,6 +57,11 @@ class Snapshot:
     step: int
     arrays: dict[str, np.ndarray]
     facts: Facts
+
+    @property
+    def num_updates(self) -> int:
+        """What the optimizer has applied, in this run and before it."""
+        return self.step + int(self.arrays.get(EARLIER_ARRAY, 0))
 
     def weights(self) -> Weights:
         return Weights({name: array for name, array in self.arrays.items() if name.startswith("model/")})

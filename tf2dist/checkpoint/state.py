@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
@@ -188,6 +188,29 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -
 def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
     """Counts every update that the optimizer is given; `iterations` leaves out those that it only accumulates."""
     return next(variable for variable in optimizer.variables if variable.name == COUNTERS[0])
+
+
+def earlier_updates(earlier: keras.Optimizer | None, start: Snapshot | None) -> int:
+    """How many updates the optimizer of a compiled model had applied before the run began; 0 for a new one.
+
+    Args:
+        earlier: that optimizer.
+        start: from which the run goes on.
+    """
+    if start:
+        return int(start.arrays.get(EARLIER_ARRAY, 0))
+    return int(counter_of(earlier).numpy()) if earlier is not None and earlier.built else 0
+
+
+def take_over(named: Named, model: keras.Model, variables: list[keras.Variable], earlier: keras.Optimizer) -> None:
+    """Gives the optimizers of a run the state of one that has trained the same variables before.
+
+    Args:
+        named: of the run.
+        variables: those of the model that count.
+    """
+    state = values(named_variables(model, variables, [earlier]))
+    assign(named, {name: array for name, array in state.items() if name.startswith("optimizer/")})
 
 
 def finalizes(optimizer: keras.Optimizer) -> bool:

@@ -65,7 +65,7 @@ def load_model(
     snapshot = _snapshot(folder, step)
     model, names = _described(folder / DESCRIPTION, known)
     try:
-        fill(model, names, snapshot.arrays, snapshot.step)
+        fill(model, names, snapshot.arrays, snapshot.num_updates)
     except CheckpointError as error:
         raise CheckpointError(f"run_dir ({run_dir}): {error}; name another directory") from None
     return model

@@ -67,7 +67,7 @@ def write_model(
                 model.optimizer.build(model.trainable_variables)
             final = values(counted(trained))
             state = {name: array for name, array in snapshot.arrays.items() if name.startswith(OPTIMIZER)}
-            fill(model, list(final), final | state, snapshot.step)
+            fill(model, list(final), final | state, snapshot.num_updates)
             _set_rate(model.optimizer, optimizer)
             name_alike(model, trained)
             _save(run_dir, model)

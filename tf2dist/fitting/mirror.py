@@ -23,6 +23,7 @@ class Mirror:
         self.model = model
         self._named = _named(model, twin or model)
         self._put: NamedArrays = {}
+        self._earlier_updates = int(self.optimizer.iterations.numpy())  # of an earlier training
         self._rate: float | None = None
 
     @property
@@ -42,7 +43,7 @@ class Mirror:
                     "it must give the same layers at each call"
                 )
             self._named[name].assign(array)
-        self.optimizer.iterations.assign(step)
+        self.optimizer.iterations.assign(self._earlier_updates + step)
         if isinstance(learning_rate_of(self.optimizer), keras.Variable):
             self.optimizer.learning_rate = learning_rate
         self.settle()

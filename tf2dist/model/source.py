@@ -73,8 +73,10 @@ def build_step(
         def make_optimizer(total_steps: int) -> keras.Optimizer:
             return build_optimizer(config.optimizer, total_steps)
 
-    model.optimizer = None  # its variables would count as those of the model
+    optimizer, model.optimizer = model.optimizer, None  # its variables would count as those of the model
     step = ModelStep(model, splits.layout)
+    if is_compiled and optimizer.built and int(optimizer.iterations.numpy()):
+        step.earlier = optimizer
     if not is_compiled:
         checks.check_outputs(source.name, step.trial, int(splits.num_classes or 0))
     checks.check_metrics(source.name, step)

@@ -71,6 +71,7 @@ class ModelStep:
             they would be in plain Keras at this step.
         loss_scale: what the optimizer wants the loss multiplied by, against underflow; the gradients are divided
             by it again.
+        earlier: the optimizer that has trained the model before; None for a new model.
         sums_losses: whether the losses are sums over the batch, not means.
     """
 
@@ -78,6 +79,7 @@ class ModelStep:
         self.model, self.layout = model, layout
         self.trainable = list(model.trainable_variables)
         self.loss_scale: float | None = None
+        self.earlier: keras.Optimizer | None = None
         self.sums_losses = False
         self._others = list(model.non_trainable_variables)
         self._seeds = [v for v in self._others if id(v) in set(map(id, seeds_of(model)))]

@@ -48,14 +48,15 @@ class LearningRate:
     With mode=async that count is on a ps. A constant rate is read once.
     """
 
-    def __init__(self, optimizer: keras.Optimizer) -> None:
+    def __init__(self, optimizer: keras.Optimizer, earlier_updates: int = 0) -> None:
+        self._earlier_updates = earlier_updates
         schedule = learning_rate_of(optimizer)
         is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         self._schedule = schedule if is_schedule else None
         self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)
 
     def at(self, step: int) -> float:
-        return _number(self._schedule(step)) if self._schedule else self._constant
+        return _number(self._schedule(step + self._earlier_updates)) if self._schedule else self._constant
 
 
 def _number(value: Any) -> float:

@@ -88,7 +88,7 @@ class EpochDriver:
         self._write_finished_model = write_finished_model
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
-        self._rate = LearningRate(loop.optimizer)
+        self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
 
     def drive(self) -> None:
         """Trains, evaluates and reports the result.
@@ -163,7 +163,7 @@ class EpochDriver:
             self._stop_if(PauseRequest.STOP)
         loop.apply(change)
         if change.learning_rate is not None:
-            self._rate = LearningRate(loop.optimizer)
+            self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
         if change.state is not None:
             self._state.callbacks = change.state
         return change

@@ -177,6 +177,7 @@ class Loop(Protocol):
     `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
 
     Attributes:
+        earlier_updates: that the optimizer has applied before this run.
         leads: whether this task is the leader.
         start: the snapshot that the run goes on from; None for a new one.
         restored_from: what has been restored from `start`, for the user.
@@ -189,6 +190,7 @@ class Loop(Protocol):
     sharding: Sharding
     progress: Progress
     target_step: int
+    earlier_updates: int
     leads: bool
     start: Snapshot | None
     restored_from: str

@@ -119,7 +119,7 @@ class Reporter(NoReporter):
 
     def follow(self, loop: Loop, config: RunConfig) -> None:
         self._loop, self.target_step = loop, loop.target_step
-        self._rate = LearningRate(loop.optimizer)
+        self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
 

@@ -14,13 +14,15 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     assign,
+    earlier_updates,
     finalize,
     named_variables,
     restore,
+    take_over,
     values,
 )
 from tf2dist.cluster.spec import Cluster, Task
@@ -83,6 +85,7 @@ class AsyncLoop:
         self.target_step = last_step
         self.model = step.model
         self.leads = True
+        self.earlier_updates = graphs.earlier_updates
         self.new_optimizer = graphs.new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
@@ -134,11 +137,14 @@ class AsyncLoop:
         check_losses(source.name, step, num_replicas=1)
         origin = Origin.of(resumed, sharding, step.metrics.size)
         offsets = list(map(int, origin.offsets))
-        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, source.plan)
+        earlier = earlier_updates(step.earlier, resumed)
+        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, source.plan, earlier)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
         named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
+        if step.earlier is not None:
+            take_over(named, step.model, variables, step.earlier)
         restored_from = restore(named, start, config)
         for server in graphs.servers:
             server.restore(origin.counts)
@@ -278,7 +284,8 @@ class AsyncLoop:
         counts = self._graphs.servers[0].counters.now()
         positions = list(map(int, self._origin.offsets + counts.steps))
         facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
-        own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
+        own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
+        own |= {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
         return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
 
     def finalize(self) -> None:

@@ -61,6 +61,7 @@ class ParameterServer:
         name: of the optimizer, for messages.
         num_workers: that push.
         num_metrics: numbers that every update adds to the sums of the metrics.
+        earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
     """
 
@@ -74,6 +75,7 @@ class ParameterServer:
         num_workers: int,
         num_metrics: int,
         keeps_rate: bool = True,
+        earlier_updates: int = 0,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -81,7 +83,7 @@ class ParameterServer:
                     f"model: {variable.path} has a constraint, which Keras applies by reading and assigning: with "
                     "mode=async the updates of other workers would be lost; use mode=sync"
                 )
-        self.device = device
+        self.device, self._earlier_updates = device, earlier_updates
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
         self.pull_layout = PullLayout(self.variables)
@@ -169,7 +171,7 @@ class ParameterServer:
     def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled_at, added = self._push_layout.unpack(pushed)
         gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]
-        self._number.set_current(number)
+        self._number.set_current(number + self._earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
         self.optimizer.apply(gradients, self.trainable)

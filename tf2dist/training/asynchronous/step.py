@@ -46,6 +46,7 @@ class AsyncStep:
         make_optimizer: for each ps.
         total_steps: updates in the whole run.
         plan: of the epochs.
+        earlier_updates: that the optimizer has applied before this run.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class AsyncStep:
         offsets: list[int],
         total_steps: int,
         plan: EpochPlan | None = None,
+        earlier_updates: int = 0,
     ) -> None:
+        self.earlier_updates = earlier_updates
         self._config, self.sharding = config, sharding
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
@@ -74,6 +77,7 @@ class AsyncStep:
                 sharding.num_shards,
                 step.metrics.size,
                 not (plan and plan.has_hooks),
+                earlier_updates,
             )
             for device in sorted({v.value.device for v in everything})
         ]

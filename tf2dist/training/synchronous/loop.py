@@ -13,15 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     assign,
     counter_of,
+    earlier_updates,
     finalize,
     input_positions,
     named_variables,
     restore,
+    take_over,
     values,
 )
 from tf2dist.cluster.spec import Cluster, Task
@@ -97,6 +99,7 @@ class SyncLoop:
         restored_from: str,
         start: Snapshot | None,
         plan: EpochPlan | None,
+        earlier: int,
     ) -> None:
         self._config, self._workers, self._splits, self._report = config, workers, splits, report
         self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
@@ -104,6 +107,7 @@ class SyncLoop:
         self.target_step = last_step
         self.model, self._plan = step.model, plan
         self.leads = workers.index == 0
+        self.earlier_updates = earlier
         self.optimizer, self.new_optimizer = optimizer, new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
@@ -159,8 +163,11 @@ class SyncLoop:
         # The same values everywhere: those of worker 0, then those of the snapshot.
         named = named_variables(step.model, step.variables, [optimizer])
         begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
+        if step.earlier is not None:
+            take_over(named, step.model, step.variables, step.earlier)
         restored_from = restore(named, start, config)
-        counter_of(optimizer).assign(origin.step)
+        earlier = earlier_updates(step.earlier, resumed)
+        counter_of(optimizer).assign(origin.step + earlier)
 
         # The graph of the steps.
         graphs = SyncStep(
@@ -181,6 +188,7 @@ class SyncLoop:
             restored_from=restored_from,
             start=resumed,
             plan=source.plan,
+            earlier=earlier,
         )
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
@@ -246,7 +254,7 @@ class SyncLoop:
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step is a counter of our own."""
-        return int(self._counted.numpy())
+        return int(self._counted.numpy()) - self.earlier_updates
 
     def arrays(self) -> dict[str, np.ndarray]:
         return values(self._named)
@@ -263,7 +271,8 @@ class SyncLoop:
         position = self._origin.position + self.progress.global_step - self._origin.step
         positions = [position] * self.sharding.num_shards
         facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
-        return Snapshot(self.progress.global_step, values(self._named) | self._trained, facts)
+        own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
+        return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
 
     def finalize(self) -> None:
         self._trained = finalize(self._named, [(self.optimizer, self._step.trainable)])
