@@ -134,19 +134,21 @@ class _Loader(SourceFileLoader):
         return code
 
 
-def load_plugins(paths: list[str]) -> None:
-    """Runs the user's files, which register their functions.
+def load_plugins(paths: list[str]) -> list[types.ModuleType]:
+    """Runs the user's files, which register their functions; returns them as modules.
 
     While a file runs, its folder is the first in ``sys.path``, as with ``python FILE``. Then the folder moves to
     the end: the file's functions may still import from it later, but a file there cannot hide an installed module.
 
     Each file becomes a module in ``sys.modules``; without that `multiprocessing` could not find its functions.
     """
+    modules = []
     for number, path in enumerate(paths):
         loader = _Loader(f"tf2dist_plugin_{number}_{Path(path).stem}", path)
         module = types.ModuleType(loader.name)
         module.__file__ = path
         sys.modules[loader.name] = module
+        modules.append(module)
         folder = str(Path(path).parent)
         sys.path.insert(0, folder)
         try:
@@ -155,3 +157,4 @@ def load_plugins(paths: list[str]) -> None:
             with contextlib.suppress(ValueError):  # the file may have replaced the list
                 sys.path.remove(folder)
             sys.path.append(folder)
+    return modules

@@ -23,21 +23,24 @@ def name_of(number: int) -> str:
     return NAMES.get(number, f"signal {number}")  # type: ignore[call-overload, no-any-return]
 
 
-def end_at_once() -> None:
+def end_at_once(descriptor: int = 2) -> None:
     """Makes each of the signals end this process with one line of output, until `Signals` takes over.
 
     By default Python shows a traceback for Ctrl-C during imports, and process 1, such as a container's
     command, does not get a signal for which it has no handler.
+
+    Args:
+        descriptor: of the file for that line.
     """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if select.select([], [descriptor], [], 0)[1]:  # the write must not wait for a reader that stalls
+                os.write(descriptor, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
+        os._exit(128 + number)
+
     for number in endings():
-        signal.signal(number, _exit)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:  # the write must not wait for a reader that stalls
-            os.write(2, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
-    os._exit(128 + number)
+        signal.signal(number, end)
 
 
 class Requests(Protocol):

@@ -1,0 +1,47 @@
+"""The loss and the metrics of a run's model on a data set."""
+
+import math
+import sys
+
+import keras
+import numpy as np
+
+from tf2dist.data.arrays import Arrays
+from tf2dist.errors import DataError, NotFiniteError, first_line
+from tf2dist.finished.opening import data_of, model_of, split_of
+from tf2dist.finished.shell import Request
+from tf2dist.launch.streams import say
+
+BATCH_SIZE = 256
+
+
+def evaluate(request: Request) -> None:
+    """Prints the loss and the metrics, one a line, and then the number of examples.
+
+    Raises:
+        RequestError: the model or the data cannot be had, or do not fit.
+        NotFiniteError: the loss is not finite.
+    """
+    split = request.options.get("split", "test")
+    model = model_of(request)
+    name, splits = data_of(request)
+    arrays = split_of(name, splits, split)
+    results = _results(model, name, arrays)
+    width = max(map(len, results))
+    for key, value in results.items():
+        say(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
+    say(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
+    if not math.isfinite(results["loss"]):
+        raise NotFiniteError(f"the loss is {results['loss']}; the weights or the data are not as they should be")
+
+
+def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
+    """The loss first."""
+    try:
+        found: dict[str, float] = model.evaluate(
+            arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        what = first_line(str(error))
+        raise DataError(f"data ({name}): does not fit the model ({what}); choose another one with data=NAME") from None
+    return {"loss": found.pop("loss"), **found}

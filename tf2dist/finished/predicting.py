@@ -1,0 +1,91 @@
+"""What a run's model says of files, or of the test set."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist.data.arrays import Arrays
+from tf2dist.errors import DataError, first_line
+from tf2dist.finished import pictures
+from tf2dist.finished.classes import Classifier, as_text, confusion, numbers_of
+from tf2dist.finished.inputs import read
+from tf2dist.finished.opening import data_of, model_of, split_of
+from tf2dist.finished.shell import Request
+from tf2dist.launch.streams import say
+
+BATCH_SIZE = 256
+MOST_CLASSES = 30  # of a matrix that is printed
+
+
+def predict(request: Request) -> None:
+    """Prints what the model says; of the test set, draws it too.
+
+    Raises:
+        RequestError: the model, the files or the data cannot be had, or do not fit.
+    """
+    model = model_of(request)
+    classifier = Classifier.of(model)
+    if request.operands:
+        for operand in request.operands:
+            path = Path(operand).expanduser()
+            examples, names = read(path, model)
+            _print(classifier, _outputs(model, examples, str(path)), names)
+        return
+    name, splits = data_of(request)
+    test = split_of(name, splits, "test")
+    outputs = _outputs(model, test.x, f"data ({name})")
+    if classifier is None:
+        _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
+    else:
+        _show(request.run_dir, test, classifier.probabilities(outputs))
+
+
+def _outputs(model: keras.Model, x: Any, where: str) -> Any:
+    """The model's outputs in their own structure.
+
+    Raises:
+        DataError: the examples do not fit the model.
+    """
+    try:
+        return model.predict(x, BATCH_SIZE, verbose=0)
+    except (ValueError, TypeError, KeyError) as error:
+        what = first_line(str(error))
+        raise DataError(f"{where}: does not fit the model ({what}); give what this run was trained on") from None
+
+
+def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> None:
+    """A line for each example: class, probability and name, or the outputs and name."""
+    if classifier:
+        probabilities = classifier.probabilities(outputs)
+        best = probabilities.argmax(axis=1)
+        fields = [[str(one), f"{row[one]:.4f}"] for one, row in zip(best, probabilities, strict=True)]
+    else:
+        leaves = [np.asarray(leaf).reshape(len(names), -1) for leaf in keras.tree.flatten(outputs)]
+        fields = [[f"{value:.6g}" for value in row] for row in np.concatenate(leaves, axis=1)]
+    for values, name in zip(fields, names, strict=True):
+        say("\t".join([*values, name]), sys.stdout)
+
+
+def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
+    """The accuracy, the confusion matrix and the pictures.
+
+    Raises:
+        DataError: the labels are no classes of the model.
+    """
+    true, predicted = numbers_of(test.y), probabilities.argmax(axis=1)
+    num_classes = probabilities.shape[1]
+    if true.min() < 0 or true.max() >= num_classes:
+        raise DataError(
+            f"data: has classes up to {true.max()}, and the model knows {num_classes}; give other data=NAME"
+        )
+    counts = confusion(true, predicted, num_classes)
+    say(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
+    if num_classes <= MOST_CLASSES:
+        say(as_text(counts), sys.stdout)
+    say(str(pictures.draw_confusion(run_dir, counts)), sys.stdout)
+    if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
+        drawn = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
+        say(str(drawn), sys.stdout)

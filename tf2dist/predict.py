@@ -1,0 +1,45 @@
+"""``python -m tf2dist.predict RUN_DIR [FILE ...] [data=NAME] [step=N] [plugins=[FILE.py]]``
+
+Prints what the model of a run says of each example, one a line, separated by tabs. For a classifier that is the
+class, its probability and the file; for other models the outputs and the file.
+
+A FILE is an image (PNG, JPEG, BMP or GIF, of which the first picture counts) or an array of numpy (.npy). Images
+become grey if the model takes one channel, and are resized to the model's height and width, whatever their own
+proportions: as in the data, the drawing must fill the picture in the same way, in the same colours (MNIST has white
+digits on black). Arrays have the shape of one example or of several, with values as the run's data has them: of
+images from 0 to 255.
+
+Without a FILE the model is shown the test set of the run, or of data=NAME. For a classifier the accuracy and the
+confusion matrix are printed (a row for each class, a column for each prediction) and drawn in RUN_DIR/confusion.png,
+and the first 36 images in RUN_DIR/predictions.png, the wrong ones marked. Of other models the outputs are printed.
+
+With step=N it takes the weights of that checkpoint. A model or data with code of your own needs the files in which
+that is: plugins=[FILE.py].
+"""
+
+from typing import NoReturn
+
+from tf2dist.finished import shell
+
+OPTIONS = ("data", "data.", "step", "plugins")
+
+
+def main() -> NoReturn:
+    """Predicts what the command line asks for, and exits."""
+    shell.main(run, __doc__)
+
+
+def run(arguments: list[str]) -> None:
+    """Prints the predictions.
+
+    Raises:
+        RequestError: the request is wrong.
+    """
+    request = shell.request(arguments, OPTIONS)
+    from tf2dist.finished.predicting import predict  # imports TensorFlow
+
+    predict(request)
+
+
+if __name__ == "__main__":
+    main()
