@@ -7,6 +7,7 @@ pipeline is made anew.
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
@@ -14,6 +15,7 @@ from tf2dist.data.layout import Layout
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
+EVALUATED = ("validation", "test")
 
 _published: dict[str, Any] = {}  # TensorFlow holds its Python functions by weak references
 
@@ -22,13 +24,30 @@ def publish(splits: Splits) -> None:
     """Makes the examples of this process readable for `remote_examples`."""
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
+    evaluated = [parts[split] for split in EVALUATED]
+
+    def take(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
+        arrays = evaluated[number]
+        assert arrays is not None
+        return arrays.take(index)
+
+    _published[_token("evaluated")] = take
     publish_functions(_published)
 
 
 def remote_examples(split: str, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
     """In a graph: the leaves of the published examples of `index`, an int32 tensor of any shape."""
-    specs = layout.specs
-    taken = tf.raw_ops.PyFunc(input=[index], token=_token(split), Tout=[spec.dtype for spec in specs])
+    return _remote(split, [index], layout)
+
+
+def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
+    """As `remote_examples`; `number`: of the split in `EVALUATED`, an int32 that may be known late."""
+    return _remote("evaluated", [number, index], layout)
+
+
+def _remote(name: str, inputs: list[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
+    specs, index = layout.specs, inputs[-1]
+    taken = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
 
 

@@ -37,6 +37,7 @@ from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.calls import results, shut
 from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS
+from tf2dist.training.asynchronous.examples import EVALUATED
 from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, Origin
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
@@ -93,7 +94,7 @@ class AsyncLoop:
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
         self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
-        self._evaluate_functions = {split: graphs.evaluate_function(split) for split in sizes}
+        self._evaluate_function = None if config.cluster.kind == "local" else graphs.evaluate_function()
 
         # What has been read from the counters so far.
         counts = origin.counts
@@ -256,8 +257,10 @@ class AsyncLoop:
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates some ranges of the split: a free worker takes the next one."""
         parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
-        ranges = [(tf.constant(first), tf.constant(last)) for first, last in parts]
-        sums = [self._coordinator.schedule(self._evaluate_functions[split], args=pair) for pair in ranges]
+        number = tf.constant(EVALUATED.index(split))
+        ranges = [(number, tf.constant(first), tf.constant(last)) for first, last in parts]
+        function = self._evaluate_function = self._evaluate_function or self._graphs.evaluate_function()
+        sums = [self._coordinator.schedule(function, args=each) for each in ranges]
         total = np.zeros(1 + self.metrics.size)
         for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
             total += part

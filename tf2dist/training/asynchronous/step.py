@@ -22,7 +22,7 @@ from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, batches_without_padding, step_place
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.counters import TOTALS
-from tf2dist.training.asynchronous.examples import remote_examples
+from tf2dist.training.asynchronous.examples import evaluated_examples, remote_examples
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
@@ -127,16 +127,19 @@ class AsyncStep:
         )
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
 
-    def evaluate_function(self, split: str) -> Any:
-        """``function(first, last)``: the sums over that range of examples; see `ModelStep.evaluate`."""
+    def evaluate_function(self) -> Any:
+        """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.
 
-        def evaluate(first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+        `number`: of the split in `EVALUATED`.
+        """
+
+        def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
             values, _ = self._unpack([server.pull() for server in self.servers])
-            examples = remote_examples(split, tf.range(first, last), self._step.layout)
+            examples = evaluated_examples(number, tf.range(first, last), self._step.layout)
             return self._step.evaluate(*self._inputs(values), examples)
 
         scalar = tf.TensorSpec([], tf.int32)
-        return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar)
+        return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
 
     def _traced_compute(self) -> Any:
         """The step on a worker, traced once for the functions of any number of steps."""
