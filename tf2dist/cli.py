@@ -23,6 +23,7 @@ from tf2dist.config.sweeps import sweep_of
 from tf2dist.data import location
 from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
 from tf2dist.launch.console import LAST_WORDS_SECS, Console, result_lines
+from tf2dist.launch.drawing import why_not_drawn
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.launch.streams import prepare, say
 from tf2dist.launch.sweep import run_sweep
@@ -146,6 +147,8 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
             raise
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
+        if text := why_not_drawn(config, run_dir):
+            console.warn(f"regression.png could not be drawn ({text}); the result is in {run_dir}/summary.json")
 
 
 def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:

@@ -49,7 +49,7 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
         ("import no_such_module\n", "fail  plugins: {}: it imports no_such_module, which is not there; pip install"),
         (
             "import beside\nprint('hello')\n",
-            "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax",
+            "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax, tanh",
         ),
         pytest.param(
             "import tf2dist\ntf2dist.register_model('cnn')(print)\n",

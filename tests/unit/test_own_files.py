@@ -60,7 +60,7 @@ def test_an_own_beginning(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "source", "words"),
     [
-        (["model=smal"], OWN, "must be one of cnn, dnn, softmax, small; did you mean small?"),
+        (["model=smal"], OWN, "must be one of cnn, dnn, softmax, tanh, small; did you mean small?"),
         (["experiment=mien"], OWN, "mine/deeper, mine, wrong; did you mean mine?"),
         (["experiment=wrong"], OWN, "train.stepss: there is no such option"),
         (["experiment=lost"], OWN, "Could not find 'model/none_such'"),

@@ -22,6 +22,9 @@ def _are_units(value: Any) -> bool:
 UNITS = Must(
     _are_units, f"must be a list such as [300,50] of whole numbers; each must be more than 0, up to {MAX_UNITS:,}"
 )
+WHOLE = Must(
+    lambda value: type(value) is int and 0 < value <= MAX_UNITS, f"must be a whole number from 1 to {MAX_UNITS:,}"
+)
 SHARE = Option(musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),))
 SWITCH = Option(musts=(Must(lambda value: isinstance(value, bool), "must be true or false"),))
 
@@ -51,6 +54,9 @@ ARGUMENTS = {
     "centered": SWITCH,
     "batch_norm": Option(musts=SWITCH.musts, help="after each convolution"),
     "hidden_units": Option(musts=(UNITS,)),
+    "units": Option(musts=(WHOLE,), help="of the hidden layer"),
+    "points": Option(musts=(WHOLE,), help="to train on, and as many others to test"),
+    "noise": Option(musts=(at_least(0),), help="its standard deviation"),
 }
 
 

@@ -203,6 +203,14 @@ def load_digits(config: DataConfig) -> Splits:
     return Splits(train=parts[2], validation=parts[1], test=parts[0])
 
 
+@register_data("parabola")
+def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> Splits:
+    """Points of y = x^2 + normal noise, x and y float32 [n, 1]; those of the test are as many others."""
+    x = np.linspace(-1, 1, points, dtype=np.float32)[:, None]
+    train, test = (x**2 + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
+    return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None)
+
+
 def _cached(path: Path) -> Arrays:
     """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
 

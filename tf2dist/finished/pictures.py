@@ -64,6 +64,17 @@ def draw_confusion(run_dir: Path, counts: np.ndarray) -> Path:
     return _save(figure, run_dir / "confusion.png")
 
 
+def draw_curve(run_dir: Path, x: np.ndarray, y: np.ndarray, line: np.ndarray, predicted: np.ndarray) -> Path:
+    """Draws points (x, y) and the curve of a model (line, predicted), all [n], into regression.png."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(x, y, s=12, color="#7a8793", label="training points")
+    axes.plot(line, predicted, color=WRONG, linewidth=2.5, label="the model")
+    axes.set(xlabel="x", ylabel="y")
+    axes.legend()
+    return _save(figure, run_dir / "regression.png")
+
+
 def _save(figure: Figure, path: Path) -> Path:
     """Writes the picture whole or not at all.
 

@@ -55,6 +55,17 @@ def cnn(input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, ba
     return model
 
 
+@register_model("tanh")
+def tanh(
+    input_shape: tuple[int, ...], num_classes: int | None, units: int = 10, learning_rate: float = 0.1
+) -> keras.Model:
+    layers = keras.layers
+    hidden = layers.Dense(units, "tanh", name="hidden1")
+    model = keras.Sequential([keras.Input(input_shape), hidden, layers.Dense(1, name="output")])
+    model.compile(keras.optimizers.SGD(learning_rate), "mse")
+    return model
+
+
 def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     """Calls the function that is registered for the model that `arguments` names.
 

@@ -1,0 +1,42 @@
+"""A process that draws what a run has learned of a function of one number: the points, and the model's curve."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tf2dist import data
+from tf2dist.config import schema
+from tf2dist.errors import first_line
+from tf2dist.finished.loading import load_model
+from tf2dist.finished.pictures import draw_curve
+from tf2dist.linux import die_with_parent
+
+NUM_POINTS = 200  # of the curve
+
+
+def main() -> None:
+    """Draws regression.png in the run directory ``sys.argv[1]``, for the process ``sys.argv[2]``.
+
+    Prints why it cannot.
+    """
+    die_with_parent(int(sys.argv[2]))
+    try:
+        draw(Path(sys.argv[1]))
+    except Exception as error:  # the process that waits tells it in a line
+        print(first_line(str(error)) or type(error).__name__, flush=True)
+        os._exit(1)
+
+
+def draw(run_dir: Path) -> None:
+    """Draws regression.png.
+
+    Raises:
+        RequestError: the model or the data cannot be had.
+    """
+    model = load_model(run_dir)
+    points = data.load(schema.from_yaml((run_dir / "config.yaml").read_text()).data).train
+    x, y = points.x.reshape(-1), points.y.reshape(-1)
+    line = np.linspace(x.min(), x.max(), NUM_POINTS, dtype=np.float32)
+    draw_curve(run_dir, x, y, line, model.predict(line[:, None], verbose=0).reshape(-1))
