@@ -118,8 +118,8 @@ class Callbacks:
         return self._change()
 
     def end(self) -> None:
-        """Ends the training, once."""
-        if not self.is_over:
+        """Ends the training, once, if it has begun."""
+        if self._at_begin is not None and not self.is_over:
             self.is_over = True
             self._list.on_train_end(dict(self._logs) or None)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from tf2dist.cluster import parsing
 from tf2dist.cluster.spec import HostTask
@@ -142,5 +143,8 @@ def take_over(config: RunConfig, model: keras.Model, name: str) -> None:
     )
     if config.devices.precision == "float32":
         config.devices = replace(config.devices, precision=POLICIES[policy])
+    # Beside a GPU Keras itself chooses True for a model that says nothing, so it is no wish there.
+    if model.jit_compile and not tf.config.list_physical_devices("GPU"):
+        config.devices = replace(config.devices, xla=True)
     if model.steps_per_execution > 1 and config.train.steps_per_execution is None:
         config.train.steps_per_execution = model.steps_per_execution

@@ -5,12 +5,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import keras
+import tensorflow as tf
 
 from tf2dist.cluster.addresses import exposure
 from tf2dist.cluster.spec import HostTask
@@ -65,6 +66,7 @@ class Run:
     def to_its_end(self) -> Result:
         """Raises what `fit` raises."""
         check_share(self.config.train.batch_size_per_worker, len(self.train), self.num_workers)
+        leave_gpus_to_tasks()
         own = own_model(self.model, self.train)
         name = name_of(self.model)
         refusals.check_model(name, own, self.config.mode)
@@ -153,6 +155,13 @@ class NoFile(io.TextIOBase):
 
     def fileno(self) -> int:
         raise OSError("no file")
+
+
+def leave_gpus_to_tasks() -> None:
+    """Lets this process take no more of a GPU's memory than it needs, unless TensorFlow has taken all of it already."""
+    for device in tf.config.list_physical_devices("GPU"):
+        with suppress(RuntimeError, ValueError):  # it is in use, or in parts
+            tf.config.experimental.set_memory_growth(device, True)
 
 
 def own_model(model: Model, train: Arrays) -> keras.Model:

@@ -233,7 +233,10 @@ class Shipped:
         except (OSError, ValueError) as error:
             raise _unreadable(folder, error) from None
         self.name: str = self._job["name"]
-        self.plan: EpochPlan | None = EpochPlan(**self._job["plan"])
+        plan = self._job["plan"]
+        if isinstance(freq := plan["validation_freq"], list):  # JSON has no tuples
+            plan["validation_freq"] = tuple(freq)
+        self.plan: EpochPlan | None = EpochPlan(**plan)
 
     def load(self) -> Splits:
         """The data, in memory that all tasks of this host share."""

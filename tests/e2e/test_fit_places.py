@@ -1,0 +1,234 @@
+"""Where `tf2dist.fit` is called from: a script, a notebook, many hosts; and how it is stopped there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ports_of_tasks
+
+QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+BEGIN = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import tf2dist
+
+tf.constant(1) + 1  # TensorFlow is in use
+units = 4
+x = np.random.default_rng(0).normal(size=(120, 3))
+
+def build():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(units, "relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+given = dict(batch_size=20, verbose=0, cluster=tf2dist.Local(workers=2, ps=1))
+"""
+# Waits in each epoch, and tells of the first.
+SLOWLY = """
+import time, pathlib
+class Slowly(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        pathlib.Path("trained").touch()
+        time.sleep(0.2)
+"""
+
+
+def start(folder: Path, code: str, **environment: str) -> "subprocess.Popen[str]":
+    script = folder / "script.py"
+    script.write_text(code)
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**QUIET, **environment},
+    )
+
+
+def wait_for(path: Path, process: "subprocess.Popen[str]", secs: float = 90.0) -> None:
+    deadline = time.monotonic() + secs
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_script_without_a_guard_in_both_modes_after_each_other(tmp_path: Path) -> None:
+    code = """
+for mode in ("async", "sync"):
+    result = tf2dist.fit(build, x, x.sum(1), epochs=2, mode=mode, **given)
+    print(len(result.history["loss"]), result.summary["mode"], result.run_dir.parent.name, result.model.name)
+"""
+    process = start(tmp_path, BEGIN + code)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["2 async outputs sequential", "2 sync outputs sequential"]
+    assert len(list((tmp_path / "outputs").glob("*/model.keras"))) == 2
+
+
+def test_what_is_shown(tmp_path: Path) -> None:
+    code = 'tf2dist.fit(build, x, x.sum(1), epochs=2, **{**given, "verbose": int(sys.argv[1])})'
+    shown = []
+    for verbose in ("0", "1", "2"):
+        (tmp_path / "script.py").write_text(BEGIN + code)
+        done = subprocess.run(
+            [sys.executable, "script.py", verbose], cwd=tmp_path, capture_output=True, text=True, timeout=110, env=QUIET
+        )
+        assert done.returncode == 0, done.stderr
+        err = [line for line in done.stderr.splitlines() if "cuda_platform" not in line and "warning" not in line]
+        shown.append((done.stdout, "\n".join(err)))
+    assert shown[0] == ("", "")
+    assert "epoch 2/2: loss" in shown[1][1]
+    assert "starting TensorFlow" in shown[1][1]
+    assert shown[1][0] == ""
+    assert shown[2][0].splitlines()[0] == "Epoch 1/2"
+    assert "6/6 - " in shown[2][0].splitlines()[1]
+    assert "- loss: " in shown[2][0].splitlines()[1]
+    assert shown[2][1] == ""
+
+
+def test_ctrl_c_stops_the_cluster_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    code = """
+try:
+    tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], run_dir="run", **given)
+except KeyboardInterrupt as error:
+    print(error.__notes__[0], flush=True)
+import psutil
+print([each.name() for each in psutil.Process().children(recursive=True)])
+result = tf2dist.fit(build, x, x.sum(1), epochs=3, run_dir="run", **given)
+print(result.summary["global_step"] >= 6)
+"""
+    process = start(tmp_path, BEGIN + SLOWLY + code)
+    wait_for(tmp_path / "trained", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    told, left, goes_on = out.splitlines()
+    assert told.startswith("tf2dist: stopped by Ctrl-C; saved at step ")
+    assert left == "[]"
+    assert goes_on == "True"
+
+
+def test_a_callback_that_raises_ends_the_run(tmp_path: Path) -> None:
+    code = """
+class Mine(Exception):
+    pass
+
+def fail(epoch, logs):
+    raise Mine("of my own")
+
+try:
+    tf2dist.fit(build, x, x.sum(1), epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=fail)], **given)
+except Mine as error:
+    print(error)
+import psutil
+print([each.name() for each in psutil.Process().children(recursive=True)])
+"""
+    process = start(tmp_path, BEGIN + code)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["of my own", "[]"]
+
+
+def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:
+    code = """
+import os
+parent = os.getpid()
+
+def broken():
+    if os.getpid() != parent:
+        raise LookupError("only in a task")
+    return build()
+
+try:
+    tf2dist.fit(broken, x, x.sum(1), **given)
+except tf2dist.TaskFailure as error:
+    print(str(error).splitlines()[-1].split("; then")[0])
+    print(error.__cause__, error.__context__ is None or error.__suppress_context__)
+"""
+    process = start(tmp_path, BEGIN + code)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert "LookupError: only in a task" in out
+
+
+def test_many_hosts_run_the_same_script(tmp_path: Path) -> None:
+    ports = ports_of_tasks(2)
+    code = """
+import os
+result = tf2dist.fit(build, x, x.sum(1), epochs=2, mode="sync", batch_size=20, verbose=0, run_dir="run",
+                     options={"startup_timeout_secs": 60})
+try:
+    print(result.model.name, len(result.history["loss"]))
+except tf2dist.TfDistError as error:
+    print(error)
+"""
+    processes = hosts(tmp_path, ports, [BEGIN + code] * 2)
+    outs = [process.communicate(timeout=110) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    assert outs[0][0] == "sequential 2\n"
+    assert outs[1][0].startswith(f"the model is not on this host: worker-0 at localhost:{ports[0]} has it")
+
+
+def test_hosts_with_other_data_refuse_each_other(tmp_path: Path) -> None:
+    code = 'tf2dist.fit(build, x[{}:], x[{}:].sum(1), mode="sync", batch_size=20, verbose=0, run_dir="run")'
+    processes = hosts(tmp_path, ports_of_tasks(2), [BEGIN + code.format(n, n) for n in (0, 1)])
+    outs = [process.communicate(timeout=110)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    assert any("fit.train: 120 of" in text and "119 of" in text for text in outs), outs
+
+
+def hosts(folder: Path, ports: list[int], codes: list[str]) -> list["subprocess.Popen[str]"]:
+    addresses = [f"localhost:{port}" for port in ports]
+    found = []
+    for index, code in enumerate(codes):
+        place = folder / str(index)
+        place.mkdir()
+        task = {"type": "worker", "index": index}
+        found.append(start(place, code, TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": task})))
+    return found
+
+
+def test_a_notebook_is_executed_and_survives_an_interrupt(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cells = [
+        BEGIN + SLOWLY,
+        "result = tf2dist.fit(build, x, x.sum(1), epochs=2, **{**given, 'verbose': 1}); result.history",
+        """
+try:
+    tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], **given)
+except KeyboardInterrupt as error:
+    print("interrupted", error.__notes__)
+""",
+        "print(tf2dist.fit(build, x, x.sum(1), mode='sync', **given).summary['mode'])",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}})
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "trained").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(client.km.provisioner.pid, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    client.execute()
+
+    def text_of(cell: Any) -> str:
+        return "".join(str(output.get("text") or output.get("data", {}).get("text/plain")) for output in cell.outputs)
+
+    _, trained, stopped, again = map(text_of, notebook.cells)
+    assert "epoch 2/2: loss" in trained, "what the run tells stands below the cell"
+    assert "'loss': [" in trained
+    assert "interrupted ['tf2dist: stopped by Ctrl-C; saved at step" in stopped
+    assert again.strip().endswith("sync")

@@ -1,0 +1,228 @@
+"""What `fit` refuses, by name and with the way out, before anything is started."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tf2dist
+from tf2dist.fitting import shipping
+from tf2dist.launch import start
+
+X = np.arange(120.0).reshape(40, 3)
+Y = X.sum(1)
+
+
+def model(**compiled: Any) -> keras.Model:
+    made = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    made.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
+    return made
+
+
+def uncompiled() -> keras.Model:
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+
+def constrained() -> keras.Model:
+    made = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, kernel_constraint="non_neg")])
+    made.compile("sgd", "mse")
+    return made
+
+
+class Own(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def own_step() -> keras.Model:
+    made = Own()
+    made.compile("sgd", "mse")
+    return made
+
+
+class Unloadable(keras.layers.Layer):
+    def __init__(self, made_of: Any) -> None:
+        super().__init__()
+        self.made_of = made_of
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+def unloadable() -> keras.Model:
+    made = keras.Sequential([keras.Input([3]), Unloadable(1), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+calls = keras.callbacks
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mode": ({"mode": "fast"}, "mode (fast): must be 'async' or 'sync'"),
+    "batch_size": ({"batch_size": 0}, "batch_size (0): must be a whole number"),
+    "a large batch": ({"batch_size": 20}, "batch_size (20): each of 3 workers has only 13"),
+    "epochs": ({"epochs": 2.0}, "epochs (2.0): must be a whole number"),
+    "initial_epoch": ({"initial_epoch": 1}, "initial_epoch (1): must be a whole number from 0 to 0"),
+    "steps_per_epoch": ({"steps_per_epoch": -1}, "steps_per_epoch (-1)"),
+    "validation_steps": ({"validation_steps": 0}, "validation_steps (0)"),
+    "validation_batch_size": ({"validation_batch_size": True}, "validation_batch_size (True)"),
+    "validation_freq": ({"validation_freq": 0}, "validation_freq (0)"),
+    "no validation_freq": ({"validation_freq": None}, "validation_freq (None)"),
+    "shuffle": ({"shuffle": "never"}, "shuffle (never): must be True or False"),
+    "verbose": ({"verbose": 3}, "verbose (3): must be 'auto', 0"),
+    "seed": ({"seed": 1.5}, "seed (1.5): must be a whole number"),
+    "cluster": ({"cluster": "local"}, "cluster: is a str; give tf2dist.Local"),
+    "workers": ({"cluster": tf2dist.Local(workers=0)}, "workers (0)"),
+    "an option of fit": ({"options": {"train.epochs": 3}}, "train.epochs is the argument epochs of fit"),
+    "an option of the command": ({"options": ["model=cnn"]}, "model belongs to the command line"),
+    "no such option": ({"options": {"checkpoint.often": 1}}, "checkpoint.often"),
+    "a text of options": ({"options": "seed=1"}, "options (seed=1): must be a list or a dict"),
+    "callbacks": ({"callbacks": [print]}, "callbacks: holds a builtin_function_or_method"),
+    "a backup": ({"callbacks": [calls.BackupAndRestore("b")]}, "BackupAndRestore is not needed; name a run_dir"),
+    "swapping": ({"callbacks": [calls.SwapEMAWeights()]}, "use mode='sync', or use_ema=True"),
+    "no model": ({"model": 5}, "model: is a int; give a compiled keras.Model, or a function"),
+    "a function of nothing": ({"model": lambda: None}, "its function gives None, and must give a keras.Model"),
+    "not compiled": ({"model": uncompiled}, "is not compiled; call model.compile"),
+    "not compiled itself": ({"model": uncompiled()}, "is not compiled; call model.compile"),
+    "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, and the tasks compile"),
+    "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; give losses"),
+    "constraints": ({"model": constrained}, "has a constraint, which the updates of several workers would break"),
+    "cannot be loaded": ({"model": unloadable()}, "give its classes a get_config, or give a function"),
+    "a dataset": ({"x": iter([])}, "x: holds a list_iterator where an array must stand"),
+    "class and sample weights": ({"sample_weight": np.ones(40), "class_weight": {0: 1.0}}, "class_weight: cannot be"),
+    "a split": ({"validation_split": 1.5}, "validation_split (1.5)"),
+}
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong call is run"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_call_is_refused(what: str, nothing_starts: Path) -> None:
+    arguments, words = REFUSED[what]
+    given = {"model": model, "x": X, "y": Y, "batch_size": 4, **arguments}
+    with pytest.raises(tf2dist.ConfigError) as told:
+        tf2dist.fit(**given)
+    assert words in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+    assert list(nothing_starts.iterdir()) == []
+
+
+def test_what_async_refuses_sync_takes(nothing_starts: Path) -> None:
+    for given in ({"model": constrained}, {"callbacks": [calls.SwapEMAWeights()]}):
+        with pytest.raises(pytest.fail.Exception, match="a wrong call is run"):
+            tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "mode": "sync", **given})  # type: ignore[arg-type]
+
+
+def test_settings_of_keras_that_tasks_cannot_have(nothing_starts: Path) -> None:
+    keras.config.set_floatx("float16")
+    try:
+        with pytest.raises(tf2dist.ConfigError, match=r"keras.config.floatx \(float16\)"):
+            tf2dist.fit(model, X, Y, 4)
+    finally:
+        keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(tf2dist.ConfigError, match=r"dtype_policy \(mixed_float16\)"):
+            tf2dist.fit(model, X, Y, 4)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_call_in_a_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "is_task", True)
+    with pytest.raises(tf2dist.ConfigError, match="was called in a task of a run"):
+        tf2dist.fit(model, X, Y)
+
+
+def test_a_cluster_of_tf_config_and_a_local_one(monkeypatch: pytest.MonkeyPatch, nothing_starts: Path) -> None:
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}')
+    with pytest.raises(tf2dist.ConfigError, match="TF_CONFIG is set"):
+        tf2dist.fit(model, X, Y, 4, cluster=tf2dist.Local())
+
+
+# What is not refused reaches the run as it was given.
+
+
+def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """The configuration of the run, and the job that tasks would read."""
+    found: list[Any] = []
+
+    def run(
+        config: Any, run_dir: Path, host_task: Any, console: Any, started_at: float, asked: Any, caller: Any
+    ) -> Any:
+        found[:] = [config, shipping.Shipped(caller.job)]
+        found.append(found[1].load())
+        return {}
+
+    monkeypatch.setattr(start, "supervise", run)
+    monkeypatch.setattr(shipping, "is_task", False)
+    tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "verbose": 0, **arguments})
+    monkeypatch.setattr(shipping, "is_task", False)
+    config, job, splits = found
+    return config, {"plan": job.plan, "splits": splits, "name": job.name}
+
+
+PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool]]] = {
+    "batch_size": ({"batch_size": 5}, lambda config, job: config.train.batch_size_per_worker == 5),
+    "no batch_size": (
+        {"batch_size": None, "steps_per_epoch": 10, "cluster": tf2dist.Local(2)},
+        lambda config, job: config.train.batch_size_per_worker == 4,
+    ),
+    "epochs": ({"epochs": 7, "initial_epoch": 3}, lambda _, job: job["plan"].epochs == 7),
+    "initial_epoch": ({"epochs": 7, "initial_epoch": 3}, lambda _, job: job["plan"].initial_epoch == 3),
+    "steps_per_epoch": ({"steps_per_epoch": 2}, lambda _, job: job["plan"].steps_per_epoch == 2),
+    "shuffle": ({"shuffle": False}, lambda _, job: job["plan"].shuffle is False),
+    "shuffled": ({}, lambda _, job: job["plan"].shuffle is True),
+    "shuffled in batches": ({"shuffle": "batch"}, lambda _, job: job["plan"].shuffle is False),
+    "validation_data": ({"validation_data": (X + 1, Y)}, lambda _, job: job["splits"].validation.x[0, 0] == 1),
+    "validation_split": ({"validation_split": 0.1}, lambda _, job: len(job["splits"].validation) == 4),
+    "validation_steps": ({"validation_steps": 2}, lambda _, job: job["plan"].validation_steps == 2),
+    "its batches": ({"validation_steps": 2}, lambda _, job: job["plan"].validation_batch_size == 4),
+    "validation_batch_size": ({"validation_batch_size": 3}, lambda _, job: job["plan"].validation_batch_size == 3),
+    "validation_freq": ({"validation_freq": 2}, lambda _, job: job["plan"].validation_freq == 2),
+    "validation_freq list": ({"validation_freq": [3, 1]}, lambda _, job: job["plan"].validation_freq == (1, 3)),
+    "sample_weight": ({"sample_weight": Y * 2}, lambda _, job: job["splits"].train.sample_weight[1] == Y[1] * 2),
+    "class_weight": ({"class_weight": {3: 9.0}}, lambda _, job: job["splits"].train.sample_weight[0] == 9),
+    "mode": ({"mode": "sync"}, lambda config, _: config.mode == "sync"),
+    "cluster": (
+        {"cluster": tf2dist.Local(workers=2, ps=4)},
+        lambda config, _: (config.cluster.num_workers, config.cluster.num_ps) == (2, 4),
+    ),
+    "run_dir": ({"run_dir": Path("given")}, lambda config, _: config.run_dir == "given"),
+    "seed": ({"seed": 5}, lambda config, _: config.seed == 5),
+    "options": ({"options": {"checkpoint.every_secs": 60}}, lambda config, _: config.checkpoint.every_secs == 60),
+    "options list": ({"options": ["checkpoint.keep=1"]}, lambda config, _: config.checkpoint.keep == 1),
+    "steps_per_execution": (
+        {"model": lambda: model(steps_per_execution=6)},
+        lambda config, _: config.train.steps_per_execution == 6,
+    ),
+    "jit_compile": ({"model": lambda: model(jit_compile=True)}, lambda config, _: config.devices.xla),
+    "no jit_compile": ({}, lambda config, _: not config.devices.xla),
+    "name": ({"model": lambda: model()}, lambda config, job: job["name"] == config.model["name"] == "lambda"),
+}
+
+
+@pytest.mark.parametrize("what", PARAMETERS)
+def test_each_argument_reaches_the_run(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments, holds = PARAMETERS[what]
+    monkeypatch.chdir(tmp_path)
+    config, job = given_to_the_run(monkeypatch, **arguments)
+    assert holds(config, job)
+    assert keras.config.floatx() == config.keras.floatx
