@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
-    conftest, tests = blocks("python")[1:]
+    conftest, tests = blocks("python")[2:]
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_example.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
@@ -35,6 +35,18 @@ def test_the_example_of_a_plugin(command: Command) -> None:
     assert f"python -m tf2dist {arguments}\n" in README
     finished = command(*arguments.split(), "data=digits", "train.steps=20")
     assert finished.code == 0, finished
+
+
+def test_the_example_of_a_call_from_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks("python")[1])
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    mae, steps = done.stdout.splitlines()[0].split()
+    assert float(mae) < 0.2
+    assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
+    assert (tmp_path / "runs/a/model.keras").is_file()
 
 
 def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
