@@ -1,5 +1,6 @@
 """A run cut into epochs, as `keras.Model.fit` cuts it: metrics, validation and callbacks stand after each."""
 
+import math
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class EpochDriver:
         self._write_finished_model = write_finished_model
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
+        self._last = Evaluation({"loss": math.nan}, 0)  # of the training examples of the last epoch
         self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
 
     def drive(self) -> None:
@@ -135,9 +137,10 @@ class EpochDriver:
         """Evaluates, calls the callbacks and begins the next epoch; returns whether the run has ended."""
         loop, state = self._loop, self._state
         logs = loop.metrics.results(loop.progress.metrics - state.before)
+        self._last = Evaluation(logs, loop.progress.examples)
         if self._plan.validates(state.position.epoch) and "validation" in self._splits:
             self._validation = self._evaluate("validation")
-            logs |= {f"val_{name}": value for name, value in self._validation.metrics.items()}
+            logs = logs | {f"val_{name}": value for name, value in self._validation.metrics.items()}
         has_ended = self._is_ended(self._call("epoch", logs))
         state.position, state.before = state.position.next(), loop.progress.metrics
         return has_ended
@@ -215,4 +218,4 @@ class EpochDriver:
         self._saver.insist(step, self._snapshot)
         self._write_finished_model()
         self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
-        loop.finish(test or self._validation)
+        loop.finish(test or self._validation or self._last)
