@@ -36,8 +36,8 @@ def save_arrays(folder: str) -> None:
     from tf2dist import data
 
     train = data.load(DataConfig(offline="fail")).train
-    np.save(f"{folder}/images.npy", train.images)
-    np.save(f"{folder}/labels.npy", train.labels)
+    np.save(f"{folder}/images.npy", train.x)
+    np.save(f"{folder}/labels.npy", train.y)
 
 
 def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]:

@@ -18,13 +18,12 @@ WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
 def ours(train: Arrays) -> tuple[tf.data.Dataset, int]:
     publish(Splits(train, train, train))
     sharding = Sharding(len(train), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
-    take = functools.partial(remote_examples, "train", image_shape=train.images.shape[1:])
+    take = functools.partial(remote_examples, "train", layout=train.layout)
     return blocks(take, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
 
 
 def per_element(train: Arrays) -> tuple[tf.data.Dataset, int]:
-    """Without the scaling of the pixels, which ours leaves to the step."""
-    examples = tf.data.Dataset.from_tensor_slices((train.images, train.labels)).shuffle(10_000).repeat()
+    examples = tf.data.Dataset.from_tensor_slices((train.x, train.y)).shuffle(10_000).repeat()
     return examples.batch(BATCH_SIZE).prefetch(2), 1
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tests.bench.plain_port import ARGUMENTS, dataset
+from tests.bench.plain_port import dataset, model_of
 from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
-from tf2dist.model.models import build_model
 
 STEPS_PER_CALL = 50
 
@@ -41,7 +40,7 @@ def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
         for _ in tf.range(STEPS_PER_CALL):
             batch_images, batch_labels = next(iterator)
             with tf.GradientTape() as tape:
-                logits = model(tf.cast(batch_images, tf.float32) / 255, training=True)
+                logits = model(tf.cast(batch_images, tf.float32), training=True)
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch_labels, logits)
                 loss = tf.reduce_mean(losses)
             for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
@@ -55,7 +54,7 @@ def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
 
 def main(workload: Workload) -> None:
     how = sys.argv[2]
-    model = build_model({"name": workload.model, **ARGUMENTS[workload.model]}, (28, 28, 1), 10, 0)
+    model = model_of(workload)
     stopwatch = Stopwatch(workload)
     {"keras_fit": keras_fit, "bare": bare}[how](workload, model, stopwatch)
     stopwatch.tell()

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
+from tf2dist.data import Arrays, Splits
 from tf2dist.model.models import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
@@ -16,8 +18,16 @@ MAX_SCHEDULE = 100  # calls between two looks
 
 
 def dataset(workload: Workload, seed: int) -> tf.data.Dataset:
-    images, labels = workload.load()
-    return tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(10_000, seed).repeat().batch(BATCH_SIZE)
+    images, labels = workload.load_bytes()
+    slices = tf.data.Dataset.from_tensor_slices((images.astype(np.float32), labels))
+    return slices.shuffle(10_000, seed).repeat().batch(BATCH_SIZE)
+
+
+def model_of(workload: Workload) -> keras.Model:
+    """Ours, which takes the bytes of images."""
+    image = Arrays(np.zeros([1, 28, 28, 1], np.uint8))
+    keras.utils.set_random_seed(0)
+    return build_model({"name": workload.model, **ARGUMENTS[workload.model]}, Splits(image))
 
 
 def step_function(model: keras.Model, optimizer: keras.Optimizer, num_workers: int) -> Callable[..., tf.Tensor]:
@@ -45,7 +55,7 @@ def main(workload: Workload) -> None:
 def sync(workload: Workload) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = build_model({"name": workload.model, **ARGUMENTS[workload.model]}, (28, 28, 1), 10, 0)
+        model = model_of(workload)
         optimizer = keras.optimizers.SGD(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
     step = step_function(model, optimizer, strategy.num_replicas_in_sync)
@@ -73,7 +83,7 @@ def asynchronous(workload: Workload) -> None:
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model = build_model({"name": workload.model, **ARGUMENTS[workload.model]}, (28, 28, 1), 10, 0)
+        model = model_of(workload)
         optimizer = keras.optimizers.SGD(LEARNING_RATE)
         optimizer.build(model.trainable_variables)
     step = step_function(model, optimizer, 1)

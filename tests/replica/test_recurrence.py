@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from tf2dist.training.asynchronous.recurrence import decay_of
 
+from tf2dist.model.recurrence import decay_of
 from tf2dist.model.step import Batch, ModelStep
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
