@@ -21,6 +21,21 @@ def run_config(
     )
 
 
+def source_and_splits(config: RunConfig) -> tuple[Any, Any]:
+    """Where the model of a configuration comes from, and its data."""
+    from tf2dist.model.source import Registered
+
+    source = Registered(config)
+    return source, source.load()
+
+
+def split_of(splits: Any, name: str) -> Any:
+    """The examples of a split, which is there."""
+    arrays = getattr(splits, name)
+    assert arrays is not None
+    return arrays
+
+
 def assert_exact(loop: Any, steps: int) -> None:
     """An asynchronous loop has applied so many updates, and every ps has counted each."""
     assert loop.progress.global_step == steps

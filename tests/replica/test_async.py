@@ -147,11 +147,11 @@ def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
     reference.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     splits = data.load(config.data)
     sharding = pipeline.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
-    rows = pipeline.batches(lambda index: (index, index), sharding, 0).take(40)  # with an uneven 26th
-    for index, _, example_weights in rows.as_numpy_iterator():
+    rows = pipeline.batches(lambda index: [index], sharding, 0).take(40)  # with an uneven 26th
+    for index, example_weights in rows.as_numpy_iterator():
         images, labels = splits.train.take(index)
         real = example_weights > 0
-        reference.train_on_batch(images[real].astype(np.float32) / 255.0, labels[real])
+        reference.train_on_batch(images[real], labels[real])
     loop.train(40)
     for expected, found in zip(reference.get_weights(), weights(loop), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -162,18 +162,18 @@ def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
     loop.train(100)
     for split in ("test", "validation"):
         arrays = getattr(data.load(run_config().data), split)
-        logits = loop.model(arrays.images.astype(np.float32) / 255.0).numpy()
+        logits = loop.model(arrays.x).numpy()
         evaluation = loop.evaluate(split)
         assert evaluation.num_examples == len(arrays)
-        assert evaluation.accuracy == pytest.approx((logits.argmax(-1) == arrays.labels).mean())
+        assert evaluation.metrics["accuracy"] == pytest.approx((logits.argmax(-1) == arrays.y).mean())
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
 def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:
     loop = async_loop(run_config(optimizer=optimizer), num_workers=2)
-    untrained = loop.evaluate("validation").loss
+    untrained = loop.evaluate("validation").metrics["loss"]
     loop.train(300)
-    assert loop.evaluate("validation").loss < untrained - 0.3
+    assert loop.evaluate("validation").metrics["loss"] < untrained - 0.3
 
 
 def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:

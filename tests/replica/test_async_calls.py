@@ -203,16 +203,16 @@ def test_no_function_is_made_while_many_hosts_train() -> None:
     code = """if True:
         import os
         from tensorflow.python.eager import context
-        from tests.replica.small_runs import run_config
-        from tf2dist import data
+        from tests.replica.small_runs import run_config, source_and_splits
         from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS, AsyncLoop
         from tf2dist.training.asynchronous.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         config.cluster.kind = "hosts"
-        splits = data.load(config.data)
+        source, splits = source_and_splits(config)
         publish(splits)
-        loop = AsyncLoop.build(config, start_ps_cluster().cluster, COORDINATOR, splits, None, lambda progress: None)
+        cluster = start_ps_cluster().cluster
+        loop = AsyncLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
         known = context.context().list_function_names()
         for steps in (100, 150):
             loop.train(steps)

@@ -1,5 +1,6 @@
 """Updates that meet on a ps: none is lost, none is mixed with another."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.model import models
-from tf2dist.training.asynchronous.counters import ADDED
+from tf2dist.training.asynchronous.counters import ONES
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
@@ -68,10 +69,20 @@ def push_at_once(loop: Any) -> np.ndarray:
     return np.concatenate([(new - old).ravel() for new, old in zip(after, before, strict=True)])
 
 
+def server_of(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterServer:
+    """A ps of one weight, whose optimizer has these arguments."""
+    make = functools.partial(models.build_optimizer, arguments, 3)
+    return ParameterServer("CPU:0", [weight], [], make, arguments["name"], num_workers=1, num_metrics=4)
+
+
 def update_of(server: ParameterServer, gradient: tf.Tensor) -> tf.Tensor:
     """The vector of an update with one gradient for all weights of a ps."""
     layout, never = server.push_layout({}), PackedCount.of(tf.constant(0.0, tf.float64))
-    return layout.pack([tf.fill(variable.shape, gradient) for variable in layout.variables], never, tf.zeros([3]))
+    return layout.pack(
+        [tf.fill(variable.shape, gradient) for variable in layout.variables],
+        never,
+        tf.zeros([server.counters.added - len(ONES)]),
+    )
 
 
 def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
@@ -89,9 +100,13 @@ def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
 def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     """Two updates mixed divide the momentum of one by the velocity of the other, which few runs survive."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
-    server = ParameterServer("CPU:0", [keras.Variable([1.0, 2.0])], [], arguments, num_workers=1, total_steps=1)
+    server = server_of(keras.Variable([1.0, 2.0]), arguments)
     server.trace_push({})
-    signature = server.push_layout({}).spec, tf.TensorSpec([ADDED, 1], tf.int64), tf.TensorSpec([], tf.int64)
+    signature = (
+        server.push_layout({}).spec,
+        tf.TensorSpec([server.counters.added, 1], tf.int64),
+        tf.TensorSpec([], tf.int64),
+    )
     push = tf.function(server._push, autograph=False).get_concrete_function(*signature)
     graph = push.graph.as_graph_def()
     nodes = [node for function in graph.library.function for node in function.node_def]
@@ -120,7 +135,7 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     monkeypatch.setitem(registry.OPTIMIZERS, "halving", Halving)
     weight = keras.Variable([0.0])
     arguments = {"name": "halving", "learning_rate": 1.0}
-    server = ParameterServer("CPU:0", [weight], [], arguments, num_workers=1, total_steps=3)
+    server = server_of(weight, arguments)
     server.trace_push({})
     indices = server.counters.indices(tf.constant(0, tf.int64))
     for _ in range(3):

@@ -34,9 +34,9 @@ def decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decode:
 
 def cached(tmp_path: Path) -> Arrays:
     arrays = data._cached(tmp_path / "mnist-train.tfrecord")
-    assert isinstance(arrays.images, np.memmap), "a copy of its own"
-    np.testing.assert_array_equal(arrays.images, np.full((500, 2, 2), 7))
-    np.testing.assert_array_equal(arrays.labels, np.arange(500) % 10)
+    assert isinstance(arrays.x, np.memmap), "a copy of its own"
+    np.testing.assert_array_equal(arrays.x, np.full((500, 2, 2), 7))
+    np.testing.assert_array_equal(arrays.y, np.arange(500) % 10)
     return arrays
 
 

@@ -3,13 +3,16 @@
 import urllib.parse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.replica.small_runs import split_of
 from tests.tfds import record, write_mnist
 from tests.unit.test_saving import facts
 from tf2dist import registry
@@ -20,7 +23,11 @@ from tf2dist.data import arrays as data
 from tf2dist.data import location, pipeline
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import DataError
-from tf2dist.model.step import step_seed
+
+SPLITS = ("train", "validation", "test")
+
+
+PIXELS = np.arange(8, dtype=np.uint8).reshape(4, 2)
 
 
 def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -50,15 +57,12 @@ def test_epochs_and_seeds_differ() -> None:
     assert (first == epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]).all()
 
 
-def test_every_worker_and_step_draws_its_own_numbers() -> None:
-    places = [(seed, worker, step) for seed in (0, 1) for worker in range(3) for step in range(4)]
-    drawn = {
-        tuple(tf.random.stateless_uniform([2], step_seed(seed, tf.constant(worker), tf.constant(step))).numpy())
-        for seed, worker, step in places
-    }
-    assert len(drawn) == len(places)
-    again = step_seed(1, tf.constant(2), tf.constant(3)), step_seed(1, tf.constant(2), tf.constant(3))
-    np.testing.assert_array_equal(*again)
+def test_examples_may_stay_in_their_order() -> None:
+    sharding = Sharding(10, 2, 2, 0, True, shuffle=False)
+    for number in range(2):
+        rows = [epoch(sharding, shard, number)[0].tolist() for shard in range(2)]
+        assert rows == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [9, 0]]], "the rest is shared: one example each"
+    assert [weights[-1].tolist() for _, weights in (epoch(sharding, shard) for shard in range(2))] == [[0.5, 0]] * 2
 
 
 def test_workers_see_what_one_with_their_batches_together_sees() -> None:
@@ -68,9 +72,9 @@ def test_workers_see_what_one_with_their_batches_together_sees() -> None:
         assert set(one[step]) == set(np.concatenate([rows[step] for rows in three]))
 
 
-def pictures_of_numbers(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def pictures_of_numbers(index: tf.Tensor) -> list[tf.Tensor]:
     """Of as many examples as there are, each a picture of one pixel, whose value is its label."""
-    return tf.cast(index, tf.uint8)[..., None, None, None], index
+    return [tf.cast(index, tf.uint8)[..., None, None, None], index]
 
 
 def test_batches_hold_the_images_of_their_labels() -> None:
@@ -107,28 +111,83 @@ def test_a_worker_goes_on_at_the_same_part_of_the_data_in_another_mode() -> None
 
 def test_digits() -> None:
     splits = data.load(DataConfig(name="digits", num_validation=180))
-    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [1257, 180, 360]
-    assert splits.image_shape == (28, 28, 1)
-    assert splits.train.images.dtype == np.uint8
-    assert splits.train.images.max() == 255
-    assert set(splits.test.labels) == set(range(10))
+    assert [len(split_of(splits, name)) for name in SPLITS] == [1257, 180, 360]
+    assert splits.input_shape == (28, 28, 1)
+    assert splits.train.x.dtype == np.uint8
+    assert splits.train.x.max() == 255
+    assert set(split_of(splits, "test").y) == set(range(10))
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "words"),
+    ("x", "y", "words"),
     [
-        (np.zeros((4, 2, 2, 1)), np.zeros(4, int), "images (float64 (4, 2, 2, 1)): must be uint8"),
-        (np.zeros((4, 2), np.uint8), np.zeros(4), "labels (float64 (4,)): must be integers [4]"),
-        (np.zeros((4, 2), np.uint8), np.zeros(3, int), "labels (int64 (3,)): must be integers [4]"),
-        (np.zeros((4, 2), np.uint8), np.arange(7, 11), "labels (7 to 10): must be from 0 to 9"),
+        (PIXELS, np.zeros(4), " y (float32 (4,)): must be integers [4], the classes; if it is something else, give"),
+        (PIXELS, np.arange(7, 11), " y (7 to 10): must be from 0 to 9"),
+        (PIXELS, np.zeros(3, int), " has arrays of several lengths (x: 4, y: 3)"),
+        ({"b": PIXELS, "a": PIXELS[:3]}, PIXELS[:, 0], " has arrays of several lengths (x[0]: 3, x[1]: 4, y: 4)"),
+        (np.zeros(4, complex), PIXELS[:, 0], " x (complex128 (4,)): must be an array of numbers or strings [n, ...]"),
+        (np.array([1, "a", None, print]), PIXELS[:, 0], " x (object (4,)): must hold numbers or strings"),
+        ([1, 2], [3, 4], " x[0] (int64 ()): must be an array of numbers or strings [n, ...]"),
+        (None, PIXELS[:, 0], " x (None): must be an array of numbers or strings [n, ...]"),
     ],
 )
-def test_data_that_is_not_what_it_promises(images: np.ndarray, labels: np.ndarray, words: str) -> None:
-    arrays = data.Arrays(images, labels)
+def test_data_that_is_not_what_it_promises(x: Any, y: Any, words: str) -> None:
+    arrays = data.Arrays(x, y)
     registry.DATA["broken"] = lambda config: data.Splits(arrays, arrays, arrays)
     with pytest.raises(DataError) as caught:
         data.load(DataConfig(name="broken"))
-    assert f"data (broken): train {words}" in str(caught.value)
+    assert f"data (broken): train{words}" in str(caught.value)
+
+
+def test_splits_of_several_kinds() -> None:
+    for other in ({"a": PIXELS}, PIXELS.astype(np.float32), PIXELS[:, :1]):
+        train, test = data.Arrays(PIXELS, PIXELS[:, 0]), data.Arrays(other, PIXELS[:, 0])
+        splits = data.Splits(train, None, test)
+        registry.DATA["broken"] = lambda config, splits=splits: splits
+        with pytest.raises(DataError, match=r"data \(broken\): test is .*, and train is .*; give both the same kind"):
+            data.load(DataConfig(name="broken"))
+
+
+@pytest.mark.parametrize("dtype", [np.str_, object])
+def test_data_of_any_structure(dtype: Any) -> None:
+    """Comes to the tasks as Keras takes it, in one piece."""
+    words = ["a", "bc", "ä", ""]
+    x = {"words": np.array(words, dtype), "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS))}
+    y = [np.arange(8.0).reshape(4, 2), None]
+    given = data.Arrays(x, y, sample_weight=[np.ones(4), None])
+    splits = data.checked("data (mine)", data.Splits(given, num_classes=None))
+    found = splits.train
+    assert keras.tree.map_structure(lambda leaf: leaf is None, (found.x, found.y, found.sample_weight)) == (
+        {"words": False, "table": (False, False)},
+        [False, True],
+        [False, True],
+    )
+    assert [leaf.dtype.kind for leaf in found.leaves] == ["f", "u", "S", "f", "f"], "dicts are sorted, as in Keras"
+    assert {leaf.dtype.name for leaf in found.leaves if leaf.dtype.kind == "f"} == {"float32"}
+    assert all(leaf.flags.c_contiguous for leaf in found.leaves)
+    assert [word.decode() for word in found.x["words"]] == words
+    np.testing.assert_array_equal(found.x["table"][1], PIXELS)
+    np.testing.assert_array_equal(found.y[0], y[0])
+    assert splits.input_shape == {"words": (), "table": ((2,), (2,))}
+    assert len(found[1:3]) == 2
+    np.testing.assert_array_equal(found[1:3].x["table"][0], PIXELS[1:3])
+
+
+def test_batches_of_any_structure(tmp_path: Path) -> None:
+    """Whether the arrays are mapped from a file or not, and whatever they hold."""
+    leaves = [np.array([b"a", b"bc", b"", b"d"]), PIXELS, PIXELS * 0.5, np.array([True, False, True, True])]
+    mapped = [leaf.copy() for leaf in leaves]
+    for number, leaf in enumerate(leaves):
+        np.save(tmp_path / f"{number}.npy", leaf)
+        mapped[number] = np.load(tmp_path / f"{number}.npy", mmap_mode="r")
+    for each in (leaves, mapped, [leaf[1:] for leaf in mapped]):
+        take = pipeline.of_arrays(data.Arrays(each))
+        sharding = Sharding(len(each[0]), 3, 1, 0, True, shuffle=False)
+        *found, weights = next(iter(pipeline.batches(take, sharding, 0)))
+        assert weights.numpy().tolist() == pytest.approx([1 / 3] * 3)
+        for one, expected in zip(found, each, strict=True):
+            np.testing.assert_array_equal(one.numpy(), expected[:3])
+            assert one.shape == expected[:3].shape
 
 
 def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
@@ -160,7 +219,7 @@ def test_records_that_are_damaged_or_missing(tmp_path: Path, monkeypatch: pytest
     examples = [picture(label) for label in range(6)]
     config = DataConfig(name="mnist", dir=str(tmp_path), num_validation=2)
     train, _ = write_mnist(tmp_path, examples)
-    assert data.load(config).train.labels.tolist() == [2, 3, 4, 5]
+    assert data.load(config).train.y.tolist() == [2, 3, 4, 5]
     records = [record(example) for example in examples]
     flipped = bytearray(b"".join(records))
     flipped[len(flipped) // 2] ^= 1
@@ -187,10 +246,10 @@ def test_mnist(real_data: str) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
     splits = data.load(DataConfig(name="mnist", num_validation=5000))
-    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [55_000, 5_000, 10_000]
-    pixels = np.concatenate([splits.validation.images, splits.train.images])
+    assert [len(split_of(splits, name)) for name in SPLITS] == [55_000, 5_000, 10_000]
+    pixels = np.concatenate([split_of(splits, "validation").x, splits.train.x])
     assert pixels.mean() == pytest.approx(33.3184, abs=1e-3)  # of the 60,000 training images
-    assert np.bincount(splits.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert np.bincount(split_of(splits, "test").y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
 def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: str) -> None:  # type: ignore[no-untyped-def]
@@ -200,8 +259,9 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     config = DataConfig(name="mnist", num_validation=5000)
     warned: list[str] = []
     decoded, cached = data.load(config), data.load(config)
+    expected = split_of(cached, "test").x
     assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2
-    np.testing.assert_array_equal(decoded.test.images, cached.test.images)
+    np.testing.assert_array_equal(split_of(decoded, "test").x, expected)
     damaged = next(tmp_path.glob("tf2dist/*test*/images.npy"))
     text = bytearray(damaged.read_bytes())
     text[-1000] ^= 255
@@ -209,9 +269,9 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     damaged.write_bytes(text)
     location.resolve(config, warned.append)
     assert len(warned) == 1
-    np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
+    np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    np.testing.assert_array_equal(data.load(config).test.images, cached.test.images)
+    np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
 
 
 def test_mnist_comes_from_the_host_that_is_told_and_from_no_prepared_copy() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
@@ -109,7 +109,7 @@ def train_in_sync(worker: SyncWorker, config: RunConfig) -> dict[str, Any]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
     return train(
-        SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+        SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
     )
 
 

@@ -14,6 +14,7 @@ from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import Arrays, Splits
+from tf2dist.model.source import Registered
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.evaluator import Evaluator
 
@@ -32,17 +33,17 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
     from tf2dist.data import pipeline
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    before, images = own_mb(), np.load(path, mmap_mode="r")
+    before, images, config = own_mb(), np.load(path, mmap_mode="r"), run_config()
     few = Arrays(images[:50], np.zeros(50, np.int32))
     train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
     loop = SyncLoop.build(
-        run_config(), worker.cluster, worker.task, Splits(train, few, few), None, lambda progress: None
+        config, worker.cluster, worker.task, Registered(config), Splits(train, few, few), None, lambda progress: None
     )
     loop.train(3)
     local_results, iterator = loop._graphs._strategy.experimental_local_results, loop._graphs._iterator
     batches = [local_results(next(iterator)[0])[0] for _ in range(3)]
     values = [int(batch.numpy().max()) for batch in batches]
-    return own_mb() - before, values, pipeline._same_memory(train.images) is not None
+    return own_mb() - before, values, pipeline._same_memory(train.x) is not None
 
 
 @pytest.mark.parametrize("skipped", [64, 1])
@@ -79,7 +80,12 @@ def counted(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
         return images
 
     layers = keras.layers
-    pooled = [layers.Lambda(count, output_shape=input_shape), layers.MaxPooling2D(64), layers.Flatten()]
+    pooled = [
+        layers.Rescaling(1 / 255),
+        layers.Lambda(count, output_shape=input_shape),
+        layers.MaxPooling2D(64),
+        layers.Flatten(),
+    ]
     return keras.Sequential([keras.Input(input_shape), *pooled, layers.Dense(num_classes, name="logits")])
 
 
@@ -100,7 +106,7 @@ def test_the_evaluation_takes_no_more_large_images_at_once_than_the_training(
     splits = data.load(config.data)
     examples.publish(splits)
     loop = async_loop(config, num_workers=1)
-    evaluator = Evaluator(config, splits, pytest.fail)
+    evaluator = Evaluator(config, Registered(config), splits, pytest.fail)
     for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):
         evaluated.clear()
         assert evaluate().num_examples == 25

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replica.small_runs import split_of
 from tf2dist import data
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
@@ -38,18 +39,19 @@ def test_every_split_is_read_as_it_is(tmp_path: Path) -> None:
     splits = Splits(arrays(whole[10:]), arrays(whole[:10]), arrays(IMAGES[::-1]))
     publish(splits)
     (tmp_path / "a.npy").unlink()  # the examples are read until the end, whatever becomes of the name
-    read = tf.function(lambda split, index: remote_examples(split, index, (3, 2, 1)), autograph=False)
+    read = tf.function(lambda split, index: remote_examples(split, index, splits.layout), autograph=False)
     index = np.array([[3, 9, 0], [9, 1, 2]])
-    for split, expected in (("train", splits.train), ("validation", splits.validation), ("test", splits.test)):
+    for split in ("train", "validation", "test"):
+        expected = split_of(splits, split)
         images, labels = read(split, tf.constant(index))
-        np.testing.assert_array_equal(images, expected.images[index])
-        np.testing.assert_array_equal(labels, expected.labels[index])
+        np.testing.assert_array_equal(images, expected.x[index])
+        np.testing.assert_array_equal(labels, expected.y[index])
 
 
 def test_shapes_are_known_while_a_graph_is_made() -> None:
     @tf.function(autograph=False)
     def read(index: tf.Tensor) -> None:
-        images, labels = remote_examples("train", index, (3, 2, 1))
+        images, labels = remote_examples("train", index, arrays(IMAGES).layout)
         assert (images.shape.as_list(), labels.shape.as_list()) == ([None, 50, 3, 2, 1], [None, 50])
 
     read.get_concrete_function(tf.TensorSpec([None, 50], tf.int32))
@@ -65,5 +67,5 @@ def test_what_is_mapped_is_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path:
     publish(loaded)
     for split in ("train", "validation"):
         taking = examples._published[examples._token(split)]
-        assert np.shares_memory(taking.__self__.images, images)
-    np.testing.assert_array_equal(loaded.test.images, IMAGES[::-1])
+        assert np.shares_memory(taking.__self__.x, images)
+    np.testing.assert_array_equal(split_of(loaded, "test").x, IMAGES[::-1])

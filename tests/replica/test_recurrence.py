@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from tf2dist.training.asynchronous.recurrence import decay_of
 
+from tf2dist.data import Arrays
 from tf2dist.model.recurrence import decay_of
-from tf2dist.model.step import Batch, ModelStep
+from tf2dist.model.step import ModelStep
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 CHANGES: dict[str, tuple[float, Change]] = {
@@ -60,13 +62,15 @@ def test_moving_averages_of_keras(dtype: str) -> None:
     norms = [layers.BatchNormalization(momentum=m, dtype=dtype) for m in (0.1, 0.75)]
     frozen = layers.BatchNormalization(trainable=False)
     model = keras.Sequential([keras.Input([4]), norms[0], layers.Dense(4), norms[1], frozen, layers.Dense(2)])
-    step = ModelStep(model, (4,))
+    inputs = np.zeros([3, 4], np.uint8)
+    model.compile("sgd", "mse")
+    step = ModelStep(model, Arrays(inputs, np.zeros([3, 2], np.float32)).layout)
     found: list[float | None] = []
 
     @tf.function(autograph=False)
     def call(trainable: list[tf.Tensor], state: list[tf.Tensor]) -> None:
-        batch = Batch(tf.zeros([3, 4], tf.uint8), tf.zeros([3], tf.int32), tf.fill([3], 1 / 3))
-        new = step(trainable, state, batch, tf.zeros([2], tf.int64)).state
+        leaves = [tf.constant(inputs), tf.zeros([3, 2])]
+        new = step(trainable, state, leaves, tf.zeros([2], tf.int64)).state
         found.extend(decay_of(n, o) if n is not o else None for n, o in zip(new, state, strict=True))
 
     call.get_concrete_function(*[[tf.TensorSpec(v.shape, v.dtype) for v in vs] for vs in (step.trainable, step.state)])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.checkpoint.state import check_keras
@@ -202,12 +202,11 @@ def sync_run(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
 ) -> dict[str, Any]:
     """Trains on from `start`, which the first worker alone has; worker `stopper` asks to stop soon."""
-    from tf2dist import data
     from tf2dist.training.loop import PauseRequest
     from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
-    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), mine, lambda progress: None)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), mine, lambda progress: None)
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import arrays as data
@@ -41,13 +41,13 @@ def own_rate(learning_rate: float) -> keras.Optimizer:
 @registry.register_data("own_examples")
 def own_examples(config: Any) -> data.Splits:
     splits, number = data.load_digits(config), int(UNSEEDED().integers(500, 1000))
-    return data.Splits(data.Arrays(*splits.train.take(np.arange(number))), splits.validation, splits.test)
+    return data.Splits(splits.train[:number], splits.validation, splits.test)
 
 
 def train(worker: SyncWorker, config: RunConfig) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
     loop.train(10)
     return [variable.numpy() for variable in loop.model.variables]
 

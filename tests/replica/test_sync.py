@@ -6,19 +6,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
     """Trains from the configuration and tells what the worker then holds."""
-    from tf2dist import data
     from tf2dist.training.synchronous.loop import SyncLoop
 
     losses = []
+    source, splits = source_and_splits(config)
     loop = SyncLoop.build(
-        config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: losses.append(progress.loss)
+        config,
+        worker.cluster,
+        worker.task,
+        source,
+        splits,
+        None,
+        lambda progress: losses.append(progress.loss),
     )
     loop.train(steps)
     evaluation = loop.evaluate("test")
@@ -29,7 +35,7 @@ def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
         "updates": loop.updates_applied(),
         "losses": losses,
         "evaluation": evaluation,
-        "predictions": loop.model(data.load(config.data).test.images.astype("float32") / 255.0).numpy().argmax(-1),
+        "predictions": loop.model(splits.test.x).numpy().argmax(-1),
     }
 
 
@@ -64,10 +70,10 @@ def test_evaluation_counts_every_example_once(sync_workers: SyncWorkers) -> None
     from tf2dist import data
 
     results = sync_workers(train, num_workers=2, args=(run_config(), 10))
-    labels = data.load(run_config().data).test.labels
+    labels = split_of(data.load(run_config().data), "test").y
     for result in results:
         assert result["evaluation"].num_examples == len(labels)
-        assert result["evaluation"].accuracy == pytest.approx((result["predictions"] == labels).mean())
+        assert result["evaluation"].metrics["accuracy"] == pytest.approx((result["predictions"] == labels).mean())
     assert results[0]["evaluation"] == results[1]["evaluation"]
 
 
@@ -84,10 +90,9 @@ def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
 def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
-    from tf2dist import data
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    loop = SyncLoop.build(config, worker.cluster, worker.task, data.load(config.data), None, lambda progress: None)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
     traced = loop._graphs._take_steps.get_concrete_function(loop._graphs._iterator, tf.constant(1), tf.zeros([3]))
     return str(traced.graph.as_graph_def())
 

@@ -38,7 +38,7 @@ def test_what_is_pulled_arrives(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_is_pushed_arrives_with_the_count_as_it_was_pulled(count: int) -> None:
-    pull, push = PullLayout(variables()), PushLayout(variables())
+    pull, push = PullLayout(variables()), PushLayout(variables(), len(ONES) + 3)
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
     vector = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]))

@@ -103,9 +103,10 @@ def load(config: DataConfig) -> Splits:
         raise DataError(
             f"{name}: its function gives {kind_of(splits)}, and must give tf2dist.data.Splits of three Arrays"
         )
-    if splits.test is None or (isinstance(splits.test, Arrays) and not len(splits.test)):
+    splits = checked(name, splits)
+    if "test" not in splits.sizes():
         raise DataError(f"{name}: test has no examples, and the result is that of a test; give it some")
-    return checked(name, splits)
+    return splits
 
 
 def checked(name: str, splits: Splits) -> Splits:
@@ -132,15 +133,21 @@ def checked(name: str, splits: Splits) -> Splits:
 def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
     if not isinstance(arrays, Arrays):
         raise DataError(f"{name} is {kind_of(arrays)}, and must be tf2dist.data.Arrays of x and y")
+    if not leaves_of(arrays.x):
+        raise DataError(f"{name} x ({kind_of(arrays.x)}): must be an array of numbers or strings [n, ...]")
     leaves = [_standard(f"{name} {path}", leaf) for path, leaf in _paths(arrays)]
     if len({len(leaf) for leaf in leaves}) > 1:
         shown = ", ".join(f"{path}: {len(leaf)}" for (path, _), leaf in zip(_paths(arrays), leaves, strict=True))
         raise DataError(f"{name} has arrays of several lengths ({shown}); give each one the same number of examples")
-    found = Arrays(*arrays.layout.pack(leaves))
+    left, tree = iter(leaves), (arrays.x, arrays.y, arrays.sample_weight)
+    found = Arrays(*keras.tree.map_structure(lambda leaf: None if leaf is None else next(left), tree))
     y = found.y
     if num_classes and isinstance(y, np.ndarray) and y.ndim == 1 and len(y):
         if not np.issubdtype(y.dtype, np.integer):
-            raise DataError(f"{name} y ({y.dtype} {y.shape}): must be integers [{len(y)}], the classes")
+            raise DataError(
+                f"{name} y ({y.dtype} {y.shape}): must be integers [{len(y)}], the classes; if it is something "
+                "else, give Splits num_classes=None"
+            )
         if not 0 <= y.min() <= y.max() < num_classes:
             raise DataError(f"{name} y ({y.min()} to {y.max()}): must be from 0 to {num_classes - 1}")
         return Arrays(found.x, y.astype(np.int32), found.sample_weight)
@@ -165,10 +172,11 @@ def _standard(name: str, leaf: Any) -> np.ndarray:
     if array.dtype.kind == "f":
         array = array.astype(keras.config.floatx(), copy=False)
     elif array.dtype.kind in "UO":
-        try:
-            array = np.char.encode(array.astype(np.str_), "utf-8")
-        except (TypeError, ValueError):
-            raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings") from None
+        words = array.ravel().tolist()
+        if not all(isinstance(word, str | bytes) for word in words):
+            raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings")
+        as_bytes = [word.encode() if isinstance(word, str) else word for word in words]
+        array = np.array(as_bytes, np.bytes_).reshape(array.shape)
     return np.ascontiguousarray(array) if not array.flags.c_contiguous else array
 
 
