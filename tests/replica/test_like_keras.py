@@ -1,4 +1,4 @@
-"""What Keras does in one process with the same examples, both modes do: compared with `train_on_batch`."""
+"""What Keras does in one process with the same examples, both modes do: compared with `fit`."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,17 +9,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config, source_and_splits
-from tf2dist import data, registry
+from tests.replica.small_runs import run_config, source_and_splits, split_of
+from tf2dist import registry
 from tf2dist.config.schema import RunConfig
+from tf2dist.data import arrays as data
 from tf2dist.data import pipeline
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
-from tf2dist.model.step import Batch
+from tf2dist.model.source import build_step, built_model
+from tf2dist.model.step import ModelStep
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 STEPS = 15  # of 2 * 50 of 1,257 examples: the 13th has 57
 layers = keras.layers
+Training = dict[str, Any]  # its "weights", "metrics" of all steps, and the "test" at its end
+
+
+def begin(input_shape: tuple[int, ...]) -> list[Any]:
+    return [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
 
 
 @registry.register_model("spectral")
@@ -27,16 +34,14 @@ def spectral(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Assigns its kernels, which are trained, whenever it is called."""
     hidden = layers.SpectralNormalization(layers.Dense(20, "relu"))
     return keras.Sequential(
-        [keras.Input(input_shape), layers.Flatten(), hidden, layers.SpectralNormalization(layers.Dense(num_classes))]
+        [*begin(input_shape), hidden, layers.SpectralNormalization(layers.Dense(num_classes))],
     )
 
 
 @registry.register_model("synchronized")
 def synchronized(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     norm = layers.BatchNormalization(synchronized=True, momentum=0.9)
-    return keras.Sequential(
-        [keras.Input(input_shape), layers.Flatten(), layers.Dense(20), norm, layers.ReLU(), layers.Dense(num_classes)]
-    )
+    return keras.Sequential([*begin(input_shape), layers.Dense(20), norm, layers.ReLU(), layers.Dense(num_classes)])
 
 
 @registry.register_model("no_training")
@@ -45,7 +50,8 @@ class NoTraining(keras.Model):  # type: ignore[misc]
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
-        self.flatten, self.logits = layers.Flatten(), layers.Dense(num_classes)
+        self.flatten = keras.Sequential(begin(input_shape))
+        self.logits = layers.Dense(num_classes)
 
     def call(self, images: Any) -> Any:
         return self.logits(self.flatten(images))
@@ -66,46 +72,131 @@ class LooksAtTheBatch(NoTraining):
         return self.logits(hidden)
 
 
+@registry.register_model("random")
+def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Draws from several generators, and from one of them twice."""
+    dropout = layers.Dropout(0.3)
+    hidden = [layers.Dense(20, "relu"), dropout, layers.GaussianNoise(0.1)]
+    return keras.Sequential([*begin(input_shape), dropout, *hidden, layers.Dense(num_classes)])
+
+
+@registry.register_data("flowers")
+def flowers(config: Any) -> data.Splits:
+    """Of each flower four lengths and five words; how much it is worth, and of which of three kinds it is."""
+    draw = np.random.default_rng(0)
+    kind = draw.integers(0, 3, 1500)
+    x = {
+        "lengths": draw.normal(kind[:, None], 1.0, (1500, 4)),
+        "words": (draw.integers(0, 20, (1500, 5)) + 5 * kind[:, None]).astype(np.int16),
+    }
+    y = [draw.normal(kind[:, None] - 1.0, 0.5), kind]
+    examples = data.Arrays(x, y, [draw.uniform(0.5, 2.0, 1500), draw.uniform(0.5, 2.0, 1500)])
+    found = data.checked("data (flowers)", data.Splits(examples, num_classes=None)).train
+    return data.Splits(found[:1257], found[1257:1400], found[1400:], num_classes=None)
+
+
+def two_ends() -> keras.Model:
+    """Two inputs and outputs, regularizers, a layer that is not trained."""
+    lengths, words = keras.Input([4], name="lengths"), keras.Input([5], dtype="int16", name="words")
+    read = layers.GRU(6)(layers.Embedding(40, 4, embeddings_regularizer="l2")(words))
+    norm = layers.BatchNormalization(momentum=0.9, synchronized=True)
+    both = layers.Concatenate()([read, layers.Dense(8, "relu", kernel_regularizer="l2")(norm(lengths))])
+    frozen = layers.Dense(8, "tanh", trainable=False)
+    outputs = [layers.Dense(1)(both), layers.Dense(3, "softmax")(frozen(both))]
+    return keras.Model({"lengths": lengths, "words": words}, outputs)
+
+
+@registry.register_model("weighted")
+def weighted(input_shape: Any, num_classes: None) -> keras.Model:
+    """Its examples and its losses have weights."""
+    model = two_ends()
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        ["mse", "sparse_categorical_crossentropy"],
+        loss_weights=[0.5, 2.0],
+        metrics=[["mae", keras.metrics.R2Score()], ["accuracy"]],
+        weighted_metrics=[[], ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]],
+    )
+    return model
+
+
+@registry.register_model("summed")
+def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Its loss is the sum over the batch."""
+    model = keras.Sequential([*begin(input_shape), layers.Dense(num_classes)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.compile(keras.optimizers.SGD(0.001), loss, metrics=["accuracy"])
+    return model
+
+
+class OwnLoss(keras.Model):  # type: ignore[misc]
+    """Computes its loss itself."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+        return keras.ops.mean(keras.ops.square(y_pred - keras.ops.one_hot(y, 10))) + 0.01 * keras.ops.max(y_pred)
+
+
+@registry.register_model("own_loss")
+def own_loss(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    images = keras.Input(input_shape)
+    model = OwnLoss(images, keras.Sequential([*begin(input_shape), layers.Dense(num_classes)])(images))
+    model.compile(keras.optimizers.SGD(0.1), metrics=["accuracy"])
+    return model
+
+
 def optimizer(**more: Any) -> dict[str, Any]:
     return {"name": "sgd", "learning_rate": 0.1, **more}
 
 
 def case(model: str, num_workers: int = 1, **more: Any) -> RunConfig:
     config = run_config(model, batch_size=100 // num_workers, steps_per_execution=5)
+    config.data.name = "flowers" if model == "weighted" else "digits"
     config.optimizer = optimizer(**more)
     return config
 
 
-def plain_keras(config: RunConfig) -> list[np.ndarray]:
-    """The weights and the state after `STEPS` batches of 100 and the end of `fit`."""
-    splits = data.load(config.data)
-    model = models.build_model(config.model, splits.image_shape, splits.num_classes, config.seed)
-    rule = models.build_optimizer(config.optimizer, STEPS)
-    model.compile(rule, keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+def plain_keras(config: RunConfig) -> Training:
+    """What Keras makes of `STEPS` batches of 100 and the end of `fit`."""
+    source, splits = source_and_splits(config)
+    model = built_model(source, splits, config.seed)
+    if not model.compiled:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(models.build_optimizer(config.optimizer, STEPS), loss, metrics=["accuracy"])
+    model.run_eagerly = True
     sharding = pipeline.Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
-    rows = pipeline.batches(lambda index: (index, index), sharding, 0).take(STEPS)
-    for index, _, weights in rows.as_numpy_iterator():
-        images, labels = splits.train.take(index[weights > 0])
-        model.train_on_batch(images.astype(np.float32) / 255.0, labels)
-    rule.finalize_variable_values(model.trainable_variables)
-    return weights_of(model)
+    rows = pipeline.batches(lambda index: [index], sharding, 0).take(STEPS)
+    taken = (splits.train.take(index[weights > 0]) for index, weights in rows.as_numpy_iterator())
+    batches = (keras.tree.lists_to_tuples(splits.layout.pack(leaves)) for leaves in taken)  # tf.data has no lists
+    history = model.fit(batches, steps_per_epoch=STEPS, verbose=0, shuffle=False).history
+    test = split_of(splits, "test")
+    tested = model.evaluate(test.x, test.y, 1000, sample_weight=test.sample_weight, verbose=0, return_dict=True)
+    return {
+        "weights": weights_of(model),
+        "metrics": {name: value for name, (value,) in history.items()},
+        "test": tested,
+    }
 
 
 def weights_of(model: keras.Model) -> list[np.ndarray]:
     return [variable.numpy() for variable in model.weights if "seed_generator" not in variable.path]
 
 
-def train(loop: Any) -> dict[str, Any]:
+def train(loop: Any) -> Training:
     loop.train(STEPS)
     raw = loop.snapshot().weights().arrays
     loop.finalize()
     assert loop.progress.global_step == loop.updates_applied() == STEPS
     kept = loop.snapshot().weights().arrays
     assert all(np.array_equal(kept[name], array) for name, array in raw.items()), "a run goes on from what was trained"
-    return {"weights": weights_of(loop.model), "raw": list(raw.values()), "accuracy": loop.evaluate("test").accuracy}
+    return {
+        "weights": weights_of(loop.model),
+        "raw": list(raw.values()),
+        "metrics": loop.metrics.results(loop.progress.metrics),
+        "test": loop.evaluate("test").metrics,
+    }
 
 
-def train_in_sync(worker: SyncWorker, config: RunConfig) -> dict[str, Any]:
+def train_in_sync(worker: SyncWorker, config: RunConfig) -> Training:
     from tf2dist.training.synchronous.loop import SyncLoop
 
     return train(
@@ -113,9 +204,11 @@ def train_in_sync(worker: SyncWorker, config: RunConfig) -> dict[str, Any]:
     )
 
 
-def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_like(found: Training, expected: Training) -> None:
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
+    for part in ("metrics", "test"):
+        assert found[part] == pytest.approx(expected[part], rel=1e-4), part
 
 
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -126,12 +219,12 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("model", ["spectral", "synchronized"])
+@pytest.mark.parametrize("model", ["spectral", "synchronized", "summed", "weighted"])
 def test_two_synchronous_workers_do_what_keras_does(sync_workers: SyncWorkers, model: str) -> None:
     results = sync_workers(train_in_sync, 2, (case(model, num_workers=2),))
     expected = plain_keras(case(model))
     for result in results:
-        assert_close(result["weights"], expected)
+        assert_like(result, expected)
 
 
 @pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
@@ -139,23 +232,23 @@ def test_what_keras_optimizers_do_beside_the_update(sync_workers: SyncWorkers, m
     results = sync_workers(train_in_sync, 2, (case("softmax", num_workers=2, **more),))
     expected = plain_keras(case("softmax", **more))
     for result in results:
-        assert_close(result["weights"], expected)
+        assert_like(result, expected)
     moved = any(not np.array_equal(*pair) for pair in zip(results[0]["weights"], results[0]["raw"], strict=True))
     assert moved == ("ema_momentum" in more), "averages that overwrite nothing are the last word"
 
 
-@pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch"])
-def test_models_written_as_classes(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
+@pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch", "random", "weighted", "summed", "own_loss"])
+def test_one_worker_does_what_keras_does(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
     config = case(model)
     expected = plain_keras(config)
-    assert_close(sync_workers(train_in_sync, 1, (config,))[0]["weights"], expected)
-    assert_close(train(async_loop(config, num_workers=1))["weights"], expected)
+    assert_like(sync_workers(train_in_sync, 1, (config,))[0], expected)
+    assert_like(train(async_loop(config, num_workers=1)), expected)
 
 
 @pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
 def test_an_asynchronous_worker_does_it_too(async_loop: Callable[..., Any], more: dict[str, Any]) -> None:
     result = train(async_loop(case("softmax", **more), num_workers=1))
-    assert_close(result["weights"], plain_keras(case("softmax", **more)))
+    assert_like(result, plain_keras(case("softmax", **more)))
 
 
 def test_an_assignment_that_others_would_overwrite_is_refused(async_loop: Callable[..., Any]) -> None:
@@ -163,21 +256,34 @@ def test_an_assignment_that_others_would_overwrite_is_refused(async_loop: Callab
         async_loop(case("spectral"))
 
 
+def step_of(model: str) -> tuple[ModelStep, data.Splits]:
+    config = case(model)
+    source, splits = source_and_splits(config)
+    return build_step(source, splits, config, contextlib.nullcontext())[0], splits
+
+
+def loss_of(step: ModelStep, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
+    """Of a step that is traced anew."""
+    at = tf.constant(place, tf.int64)
+    traced = tf.function(lambda: step(*step.values(), leaves, at), autograph=False)
+    return float(traced().sums[0])
+
+
 def test_losses_that_a_model_has_added_before_do_not_count_again() -> None:
     """Whatever has called it: a trace of ours, a trace that failed, or somebody without a graph."""
-    splits = data.load(run_config().data)
-    step = models.build_step({"name": "looks_at_the_batch"}, splits, 0, contextlib.nullcontext())
+    step, splits = step_of("looks_at_the_batch")
     images, labels = splits.train.take(np.arange(8))
-    batch = Batch(tf.constant(images), tf.constant(labels), tf.fill([8], 1 / 8))
-
-    def loss() -> float:
-        traced = tf.function(lambda: step(*step.values(), batch, tf.zeros([2], tf.int64)), autograph=False)
-        return float(traced().sums[0])
-
-    first = loss()
-    assert loss() == pytest.approx(first)
-    step.model(images.astype(np.float32), training=True)
-    too_small = batch._replace(images=tf.zeros([8, 2, 2, 1], tf.uint8))
+    first = loss_of(step, [tf.constant(images), tf.constant(labels)])
+    assert loss_of(step, [tf.constant(images), tf.constant(labels)]) == pytest.approx(first)
+    step.model(images, training=True)
     with pytest.raises(ValueError, match="shape"):
-        tf.function(lambda: step(*step.values(), too_small, tf.zeros([2], tf.int64)), autograph=False)()
-    assert loss() == pytest.approx(first)
+        loss_of(step, [tf.zeros([8, 2, 2, 1], tf.uint8), tf.constant(labels)])
+    assert loss_of(step, [tf.constant(images), tf.constant(labels)]) == pytest.approx(first)
+
+
+def test_every_worker_and_step_draws_its_own_numbers() -> None:
+    step, splits = step_of("random")
+    leaves = [tf.constant(leaf) for leaf in splits.train.take(np.arange(8))]
+    places = [(worker, number) for worker in (0, 1, 2**20) for number in range(4)]
+    assert len({loss_of(step, leaves, place) for place in places}) == len(places)
+    assert loss_of(step, leaves, (1, 3)) == loss_of(step, leaves, (1, 3))

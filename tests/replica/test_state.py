@@ -8,14 +8,15 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tests.unit.test_saving import facts
-from tf2dist import data, registry
+from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import differences, named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.models import build_optimizer, build_step
+from tf2dist.model.models import build_optimizer
+from tf2dist.model.source import build_step
 from tf2dist.training.evaluator import Evaluator
 
 
@@ -41,7 +42,7 @@ def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
 
 def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path) -> None:
     checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
-    evaluator = Evaluator(config, data.load(config.data), warned.append)
+    evaluator = Evaluator(config, *source_and_splits(config), warned.append)
     assert evaluator.newest(checkpoints, -1) is None
     for step in (5, 9):
         checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, facts(step)))
@@ -67,9 +68,9 @@ def decays_to_the_end(total_steps: int) -> keras.Optimizer:
 def test_an_evaluator_knows_the_number_of_updates() -> None:
     config = run_config()
     config.optimizer = {"name": "decays to the end"}
-    splits = data.load(config.data)
-    evaluator = Evaluator(config, splits, lambda text: None)
-    step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+    source, splits = source_and_splits(config)
+    evaluator = Evaluator(config, source, splits, lambda text: None)
+    step, _ = build_step(source, splits, config, contextlib.nullcontext())
     snapshot = Snapshot(10, values(named_variables(step.model, step.variables, [])), replace(facts(10), target_step=10))
     assert evaluator.evaluate(snapshot, "test", is_last=True) == evaluator.evaluate(snapshot, "test")
 
@@ -77,8 +78,8 @@ def test_an_evaluator_knows_the_number_of_updates() -> None:
 def test_an_evaluator_ends_with_the_weights_that_the_optimizer_ends_with() -> None:
     config = run_config()
     config.optimizer |= {"use_ema": True, "ema_momentum": 0.5, "learning_rate": 1.0}
-    splits = data.load(config.data)
-    step = build_step(config.model, splits, config.seed, contextlib.nullcontext())
+    source, splits = source_and_splits(config)
+    step, _ = build_step(source, splits, config, contextlib.nullcontext())
     optimizer = build_optimizer(config.optimizer, 10)
     optimizer.build(step.trainable)
     for number in range(1, 4):
@@ -86,12 +87,12 @@ def test_an_evaluator_ends_with_the_weights_that_the_optimizer_ends_with() -> No
         optimizer.apply([keras.ops.cast(gradient, "float32") for gradient in gradients])
     named = named_variables(step.model, step.variables, [optimizer])
     snapshot = Snapshot(3, values(named), replace(facts(3), target_step=3))
-    evaluator = Evaluator(config, splits, lambda text: None)
-    found = [evaluator.evaluate(snapshot, "test", is_last).loss for is_last in (False, True)]
-    images, labels = splits.test.images.astype(np.float32) / 255, splits.test.labels
+    evaluator = Evaluator(config, source, splits, lambda text: None)
+    found = [evaluator.evaluate(snapshot, "test", is_last).metrics["loss"] for is_last in (False, True)]
+    test = split_of(splits, "test")
     step.model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    expected = [step.model.evaluate(images, labels, verbose=0)]
+    expected = [step.model.evaluate(test.x, test.y, verbose=0)[0]]
     optimizer.finalize_variable_values(step.trainable)
-    expected.append(step.model.evaluate(images, labels, verbose=0))
+    expected.append(step.model.evaluate(test.x, test.y, verbose=0)[0])
     assert found == pytest.approx(expected, rel=1e-4)
     assert abs(found[0] - found[1]) > 1e-3

@@ -80,7 +80,6 @@ class ModelStep:
         self.trainable = list(model.trainable_variables)
         self.loss_scale: float | None = None
         self.earlier: keras.Optimizer | None = None
-        self.sums_losses = False
         self._others = list(model.non_trainable_variables)
         self._seeds = [v for v in self._others if id(v) in set(map(id, seeds_of(model)))]
         self._seed_values = [np.array(v.value) for v in self._seeds]
@@ -88,6 +87,7 @@ class ModelStep:
         of_seeds = set(map(id, self._seeds))
         self.state = [v for v in self._others if id(v) not in of_seeds]
         build_metrics(model, layout.symbolic())
+        self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in losses_of(model))
         self.metrics = Metrics(model)
         self.trial = self._try()
         self.state += self.trial.assigned
