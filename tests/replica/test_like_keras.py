@@ -80,46 +80,6 @@ def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Sequential([*begin(input_shape), dropout, *hidden, layers.Dense(num_classes)])
 
 
-@registry.register_data("flowers")
-def flowers(config: Any) -> data.Splits:
-    """Of each flower four lengths and five words; how much it is worth, and of which of three kinds it is."""
-    draw = np.random.default_rng(0)
-    kind = draw.integers(0, 3, 1500)
-    x = {
-        "lengths": draw.normal(kind[:, None], 1.0, (1500, 4)),
-        "words": (draw.integers(0, 20, (1500, 5)) + 5 * kind[:, None]).astype(np.int16),
-    }
-    y = [draw.normal(kind[:, None] - 1.0, 0.5), kind]
-    examples = data.Arrays(x, y, [draw.uniform(0.5, 2.0, 1500), draw.uniform(0.5, 2.0, 1500)])
-    found = data.checked("data (flowers)", data.Splits(examples, num_classes=None)).train
-    return data.Splits(found[:1257], found[1257:1400], found[1400:], num_classes=None)
-
-
-def two_ends() -> keras.Model:
-    """Two inputs and outputs, regularizers, a layer that is not trained."""
-    lengths, words = keras.Input([4], name="lengths"), keras.Input([5], dtype="int16", name="words")
-    read = layers.GRU(6)(layers.Embedding(40, 4, embeddings_regularizer="l2")(words))
-    norm = layers.BatchNormalization(momentum=0.9, synchronized=True)
-    both = layers.Concatenate()([read, layers.Dense(8, "relu", kernel_regularizer="l2")(norm(lengths))])
-    frozen = layers.Dense(8, "tanh", trainable=False)
-    outputs = [layers.Dense(1)(both), layers.Dense(3, "softmax")(frozen(both))]
-    return keras.Model({"lengths": lengths, "words": words}, outputs)
-
-
-@registry.register_model("weighted")
-def weighted(input_shape: Any, num_classes: None) -> keras.Model:
-    """Its examples and its losses have weights."""
-    model = two_ends()
-    model.compile(
-        keras.optimizers.Adam(0.01),
-        ["mse", "sparse_categorical_crossentropy"],
-        loss_weights=[0.5, 2.0],
-        metrics=[["mae", keras.metrics.R2Score()], ["accuracy"]],
-        weighted_metrics=[[], ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]],
-    )
-    return model
-
-
 @registry.register_model("summed")
 def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Its loss is the sum over the batch."""
@@ -150,7 +110,6 @@ def optimizer(**more: Any) -> dict[str, Any]:
 
 def case(model: str, num_workers: int = 1, **more: Any) -> RunConfig:
     config = run_config(model, batch_size=100 // num_workers, steps_per_execution=5)
-    config.data.name = "flowers" if model == "weighted" else "digits"
     config.optimizer = optimizer(**more)
     return config
 
@@ -166,10 +125,10 @@ def plain_keras(config: RunConfig) -> Training:
     sharding = pipeline.Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
     rows = pipeline.batches(lambda index: [index], sharding, 0).take(STEPS)
     taken = (splits.train.take(index[weights > 0]) for index, weights in rows.as_numpy_iterator())
-    batches = (keras.tree.lists_to_tuples(splits.layout.pack(leaves)) for leaves in taken)  # tf.data has no lists
+    batches = (splits.layout.pack(leaves) for leaves in taken)
     history = model.fit(batches, steps_per_epoch=STEPS, verbose=0, shuffle=False).history
     test = split_of(splits, "test")
-    tested = model.evaluate(test.x, test.y, 1000, sample_weight=test.sample_weight, verbose=0, return_dict=True)
+    tested = model.evaluate(test.x, test.y, 1000, verbose=0, return_dict=True)
     return {
         "weights": weights_of(model),
         "metrics": {name: value for name, (value,) in history.items()},
@@ -219,7 +178,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("model", ["spectral", "synchronized", "summed", "weighted"])
+@pytest.mark.parametrize("model", ["spectral", "synchronized", "summed"])
 def test_two_synchronous_workers_do_what_keras_does(sync_workers: SyncWorkers, model: str) -> None:
     results = sync_workers(train_in_sync, 2, (case(model, num_workers=2),))
     expected = plain_keras(case(model))
@@ -237,7 +196,7 @@ def test_what_keras_optimizers_do_beside_the_update(sync_workers: SyncWorkers, m
     assert moved == ("ema_momentum" in more), "averages that overwrite nothing are the last word"
 
 
-@pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch", "random", "weighted", "summed", "own_loss"])
+@pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch", "random", "summed", "own_loss"])
 def test_one_worker_does_what_keras_does(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
     config = case(model)
     expected = plain_keras(config)

@@ -10,26 +10,21 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import Command
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import registry
 from tf2dist.data import arrays as data
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.model import checks, models
+from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
 
 layers = keras.layers
-ARRAYS = "tf2dist.data.Arrays of images and labels"
+ARRAYS = "tf2dist.data.Arrays of x and y"
 
 
 def dense(outputs: int = 10, activation: str | None = None, inputs: tuple[int, ...] = (28, 28, 1)) -> keras.Model:
     logits = layers.Dense(outputs, activation)
     return keras.Sequential([keras.Input(inputs), layers.Flatten(), logits])
-
-
-def compiled() -> keras.Model:
-    model = dense()
-    model.compile("sgd", "mse")
-    return model
 
 
 def several(num_inputs: int, num_outputs: int) -> keras.Model:
@@ -38,21 +33,14 @@ def several(num_inputs: int, num_outputs: int) -> keras.Model:
     return keras.Model(inputs, [layers.Dense(10)(flat) for _ in range(num_outputs)])
 
 
-class OwnStep(keras.Sequential):  # type: ignore[misc]
-    def train_step(self, data: Any) -> Any:
-        return {}
-
-
 REFUSED: dict[str, Callable[[], Any]] = {
     "gives None, and must give a keras.Model": lambda: None,
     "gives a Dense, and must": lambda: layers.Dense(10),
     r"gives \[batch, 12\], and must give \[batch, 10\]": lambda: dense(12),
     r"gives \[batch, 28, 28, 10\], and must": lambda: keras.Sequential([keras.Input((28, 28, 1)), layers.Dense(10)]),
-    "is compiled": compiled,
-    "has train_step of its own": lambda: OwnStep([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
     "has 2 inputs": lambda: several(2, 1),
     "gives a list, and must give one tensor": lambda: several(1, 2),
-    r"takes images of \[32, 32, 1\], and the data has \[28, 28, 1\]": lambda: dense(inputs=(32, 32, 1)),
+    r"takes inputs of \[32, 32, 1\], and the data has \[28, 28, 1\]": lambda: dense(inputs=(32, 32, 1)),
 }
 
 
@@ -68,8 +56,8 @@ def registered() -> Iterator[Callable[[registry.Registry, Any], None]]:
 
 
 def build() -> ModelStep:
-    splits = data.load(run_config().data)
-    return models.build_step({"name": "mine"}, splits, 0, contextlib.nullcontext())
+    source, splits = source_and_splits(run_config("mine"))
+    return build_step(source, splits, run_config("mine"), contextlib.nullcontext())[0]
 
 
 @pytest.mark.parametrize("says", REFUSED, ids=lambda says: says.replace("\\", ""))
@@ -100,8 +88,38 @@ def test_a_builder_without_arguments(registered: Callable[..., None]) -> None:
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
 def test_probabilities_instead_of_logits(registered: Callable[..., None], activation: str | None) -> None:
     registered(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
-    advice = checks.advice_on_outputs(build().trial)
+    advice = checks.advice_on_outputs(build())
     assert f"leave the {activation} out" in advice if activation else not advice
+
+
+def test_random_numbers_from_a_generator_that_no_layer_has(registered: Callable[..., None]) -> None:
+    class Noise(keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self, seed: Any = None) -> None:
+            super().__init__()
+            self.seed = seed
+
+        def call(self, inputs: Any) -> Any:
+            return inputs + keras.random.normal((10,), seed=self.seed)
+
+    def noisy(seed: Any) -> Callable[..., keras.Model]:
+        return lambda input_shape, num_classes: keras.Sequential([dense(), Noise(seed)])
+
+    registered(registry.MODELS, noisy(None))
+    with pytest.raises(ConfigError, match=r"^model \(mine\): its call changes .*; give random functions a .*Generator"):
+        build()
+    registry.MODELS["mine"] = noisy(keras.random.SeedGenerator(1))
+    build()
+
+
+@pytest.mark.parametrize("method", ["train_step", "test_step", "compute_metrics"])
+def test_steps_of_its_own_would_not_be_used(registered: Callable[..., None], method: str) -> None:
+    kind = type("Own", (keras.Sequential,), {method: lambda self, *_: {}})
+    registered(
+        registry.MODELS,
+        lambda input_shape, num_classes: kind([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
+    )
+    with pytest.raises(ConfigError, match=rf"^model \(mine\): has {method} of its own, which would not be used; leave"):
+        build()
 
 
 @pytest.mark.parametrize(
@@ -147,14 +165,15 @@ def test_xla_and_layers_that_talk_to_other_workers() -> None:
 
 def test_data_of_another_type(registered: Callable[..., None]) -> None:
     digits = data.load_digits(run_config().data)
+    test = split_of(digits, "test")
     config = run_config().data
     config.name = "mine"
-    empty = data.Arrays(digits.test.images[:0], digits.test.labels[:0])
+    empty = data.Arrays(test.x[:0], test.y[:0])
     for made, says in (
         (None, "gives None, and must give tf2dist.data.Splits"),
         ((digits.train, digits.test), "gives a tuple, and must give"),
         (tf.data.Dataset.range(3), "gives a _RangeDataset, and must give"),
-        (data.Splits((digits.train.images, digits.train.labels), digits.validation, digits.test), f"tuple.*{ARRAYS}"),  # type: ignore[arg-type]
+        (data.Splits((test.x, test.y), digits.validation, test), f"tuple.*{ARRAYS}"),  # type: ignore[arg-type]
         (data.Splits(digits.train, digits.validation, empty), "test has no examples"),
     ):
         registry.DATA["mine"] = lambda config, made=made: made

@@ -91,9 +91,10 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
     from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.step import SHARED
 
     loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
-    traced = loop._graphs._take_steps.get_concrete_function(loop._graphs._iterator, tf.constant(1), tf.zeros([3]))
+    traced = loop._graphs._take_steps.get_concrete_function(loop._graphs._iterator, tf.constant(1), tf.zeros([SHARED]))
     return str(traced.graph.as_graph_def())
 
 

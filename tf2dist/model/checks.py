@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.step import MEANS, ModelStep, Trial
@@ -28,6 +29,15 @@ def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) 
     if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
             f"{option} ({name}): its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})"
+        )
+
+
+def check_images(name: str, splits: Splits) -> None:
+    """Refuses data that is not one array with classes, for one of our own models."""
+    shape = splits.input_shape
+    if not splits.num_classes or not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
+        raise ConfigError(
+            f"model ({name}): classifies images, and the data is {splits.layout}; register a model that fits it"
         )
 
 
@@ -75,15 +85,14 @@ def check_trainable(name: str, model: keras.Model) -> None:
         )
 
 
-def check_outputs(name: str, trial: Trial, num_classes: int) -> None:
-    """Refuses a model that does not give one logit for each class."""
-    outputs = trial.outputs
-    if not tf.is_tensor(outputs):
+def check_outputs(name: str, outputs: Any, num_classes: int) -> None:
+    """Refuses a model that does not give one logit for each class; `outputs` are symbolic."""
+    if not isinstance(outputs, keras.KerasTensor):
         raise ConfigError(
             f"model ({name}): gives {kind_of(outputs)}, and must give one tensor, the logits of {num_classes} classes"
         )
-    if outputs.shape.rank is not None and outputs.shape.as_list()[1:] != [num_classes]:
-        shape = [n or "batch" for n in outputs.shape.as_list()]
+    if list(outputs.shape[1:]) != [num_classes]:
+        shape = [n or "batch" for n in outputs.shape]
         raise ConfigError(
             f"model ({name}): gives [{', '.join(map(str, shape))}], and must give [batch, {num_classes}], a logit for "
             f"each class; end with Dense(num_classes)"

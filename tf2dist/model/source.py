@@ -69,6 +69,8 @@ def build_step(
         make_optimizer = _copies_of(model.optimizer, source.name)
     else:
         compile_classifier(source.name, model, splits.num_classes, "sgd")  # it has to be some optimizer, not used here
+        x, _, _ = splits.layout.symbolic()
+        checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
 
         def make_optimizer(total_steps: int) -> keras.Optimizer:
             return build_optimizer(config.optimizer, total_steps)
@@ -77,8 +79,6 @@ def build_step(
     step = ModelStep(model, splits.layout)
     if is_compiled and optimizer.built and int(optimizer.iterations.numpy()):
         step.earlier = optimizer
-    if not is_compiled:
-        checks.check_outputs(source.name, step.trial, int(splits.num_classes or 0))
     checks.check_metrics(source.name, step)
     checks.check_strangers(source.name, step.trial)
     return step, make_optimizer

@@ -276,12 +276,13 @@ def _noting(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses
 
         return noted
 
-    for loss in losses:
+    each = {id(loss): loss for loss in losses}.values()  # one may serve several outputs
+    for loss in each:
         loss.call = noting(loss)
     try:
         yield found
     finally:
-        for loss in losses:
+        for loss in each:
             del loss.call
 
 

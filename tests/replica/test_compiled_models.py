@@ -1,0 +1,218 @@
+"""Losses and metrics of compiled models: what several workers can share and add up, and what is refused in one line."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.given import Given
+from tests.replica.small_runs import run_config, source_and_splits
+from tf2dist.data import arrays as data
+from tf2dist.errors import ConfigError
+from tf2dist.model import checks
+from tf2dist.model.source import MakeOptimizer, build_step
+from tf2dist.model.step import ModelStep
+
+layers = keras.layers
+CLASSES = keras.losses.SparseCategoricalCrossentropy
+ERRORS = keras.losses.MeanSquaredError
+
+
+def dense(outputs: int = 10) -> keras.Model:
+    return keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(outputs)])
+
+
+def built(make: Callable[[], keras.Model]) -> tuple[ModelStep, MakeOptimizer]:
+    """A model for the digits, whose classes are wanted of each of its outputs."""
+    digits = data.load_digits(run_config().data)
+    has_two_ends = len(make().outputs) == 2
+    splits = data.Splits(data.Arrays(digits.train.x, [digits.train.y] * 2) if has_two_ends else digits.train)
+    return build_step(Given(make, splits), splits, run_config(), contextlib.nullcontext())
+
+
+def compiled(model: keras.Model, *arguments: Any, **more: Any) -> keras.Model:
+    model.compile("sgd", *arguments, **more)
+    return model
+
+
+class OwnLoss(keras.Model):  # type: ignore[misc]
+    def compute_loss(self, *_: Any, **__: Any) -> Any:
+        return keras.ops.sum(self.trainable_variables[0])
+
+
+class Repeated(keras.layers.Layer):  # type: ignore[misc]
+    """Gives its input twice, of which the second is masked."""
+
+    def call(self, inputs: Any) -> Any:
+        return keras.ops.stack([inputs, inputs], 1)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return keras.ops.stack([keras.ops.ones_like(inputs[:, 0], bool), keras.ops.zeros_like(inputs[:, 0], bool)], 1)
+
+
+def two_losses(*losses: Any) -> keras.Model:
+    images = keras.Input((28, 28, 1))
+    model = keras.Model(images, [layers.Dense(10)(layers.Flatten()(images)) for _ in losses])
+    return compiled(model, list(losses))
+
+
+def mean_of_all(y: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y_pred))
+
+
+def regularized(reduction: str) -> keras.Model:
+    model = dense()
+    model.add(layers.Dense(10, kernel_regularizer="l2"))
+    return compiled(model, CLASSES(reduction=reduction))
+
+
+def own_loss() -> keras.Model:
+    images = keras.Input((28, 28, 1))
+    return compiled(OwnLoss(images, dense()(images)))
+
+
+def masked() -> keras.Model:
+    twice = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(1), Repeated()])
+    return compiled(twice, ERRORS())
+
+
+NOT_ALONE = "its loss leaves out parts of the outputs, so no synchronous worker alone knows"
+LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
+    # What is refused, and whether it is so for an asynchronous worker, too.
+    "no reduction": ("gives no single number", lambda: compiled(dense(), CLASSES(reduction=None)), True),
+    "a sum beside a mean": (
+        "reduction=sum beside others",
+        lambda: two_losses(CLASSES(reduction="sum"), CLASSES()),
+        False,
+    ),
+    "two sums": ("reduction=sum beside others", lambda: two_losses(*[CLASSES(reduction="sum")] * 2), False),
+    "a sum beside a regularizer": ("reduction=sum beside others", lambda: regularized("sum"), False),
+    "a mean over weights": (
+        "reduction=mean_with_sample_weight, whose divisor no synchronous worker knows",
+        lambda: compiled(dense(), CLASSES(reduction="mean_with_sample_weight")),
+        False,
+    ),
+    "a mask": (NOT_ALONE, masked, False),
+    "a class that is ignored": (NOT_ALONE, lambda: compiled(dense(), CLASSES(ignore_class=3)), False),
+    "a number for a batch": ("its loss mean_of_all gives one number", lambda: compiled(dense(), mean_of_all), False),
+    "a number of Keras for a batch": (
+        "its loss dice gives one number for a whole batch",
+        lambda: compiled(dense(1), keras.losses.Dice(axis=None)),
+        False,
+    ),
+    "an own compute_loss": ("has a compute_loss of its own", own_loss, False),
+    "a sum alone": ("", lambda: compiled(dense(), CLASSES(reduction="sum")), False),
+    "a mean": ("", lambda: compiled(dense(), CLASSES(reduction="mean")), False),
+    "means beside others": ("", lambda: two_losses(CLASSES(), ERRORS()), False),
+    "a mean beside a regularizer": ("", lambda: regularized("sum_over_batch_size"), False),
+    "a number for each example": (
+        "",
+        lambda: compiled(dense(), lambda y, y_pred: keras.ops.mean(y_pred, -1)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_several_workers_cannot_share(name: str) -> None:
+    says, make, is_refused_for_one = LOSSES[name]
+    step, _ = built(make)
+    for num_replicas in (1, 3):
+        is_refused = says and (num_replicas > 1 or is_refused_for_one)
+        refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
+        with refusal if is_refused else contextlib.nullcontext():
+            checks.check_losses("given", step, num_replicas)
+
+
+class Largest(keras.metrics.Metric):  # type: ignore[misc]
+    """What most users take a metric of their own for."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.most = self.add_variable((), initializer="zeros", name="most")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.most
+
+
+class SumFromOne(Largest):
+    """Its variable adds up, but for what is there before the first example."""
+
+    def reset_state(self) -> None:
+        self.most.assign(1.0)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign_add(keras.ops.sum(y_pred))
+
+
+@pytest.mark.parametrize("metric", [Largest, SumFromOne])
+def test_metrics_that_do_not_add_up(metric: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^model \(given\): the metric variable \S*most is no sum over the examples"):
+        built(lambda: compiled(dense(), CLASSES(), metrics=[metric()]))
+
+
+def all_metrics() -> list[keras.metrics.Metric]:
+    """Keras' own for three classes, each with what it needs."""
+    metrics = keras.metrics
+    made = [metrics.AUC(), metrics.Precision(), metrics.Recall(), metrics.F1Score(), metrics.FBetaScore("macro")]
+    made += [metrics.SensitivityAtSpecificity(0.5), metrics.PrecisionAtRecall(0.5), metrics.TruePositives()]
+    made += [metrics.CategoricalAccuracy(), metrics.TopKCategoricalAccuracy(2), metrics.OneHotMeanIoU(3)]
+    made += [metrics.CategoricalCrossentropy(), metrics.KLDivergence(), metrics.CategoricalHinge(), metrics.Poisson()]
+    made += [metrics.MeanSquaredError(), metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.LogCoshError()]
+    made += [metrics.CosineSimilarity(), metrics.PearsonCorrelation(), metrics.ConcordanceCorrelation()]
+    return made
+
+
+def test_metrics_of_keras_add_up_to_what_keras_finds_in_all_examples() -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(100, 4)).astype("float32"), np.eye(3, dtype="float32")[draw.integers(0, 3, 100)]
+    examples = data.Arrays(x, y, draw.uniform(0.5, 2.0, 100).astype("float32"))
+    model = keras.Sequential([keras.Input([4]), layers.Dense(3, "softmax")])
+    compiled(model, "categorical_crossentropy", metrics=all_metrics(), weighted_metrics=all_metrics())
+    step = ModelStep(model, examples.layout)
+    checks.check_metrics("given", step)
+    evaluate, sums = step.evaluate_function(), np.zeros(1 + step.metrics.size)
+    for part in (examples[:7], examples[7:64], examples[64:]):
+        sums += evaluate(*step.values(), part.leaves).numpy()
+    assert sums[0] == 100
+    found = step.metrics.results(sums[1:])
+    expected = model.evaluate(x, y, 100, sample_weight=examples.sample_weight, verbose=0, return_dict=True)
+    assert len(found) == 2 * len(all_metrics()) + 1
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_a_compiled_model_keeps_what_it_was_compiled_with() -> None:
+    def twelve() -> keras.Model:
+        model = dense(12)
+        model.compile(keras.optimizers.Adam(0.5), "mse", metrics=["mae"])
+        return model
+
+    step, make_optimizer = built(twelve)
+    optimizer = make_optimizer(10)
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert float(optimizer.learning_rate) == 0.5
+    assert make_optimizer(10) is not optimizer, "each ps has one"
+    assert step.metrics.results(np.zeros(step.metrics.size)).keys() == {"loss", "mae"}
+
+
+def test_a_model_that_is_not_compiled_needs_classes() -> None:
+    source, splits = source_and_splits(run_config("softmax"))
+    splits = replace(splits, num_classes=None)
+    for each, says in (
+        (
+            Given(dense, splits),
+            r"model \(given\): is not compiled, and the data has no classes; compile it with its loss",
+        ),
+        (source, r"model \(softmax\): classifies images, and the data is .*uint8 \[n, 28, 28, 1\].*; register a model"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            build_step(each, splits, run_config(), contextlib.nullcontext())
