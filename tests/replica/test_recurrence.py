@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf2dist.training.asynchronous.recurrence import decay_of
 
 from tf2dist.data import Arrays
 from tf2dist.model.recurrence import decay_of
