@@ -63,12 +63,16 @@ def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[
 
 
 def values(named: Named) -> dict[str, np.ndarray]:
-    """The values of all variables.
+    """The values of all variables; raises NotFiniteError as `finite` does."""
+    return finite({name: variables[0].value.numpy() for name, variables in named.items()})
+
+
+def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays as numpy's files know them.
 
     Raises:
         NotFiniteError: one is not finite; saved, it would be of no use.
     """
-    arrays = {name: variables[0].value.numpy() for name, variables in named.items()}
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files do not know; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)

@@ -23,7 +23,6 @@ from tf2dist.checkpoint.state import (
     named_variables,
     restore,
     take_over,
-    values,
 )
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -39,6 +38,7 @@ from tf2dist.training.asynchronous.calls import results, shut
 from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS
 from tf2dist.training.asynchronous.examples import EVALUATED
 from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, Origin
+from tf2dist.training.asynchronous.reading import PackedRead
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.step import AsyncStep
@@ -80,6 +80,7 @@ class AsyncLoop:
     ) -> None:
         self._config, self._cluster, self._report = config, cluster, report
         self._coordinator, self._graphs, self._named = coordinator, graphs, named
+        self._read_all = PackedRead(named, graphs.servers)
         self._sizes = sizes  # in examples, of the splits to evaluate
         self._origin = origin
         self.sharding = graphs.sharding
@@ -272,7 +273,7 @@ class AsyncLoop:
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return values(self._named)
+        return self._read_all.arrays()
 
     def apply(self, change: Change) -> None:
         assign(self._named, change.arrays)
@@ -289,7 +290,7 @@ class AsyncLoop:
         facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
         own |= {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
+        return Snapshot(self.progress.global_step, self.arrays() | self._trained | own, facts)
 
     def finalize(self) -> None:
         servers = self._graphs.servers

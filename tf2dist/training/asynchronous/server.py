@@ -100,9 +100,9 @@ class ParameterServer:
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
-        self.pull = self._on_device(self._pull)
-        self.worker_totals = self._on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
-        self.counts = self._on_device(self._counts)
+        self.pull = self.on_device(self._pull)
+        self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
+        self.counts = self.on_device(self._counts)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
@@ -122,10 +122,10 @@ class ParameterServer:
             tf.TensorSpec([self.counters.added, 1], tf.int64),
             tf.TensorSpec([], tf.int64),
         )
-        self.push = self._on_device(self._push, *signature)
-        self.exchange = self._on_device(self._exchange, *signature)
+        self.push = self.on_device(self._push, *signature)
+        self.exchange = self.on_device(self._exchange, *signature)
 
-    def _on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
+    def on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
         """Traces a function whose call is one node, placed on the ps with all that it does."""
         with tf.device(self.device):
             concrete = as_one_node(function).get_concrete_function(*signature)
