@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         try:
             code = code_of(arguments, started_at, signals)
         except KeyboardInterrupt:  # a signal before there was anything to stop
-            code = told(Interrupted(signals.received[0]))
+            code = report(Interrupted(signals.received[0]))
     sys.exit(code)
 
 
@@ -52,13 +52,13 @@ def code_of(arguments: list[str], started_at: float, signals: Signals) -> int:
     try:
         run(arguments, started_at, signals)
     except TfDistError as error:
-        return told(error)
+        return report(error)
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def told(error: TfDistError) -> int:
+def report(error: TfDistError) -> int:
     """Writes the error's lines for the user; returns its exit code."""
     text = brief(str(error)) if isinstance(error, RequestError) else str(error)
     stream = Unblocked(sys.stderr)

@@ -54,7 +54,7 @@ def test_a_missing_follower_is_named_to_all(table: Table) -> None:
 
 
 def test_a_missing_leader_is_named_and_told(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tf2dist.control.meeting.TELL_EVERY_SECS", 0.3)
+    monkeypatch.setattr("tf2dist.cluster.waiting.LINE_EVERY_SECS", 0.3)
     party = table(cluster_of(worker=2), "worker-1", timeout_secs=1)
     assert isinstance(party.error(), TaskLostError)
     assert "still waiting for worker-0 at localhost:" in str(party.error())

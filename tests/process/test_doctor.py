@@ -43,6 +43,21 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
     assert (finding.level, finding.text) == ("warn", "the driver has 1 GPUs and TensorFlow sees none")
 
 
+def test_programs_of_others_do_not_see_the_job_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
+    driver.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TF2DIST_TOKEN", "a secret of this job")
+    look = f"import os; os.system('env >> {tmp_path}/seen'); print('[]')"
+    monkeypatch.setattr(machine, "LIST_GPUS", look)
+    (finding,) = machine.gpus()
+    assert finding.level == "ok"
+    seen = (tmp_path / "seen").read_text()
+    assert seen.count("PATH=") >= 2
+    assert "a secret" not in seen
+
+
 @pytest.mark.parametrize(
     ("text", "finding"),
     [

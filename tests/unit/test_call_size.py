@@ -2,7 +2,7 @@
 
 import pytest
 
-from tf2dist.training.call_size import MAX_STEPS, Trial, steps_of_a_call, worthwhile_steps
+from tf2dist.training.call_size import MAX_STEPS, CallTimer, steps_of_a_call, worthwhile_steps
 
 
 def test_a_call_takes_less_than_a_second_but_never_too_many_steps() -> None:
@@ -11,22 +11,22 @@ def test_a_call_takes_less_than_a_second_but_never_too_many_steps() -> None:
     assert steps_of_a_call(30.0) == 1
 
 
-def test_a_trial_times_the_steps_of_those_who_take_part() -> None:
-    trial = Trial()
-    assert trial.secs_per_step(100.0, (5, 5, 5)) is None  # a run that goes on
-    assert trial.secs_per_step(103.0, (5, 5, 5)) is None
-    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts: before, graphs were prepared
-    assert trial.first_call_secs == 4
-    assert trial.secs_per_step(104.1, (20, 20, 5)) is None, "too soon"
-    assert trial.secs_per_step(105.0, (56, 55, 5)) == 0.02, "100 steps of two workers in a second"
+def test_the_timer_counts_the_steps_of_those_who_take_part() -> None:
+    timer = CallTimer()
+    assert timer.secs_per_step(100.0, (5, 5, 5)) is None  # a run that goes on
+    assert timer.secs_per_step(103.0, (5, 5, 5)) is None
+    assert timer.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts: before, graphs were prepared
+    assert timer.first_call_secs == 4
+    assert timer.secs_per_step(104.1, (20, 20, 5)) is None, "too soon"
+    assert timer.secs_per_step(105.0, (56, 55, 5)) == 0.02, "100 steps of two workers in a second"
 
 
-def test_a_trial_waits_for_some_steps_of_a_slow_model() -> None:
-    trial = Trial()
-    assert trial.secs_per_step(0.0, (0, 0)) is None
-    assert trial.secs_per_step(10.0, (1, 0)) is None
-    assert trial.secs_per_step(30.0, (2, 2)) is None
-    assert trial.secs_per_step(80.0, (4, 4)) == 20.0
+def test_the_timer_waits_for_some_steps_of_a_slow_model() -> None:
+    timer = CallTimer()
+    assert timer.secs_per_step(0.0, (0, 0)) is None
+    assert timer.secs_per_step(10.0, (1, 0)) is None
+    assert timer.secs_per_step(30.0, (2, 2)) is None
+    assert timer.secs_per_step(80.0, (4, 4)) == 20.0
 
 
 def test_small_models_get_long_calls_if_the_run_is_long() -> None:

@@ -14,15 +14,15 @@ class Wait:
 
     Args:
         notify: takes a line for the user.
-        first_line_secs: when the first line comes; the others follow every `LINE_EVERY_SECS`.
+        first_line_secs: when the first line comes, if not after `LINE_EVERY_SECS`, as each of the others.
     """
 
     def __init__(
-        self, timeout_secs: float, notify: Callable[[str], None], first_line_secs: float = LINE_EVERY_SECS
+        self, timeout_secs: float, notify: Callable[[str], None], first_line_secs: float | None = None
     ) -> None:
         self._start = time.monotonic()
         self._notify = notify
-        self._next_line_at = self._start + first_line_secs
+        self._next_line_at = self._start + (LINE_EVERY_SECS if first_line_secs is None else first_line_secs)
         self.deadline = self._start + timeout_secs
 
     @property

@@ -4,6 +4,8 @@ import functools
 from importlib import resources
 from pathlib import Path
 
+import yaml
+
 from tf2dist.config.schema import OPTIONS
 
 CONF_MODULE = "tf2dist.conf"
@@ -29,10 +31,10 @@ def public(group: str) -> list[str]:
 
 @functools.cache
 def values(group: str, name: str) -> dict[str, str]:
-    """What the file of one choice sets, each value as it is written there."""
-    lines = resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text().splitlines()
-    pairs = [line.partition(": ") for line in lines if not line.startswith("#")]
-    return {key: value for key, _, value in pairs}
+    """What the file of one choice sets, each value as it is written there, such as 1e-7, 0.0 and [300, 50]."""
+    text = resources.files(CONF_MODULE).joinpath(group, f"{name}.yaml").read_text()
+    written = yaml.load(text, yaml.BaseLoader)  # makes texts alone; safe_load would give 1e-07 or None back
+    return {key: f"[{', '.join(value)}]" if isinstance(value, list) else value for key, value in written.items()}
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from tf2dist.config import interpolation
 from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS, groups, of_choices
 from tf2dist.config.hints import for_unknown
 from tf2dist.config.schema import SECTIONS
-from tf2dist.config.source import Source, check_complete, opened, told, why_missing
+from tf2dist.config.source import Source, check_complete, opened, what_hydra_says, why_missing
 from tf2dist.errors import ConfigError, nearest
 
 VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
@@ -148,12 +148,12 @@ def _explain(error: Exception, overrides: list[str], source: Source) -> str:
         tree = _hydra([text for text in overrides if text.partition("=")[0] in groups()], source)
         chosen = _leaves(OmegaConf.to_container(tree))
     except UNREADABLE:
-        return told(error)
+        return what_hydra_says(error)
     for override in parsed:
         if (key := override.key_or_group) not in groups() and not override.is_add() and source.names(key):
             return f"{key} ({override.value()}): is no group of tf2dist; write +{override.input_line} for one of yours"
     problems = (_problem(override, chosen, overrides) for override in parsed)
-    return next(filter(None, problems), told(error))
+    return next(filter(None, problems), what_hydra_says(error))
 
 
 def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tf2dist.config.arguments import Arguments
 from tf2dist.config.compose import UNREADABLE, for_hydra, unresolved
 from tf2dist.config.load import load, with_cluster
-from tf2dist.config.source import Source, UserFolder, opened, told
+from tf2dist.config.source import Source, UserFolder, opened, what_hydra_says
 from tf2dist.errors import ConfigError
 
 GLOBAL = "_global_"
@@ -79,7 +79,7 @@ def _defaults(source: Source, overrides: list[str]) -> tuple[str, str]:
         with opened(source) as hydra:
             found = hydra.config_loader.compute_defaults_list(source.name, overrides, RunMode.RUN)
     except UNREADABLE as error:
-        raise ConfigError(told(error)) from None
+        raise ConfigError(what_hydra_says(error)) from None
     rows = [
         (each.config_path or "", each.package or GLOBAL, "True" if each.is_self else "False", each.parent or "")
         for each in found.defaults

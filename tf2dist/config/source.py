@@ -150,6 +150,6 @@ def check_complete(source: Source, tree: dict[str, Any]) -> None:
         )
 
 
-def told(error: Exception) -> str:
+def what_hydra_says(error: Exception) -> str:
     """One line of what Hydra says; of some errors only the cause says something."""
     return first_line(error.__cause__ if isinstance(error.__cause__, Exception) and not str(error) else error)

@@ -17,7 +17,7 @@ from tf2dist.config.compose import FORM, UNREADABLE, VERBATIM, quoted
 from tf2dist.config.load import load
 from tf2dist.config.paths import expand, is_path
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.source import Source, opened, told
+from tf2dist.config.source import Source, opened, what_hydra_says
 from tf2dist.errors import ConfigError, RequestError
 
 MAX_JOBS = 1000  # each is checked before the first begins, a tenth of a second
@@ -191,7 +191,9 @@ def _count(override: Override) -> int:
         values = value.range() if isinstance(value, RangeSweep) else override.sweep_string_iterator()
         count = sum(1 for _ in itertools.islice(values, MAX_JOBS + 1))
     except UNREADABLE as error:
-        raise ConfigError(f"{name} ({text}): cannot be counted ({told(error)}); give a list such as 1,2,3") from None
+        raise ConfigError(
+            f"{name} ({text}): cannot be counted ({what_hydra_says(error)}); give a list such as 1,2,3"
+        ) from None
     if not count:
         raise ConfigError(f"{name} ({text}): is no value at all; give one at least")
     return count

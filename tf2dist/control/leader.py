@@ -35,7 +35,7 @@ from tf2dist.control.messages import (
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 
-TOLD_REASONS = ("token", "makes no sense", "unknown type")  # a stranger who only listens is not worth a line
+REPORTED_REASONS = ("token", "makes no sense", "unknown type")  # a stranger who only listens is not worth a line
 PROBE_EVERY_SECS = 1.0
 LATE_SECS = 3.5  # a holder that has been silent for so long may be gone: its successor is told to wait, not refused
 MAX_DIFFERENCES = 20  # that a refusal lists
@@ -214,7 +214,7 @@ class Leader:
                 if self._members.get(member.task) is member and not link.finishing:
                     self._on_lost(member, why)
             case _:
-                if any(reason in why for reason in TOLD_REASONS):
+                if any(reason in why for reason in REPORTED_REASONS):
                     self._membership.line(f"refused a call from {link.peer}: {why}")
 
     def _on_lost(self, member: Member, why: str) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
 from tf2dist.control import port
 from tf2dist.control.channel import MAX_MESSAGE_BYTES
@@ -43,7 +44,6 @@ from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
 from tf2dist.packing import VersionError, pack
 
-TELL_EVERY_SECS = 5.0
 TURN_SECS = 0.1
 CLOSE_SECS = 10.0
 MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4
@@ -84,7 +84,7 @@ class Meeting:
     Args:
         identity: see `identity.identity_of`.
         key: see `token.job_key`.
-        tell: called with lines for people, always in the caller's thread and never in the meeting's.
+        notify: takes lines for the user, always in the caller's thread and never in the meeting's.
         lost_after_secs: a member that sends nothing for so long is lost.
         port_shift: the distance from a task's port to its control port.
 
@@ -98,7 +98,7 @@ class Meeting:
         task: Task,
         identity: Identity,
         key: bytes,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         lost_after_secs: float,
         port_shift: int = CONTROL_PORT_SHIFT,
@@ -109,7 +109,7 @@ class Meeting:
         )
         if len(pack(membership.join())) > MAX_COMPARED_BYTES:
             raise ClusterError("cluster: the host list and the configuration are too long to be compared")
-        self._tell = tell
+        self._notify = notify
         self._links = Links(key, self)
         self._role: Role = (Leader if membership.leads else Follower)(membership, self._links)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -135,23 +135,19 @@ class Meeting:
                 job runs already, without this task.
             Interrupted: another task was told to stop.
         """
-        start = told = time.monotonic()
+        wait = Wait(timeout_secs, self._notify)
         while not self._membership.agreed.wait(TURN_SECS):
             check()
             self._pass_on_lines()
             if self._membership.failure:
                 raise self._membership.failure
-            now = time.monotonic()
             names = self._role.waiting_for
-            if now - start > timeout_secs:
+            if wait.is_over:
                 conflict = self._membership.conflict
                 if not conflict and self._membership.lists_differ:
                     conflict = "; the cluster lists differ"
-                text = f"after {now - start:.0f} s still waiting for {names}{conflict}"
-                raise (ClusterError if conflict else TaskLostError)(f"{text}; see startup_timeout_secs")
-            if now - told > TELL_EVERY_SECS:
-                told = now
-                self._tell(f"waiting for {names}, {now - start:.0f} s")
+                raise (ClusterError if conflict else TaskLostError)(still_waiting(wait.secs, f"{names}{conflict}"))
+            wait.notify(names)
         self._pass_on_lines()
 
     def events(self) -> list[MeetingEvent]:
@@ -185,7 +181,7 @@ class Meeting:
 
     def _pass_on_lines(self) -> None:
         for line in _drain(self._membership.lines):
-            self._tell(line)
+            self._notify(line)
 
     # What follows belongs to the meeting's thread.
 

@@ -63,7 +63,7 @@ class Membership:
     lists_differ: bool = False
     lines: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
     events: "queue.SimpleQueue[MeetingEvent]" = field(default_factory=queue.SimpleQueue)
-    told: set[str] = field(default_factory=set)
+    queued: set[str] = field(default_factory=set)
 
     @property
     def leads(self) -> bool:
@@ -71,8 +71,8 @@ class Membership:
 
     def line(self, text: str) -> None:
         """Queues a line for people, each text only once: a process that was refused may call again for ever."""
-        if text not in self.told and len(self.told) < MAX_LINES:
-            self.told.add(text)
+        if text not in self.queued and len(self.queued) < MAX_LINES:
+            self.queued.add(text)
             self.lines.put(plain(text))
 
     def event(self, event: MeetingEvent) -> None:

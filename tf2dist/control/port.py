@@ -22,7 +22,7 @@ def check_ports(cluster: Cluster, shift: int) -> None:
         host, port = control_address(cluster.address(task), shift)
         if (host, port) in taken:
             raise ClusterError(
-                f"{task.job} {task.index} ({cluster.address(task)}): its control port {port} is {taken[host, port]}; "
+                f"{cluster.label(task)}: its control port {port} is {taken[host, port]}; "
                 f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
             )
         taken[host, port] = f"the control port of {task}"
@@ -36,5 +36,5 @@ def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
         TaskLostError: the name is unknown.
     """
     host, port = control_address(cluster.address(task), shift)
-    name = f"{task.job} {task.index} ({cluster.address(task)})"
+    name = cluster.label(task)
     return listen_at(name, [*own_addresses(name, host, port), (socket.AF_INET, ("", port))])

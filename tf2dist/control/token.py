@@ -18,7 +18,7 @@ LOOPBACK = ("localhost:", "127.", "[::1]:")
 NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
 
 
-def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], None]) -> bytes:
+def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], None]) -> bytes:
     """The key of the job's control connections; without a token, one that only protects against accidents.
 
     Raises:
@@ -29,7 +29,7 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, tell: Callable[[str], 
     if token is not None:
         return hashlib.sha256(b"tf2dist token\0" + token.encode()).digest()
     if not all(cluster.address(task).startswith(LOOPBACK) for task in cluster.tasks):
-        tell(
+        warn(
             "no job token: whoever reaches the control ports can join or stop the job; give every task the same "
             f"{VARIABLE} ({MIN_CHARACTERS} characters or more) or {FILE_VARIABLE}"
         )

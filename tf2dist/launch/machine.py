@@ -22,7 +22,7 @@ from tf2dist.cluster.addresses import ips_of
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 from tf2dist.errors import DataError
-from tf2dist.interpreter import code_command
+from tf2dist.interpreter import child_environment, code_command
 from tf2dist.requirements import tested_versions
 
 PACKAGES = ("tensorflow", "keras", "numpy")
@@ -156,7 +156,7 @@ def isolation() -> Iterator[Finding]:
     """Whether a local cluster gets a network of its own."""
     command = code_command(TRY_ISOLATION)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS)
+        done = subprocess.run(command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS, env=child_environment())
         private = done.returncode == 0
     except (OSError, subprocess.SubprocessError):
         private = False
@@ -170,7 +170,7 @@ def isolation() -> Iterator[Finding]:
 def gpus() -> Iterator[Finding]:
     """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver."""
     seen = _driver_gpus()
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
         command = code_command(LIST_GPUS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_SECS, env=environment)
@@ -192,7 +192,7 @@ def gpus() -> Iterator[Finding]:
 def _driver_gpus() -> int:
     """How many GPUs nvidia-smi lists; 0 where there is no such program."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, env=child_environment())
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

@@ -21,7 +21,7 @@ from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 
-MAX_TOLD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
 
 
@@ -57,7 +57,7 @@ def check_size(config: RunConfig, host_task: HostTask | None) -> None:
     """
     jobs = host_task.cluster.jobs if host_task else {}
     length = len(json.dumps([config.to_yaml(), jobs]).encode())
-    largest = MAX_SHOWN_BYTES if host_task else MAX_TOLD_BYTES
+    largest = MAX_SHOWN_BYTES if host_task else MAX_PAYLOAD_BYTES
     if length > largest:
         raise ConfigError(
             f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "
@@ -73,7 +73,7 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
         TaskLostError: its name is not known on this host within `startup_timeout_secs`.
     """
     check_ports(cluster, config.cluster.control_port_shift)
-    job_key(os.environ, cluster, tell=lambda _: None)  # only checked here; its warning is given when the run begins
+    job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; its warning is given when the run begins
     wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
     if config.cluster.check_address:

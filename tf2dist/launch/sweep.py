@@ -75,7 +75,7 @@ def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
         for job in sweep.jobs:
             if not received:
                 running.run(job)
-    running.tell()
+    running.print_table()
     if received:
         raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
     if any(row.state == "failed" for row in running.rows):
@@ -134,8 +134,8 @@ class _Running:
                 process.send_signal(number)
             passed_on = len(self.received)
 
-    def tell(self) -> None:
-        """Prints the table."""
+    def print_table(self) -> None:
+        """Prints the results of all jobs."""
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         try:
             say(f"{as_table(self.rows, width)}\n{self.folder}", sys.stdout)

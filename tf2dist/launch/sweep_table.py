@@ -42,7 +42,7 @@ class Row:
         self.exit_code = exit_code or 1  # without a summary it has not gone well, whatever it says
 
     @property
-    def told(self) -> str:
+    def outcome(self) -> str:
         return f"failed ({self.exit_code})" if self.state == "failed" else self.state
 
 
@@ -73,7 +73,7 @@ def as_table(rows: list[Row], width: int | None) -> str:
     """
     names = list(rows[0].varying)
     head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
-    cells = [[str(row.number), *(row.varying[name] for name in names), *_shown(row), row.told] for row in rows]
+    cells = [[str(row.number), *(row.varying[name] for name in names), *_shown(row), row.outcome] for row in rows]
     widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         return "\n".join(line for row in rows for line in _stanza(row, width))
@@ -103,4 +103,6 @@ def _stanza(row: Row, width: int) -> list[str]:
     values = " ".join(f"{name}={value}" for name, value in row.varying.items())
     result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
     lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
-    return lines + textwrap.wrap(f"{result}{row.told}", max(width, 20), initial_indent="   ", subsequent_indent="   ")
+    return lines + textwrap.wrap(
+        f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "
+    )

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.waiting import still_waiting
 from tf2dist.errors import TaskLostError
 from tf2dist.process import heartbeat, tf_internals
 from tf2dist.process.tf_messages import late_tasks
@@ -60,9 +61,7 @@ def multi_worker_mirrored_strategy(
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         # Only the leader knows the others; they know only that it does not answer.
         names = ", ".join(f"{other} at {cluster.address(other)}" for other in late_tasks(str(error)) or [leader])
-        raise TaskLostError(
-            f"after {timeout_secs:.0f} s still waiting for {names}; see startup_timeout_secs"
-        ) from error
+        raise TaskLostError(still_waiting(timeout_secs, names)) from error
     # Otherwise all workers ask each other in every step whether somebody's input is at its end, which ours never is.
     strategy.extended.experimental_enable_get_next_as_optional = False
     return strategy

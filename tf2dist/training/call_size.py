@@ -42,7 +42,7 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     return longest if net_gain(longest) > 0.8 * net_gain(best) > 0 else best
 
 
-class Trial:
+class CallTimer:
     """Times the first calls of a run, of one step each, to find the size of the later ones.
 
     Attributes:

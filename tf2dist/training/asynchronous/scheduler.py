@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.call_size import Trial, worthwhile_steps
+from tf2dist.training.call_size import CallTimer, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
@@ -52,7 +52,7 @@ class Scheduler:
     def begin(self, until_step: int) -> None:
         """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""
         self._limit = tf.constant(until_step, tf.int64)
-        self._trial = Trial()
+        self._timer = CallTimer()
         self.begin_again(0)
 
     def begin_again(self, applied: int) -> None:
@@ -119,9 +119,9 @@ class Scheduler:
 
     def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
         """The best number of steps of a call; None until calls have shown how long a step and its graph take."""
-        secs_per_step = self._trial.secs_per_step(time.monotonic(), progress.local_steps)
+        secs_per_step = self._timer.secs_per_step(time.monotonic(), progress.local_steps)
         # In a later training the graphs exist already, and the first call does not show how long they take.
-        self._first_call_secs = max(self._first_call_secs, self._trial.first_call_secs)
+        self._first_call_secs = max(self._first_call_secs, self._timer.first_call_secs)
         if secs_per_step is None:
             return None
         steps_left = last_step - progress.global_step
