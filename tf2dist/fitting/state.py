@@ -168,5 +168,7 @@ def _decoded(value: Any, arrays: NamedArrays) -> Any:
         return np.frombuffer(arrays[place].tobytes(), np.dtype(dtype)).reshape(shape).copy()
     if kind == "dict":
         return {_decoded(key, arrays): _decoded(each, arrays) for key, each in content}
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"a value of kind {kind}")
     decoded = [_decoded(each, arrays) for each in content]
     return decoded if kind == "list" else tuple(decoded)

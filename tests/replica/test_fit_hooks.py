@@ -1,0 +1,260 @@
+"""The way from the leader to callbacks and back, and what is kept of them in checkpoints."""
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tf2dist.errors import CheckpointError, TrainingError
+from tf2dist.fitting.callbacks import Callbacks
+from tf2dist.fitting.conversation import Conversation
+from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.state import changes_since, give_back, state_of
+from tf2dist.launch.console import Console
+from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
+from tf2dist.model.plan import EpochPlan
+from tf2dist.process.inbox import Inbox
+from tf2dist.process.tf_internals import fresh_names
+from tf2dist.training.hooks import Change
+from tf2dist.training.launcher_hooks import LauncherHooks
+
+
+class Counter(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.things: Any = None
+        self.function = print
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.count = 1
+
+
+THINGS: list[Any] = [
+    5,
+    -0.1,
+    float("inf"),
+    "é",
+    None,
+    True,
+    [1, [2.5, "a"]],
+    (1, (2,)),
+    {"a": {3: None}, 4: [0]},
+    np.array([[1.5, np.nan]], np.float32),
+    np.array([], np.int64),
+    [np.ones(2), np.zeros((1, 2), np.uint8)],
+]
+
+
+def plain(value: Any) -> str:
+    return repr(value).replace("\n", "") + (str(value.dtype) if isinstance(value, np.ndarray) else "")
+
+
+@pytest.mark.parametrize("value", THINGS, ids=plain)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    callback, other = Counter(), Counter()
+    before = state_of([callback])
+    callback.things = value
+    state = changes_since(before, state_of([callback]))
+    assert all(array.dtype.kind in "biuf" and np.isfinite(array).all() for array in state.values())
+    give_back([other], state)
+    assert plain(other.things) == plain(value)
+
+
+def test_numbers_of_numpy_become_python_s_own() -> None:
+    callback, other = Counter(), Counter()
+    callback.things = [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")]
+    give_back([other], state_of([callback]))
+    assert other.things == [0.5, 3, True, "a"]
+    assert [type(each) for each in other.things] == [float, int, bool, str]
+
+
+def test_only_what_has_changed_is_kept_and_functions_are_not() -> None:
+    callback = Counter()
+    callback.on_train_begin()
+    before = state_of([callback])
+    assert changes_since(before, state_of([callback])).keys() == {"callbacks"}
+    callback.things = [np.ones(2)]
+    callback.function = len  # type: ignore[assignment]
+    kept = changes_since(before, state_of([callback]))
+    assert kept.keys() == {"callbacks", "callbacks/Counter-0/things/0"}
+    other = Counter()
+    other.count = 7
+    give_back([other], kept)
+    assert (other.count, other.function) == (7, print)
+
+
+def test_what_a_call_gives_goes_before_what_a_checkpoint_has() -> None:
+    """Patience is the user's, the count towards it the run's; the sign of min_delta is made anew."""
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    first, then = (keras.callbacks.EarlyStopping("loss", patience=n, min_delta=0.5) for n in (3, 9))
+    for callback in (first, then):
+        callback.set_model(model)
+        callback.on_train_begin()
+    before = state_of([first])
+    for epoch, loss in enumerate((1.0, 1.0, 1.0)):
+        first.on_epoch_end(epoch, {"loss": loss})
+    give_back([then], changes_since(before, state_of([first])))
+    assert (then.wait, then.best, then.patience) == (2, 1.0, 9)
+    then.on_epoch_end(3, {"loss": 0.7})
+    assert then.wait == 3, "less than min_delta is no improvement"
+
+
+def test_callbacks_are_known_by_their_class_and_not_by_their_place() -> None:
+    callbacks = [Counter(), Counter(), keras.callbacks.History()]
+    callbacks[1].things = "second"  # type: ignore[attr-defined]
+    others = [keras.callbacks.History(), Counter(), Counter(), Counter()]
+    give_back(others, state_of(callbacks))
+    assert [each.things for each in others[1:]] == [None, "second", None]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("spoil", [lambda text: text[1:], lambda text: text.replace(b"array", b"arrow")])
+def test_a_damaged_state_is_refused(spoil: Callable[[bytes], bytes]) -> None:
+    callback = Counter()
+    callback.things = np.ones(2)
+    state = state_of([callback])
+    state["callbacks"] = np.frombuffer(spoil(state["callbacks"].tobytes()), np.uint8)
+    with pytest.raises(CheckpointError, match="the state of the callbacks in its checkpoint cannot be read"):
+        give_back([callback], state)
+
+
+# The conversation with a leader.
+
+
+class Leader:
+    """The leader's side in another thread, and the launcher between the two."""
+
+    def __init__(self, folder: Path, callbacks: list[Any], epochs: int = 2) -> None:
+        with fresh_names():
+            model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="only")])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        self.callbacks = Callbacks(callbacks, Mirror(model), EpochPlan(epochs=epochs), 0, 10)
+        self.model, self.inbox = model, Inbox()
+        self.conversation: Conversation[Any] = Conversation(folder, {}, [], self.callbacks, epochs)
+        self.conversation.connect(self._forward)
+        self.to_launcher = ToLauncher("chief-0", self.conversation.hear)  # type: ignore[arg-type]
+        self.hooks = LauncherHooks(self.to_launcher, self.inbox, folder)
+        self.arrays = {
+            "model/only/kernel": np.full((2, 1), 3.0, np.float32),
+            "model/only/bias": np.zeros(1, np.float32),
+        }
+        self.state: dict[str, np.ndarray] = {}
+
+    def _forward(self, message: HookAnswer | PauseWanted) -> None:
+        if isinstance(message, HookAnswer):
+            self.inbox.answers.put(message)
+        else:
+            self.inbox.pause_wanted.set()
+
+    def call(self, kind: str, epoch: int, step: int, **logs: Any) -> Change:
+        self.hooks.post(kind, epoch, step, logs, 0.5, lambda: self.arrays, self.state)
+        change = self.hooks.answer(30.0)
+        assert change is not None
+        return change
+
+    def run(self, script: Callable[["Leader"], Any]) -> Any:
+        return self.conversation.follow(lambda asked: script(self), Console())
+
+
+class Zeroing(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.layers[0].bias.assign([4.0])
+        self.model.optimizer.learning_rate = 0.25
+
+
+def test_only_what_a_callback_has_changed_goes_back(tmp_path: Path) -> None:
+    def script(leader: Leader) -> list[Change]:
+        return [leader.call("begin", 0, 0), leader.call("epoch", 0, 10, loss=1.0, several=[1.0, 2.0])]
+
+    leader = Leader(tmp_path, [Zeroing()])
+    begin, end = leader.run(script)
+    assert (begin.arrays, begin.learning_rate, begin.stop) == ({}, None, False)
+    assert end.arrays.keys() == {"model/only/bias"}
+    assert (end.arrays["model/only/bias"].tolist(), end.learning_rate) == ([4.0], 0.25)
+    assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), "the mirror has what the cluster has"
+    assert int(leader.model.optimizer.iterations) == 10
+    assert leader.callbacks.history.history["several"][0].tolist() == [1.0, 2.0]
+    assert list(tmp_path.iterdir()) == [], "files go when they are read"
+
+
+def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> None:
+    """Two epochs are trained; then the leader is lost, and a new one begins from nothing, and then from epoch 1."""
+    losses = []
+
+    def script(leader: Leader) -> None:
+        leader.call("begin", 0, 0)
+        kept = leader.call("epoch", 0, 10, loss=3.0).state or {}
+        leader.call("epoch", 1, 20, loss=2.0)
+        losses.append(list(leader.callbacks.history.history["loss"]))
+        leader.hooks = LauncherHooks(leader.to_launcher, leader.inbox, tmp_path)
+        leader.call("begin", 0, 0)
+        losses.append(list(leader.callbacks.history.history.get("loss", [])))
+        leader.state = kept
+        leader.call("begin", 1, 10)
+        losses.append(list(leader.callbacks.history.history["loss"]))
+
+    Leader(tmp_path, []).run(script)
+    assert losses == [[3.0, 2.0], [], [3.0]]
+
+
+def test_an_answer_to_an_earlier_life_is_not_taken(tmp_path: Path) -> None:
+    def script(leader: Leader) -> Change:
+        leader.inbox.answers.put(HookAnswer(1, True, None, "", ""))
+        return leader.call("begin", 0, 0)
+
+    assert not Leader(tmp_path, []).run(script).stop
+
+
+def test_no_answer_within_the_time(tmp_path: Path) -> None:
+    leader = Leader(tmp_path, [])
+    assert leader.hooks.answer(0.01) is None
+
+
+def test_a_model_with_other_variables_is_told(tmp_path: Path) -> None:
+    def script(leader: Leader) -> None:
+        leader.arrays["model/other/kernel"] = np.zeros(1)
+        leader.hooks.post("begin", 0, 0, {}, 0.5, lambda: leader.arrays, {})
+
+    with pytest.raises(TrainingError, match="the tasks have model/other/kernel, and the model in this process has not"):
+        Leader(tmp_path, []).run(script)
+
+
+def test_a_pause_is_asked_for_once_until_it_comes(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(batch)
+            self.model.stop_training = batch == 7
+
+    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def script(leader: Leader) -> Change:
+        leader.call("begin", 0, 0)
+        for step in (3, 4):
+            leader.conversation.hear(Progress("chief-0", step, 20, {"loss": 1.0}))
+        assert leader.inbox.pause_wanted.wait(30)
+        sent.put(leader.hooks.wanted())
+        change = leader.call("pause", 0, 7)
+        sent.put(leader.hooks.wanted())
+        return change
+
+    change = Leader(tmp_path, [Look()]).run(script)
+    assert change.stop
+    assert seen == [7], "hooks are called at the step of the pause alone"
+    assert (sent.get(), sent.get()) == (True, False)
+
+
+def test_an_error_of_the_run_reaches_the_caller(tmp_path: Path) -> None:
+    def script(leader: Leader) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        raise TrainingError("as on the command line")
+
+    with pytest.raises(TrainingError, match="as on the command line"):
+        Leader(tmp_path, []).run(script)
