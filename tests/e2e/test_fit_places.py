@@ -141,6 +141,29 @@ print([each.name() for each in psutil.Process().children(recursive=True)])
     assert out.splitlines() == ["of my own", "[]"]
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_lost_worker_is_started_again_while_callbacks_follow(mode: str, tmp_path: Path) -> None:
+    code = f"""
+import os, signal, psutil
+class Kill(keras.callbacks.Callback):
+    killed = None
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 2 and not self.killed:
+            server = psutil.Process().children()[0]
+            self.killed = server.children()[-1].pid  # the tasks are started in the order of their names
+            os.kill(self.killed, signal.SIGKILL)
+
+kill = Kill()
+result = tf2dist.fit(build, x, x.sum(1), epochs=6, mode={mode!r}, callbacks=[kill],
+                     options=["checkpoint.every_steps=3"], **given)
+print(kill.killed is not None, result.history["loss"].__len__(), result.summary["restarts"])
+"""
+    process = start(tmp_path, BEGIN + code)
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == "True 6 1"
+
+
 def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:
     code = """
 import os

@@ -140,7 +140,7 @@ class Leader:
         self.conversation.connect(self._forward)
         self.to_launcher = ToLauncher("chief-0", self.conversation.hear)  # type: ignore[arg-type]
         self.hooks = LauncherHooks(self.to_launcher, self.inbox, folder)
-        self.arrays = {
+        self.arrays: dict[str, np.ndarray] = {
             "model/only/kernel": np.full((2, 1), 3.0, np.float32),
             "model/only/bias": np.zeros(1, np.float32),
         }
@@ -218,7 +218,7 @@ def test_no_answer_within_the_time(tmp_path: Path) -> None:
 
 def test_a_model_with_other_variables_is_told(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
-        leader.arrays["model/other/kernel"] = np.zeros(1)
+        leader.arrays["model/other/kernel"] = np.zeros(1, np.float32)
         leader.hooks.post("begin", 0, 0, {}, 0.5, lambda: leader.arrays, {})
 
     with pytest.raises(TrainingError, match="the tasks have model/other/kernel, and the model in this process has not"):
