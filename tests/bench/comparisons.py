@@ -60,6 +60,7 @@ class Table:
         yield from self._torch()
         yield from self._one_process()
         yield from self._ourselves()
+        yield from self._fit()
         yield from self._start()
         yield from self._memory()
         yield from self._scaling()
@@ -132,6 +133,19 @@ class Table:
             old = partial(figures.peer_secs_to_accuracy, "old", mode, ACCURACY, self._arrays)
             contenders = {"tf2dist": ours, "old program": old}
             yield Comparison(f"to {ACCURACY} {mode}", "s", contenders, ("tf2dist", "old program"), 1.0, at_least=False)
+
+    def _fit(self) -> Iterator[Comparison]:
+        for mode in ("async", "sync"):
+            steps = self._steps(mode, "dnn")
+            fit = partial(figures.fit_rate, mode, steps, 2, self._arrays, "none")
+            contenders: dict[str, Measure] = {"fit": fit, "command": self._ours(mode, "dnn")}
+            yield Comparison(f"fit {mode}", "steps/s", contenders, ("fit", "command"), 0.97)
+        steps = self._steps("async", "dnn")
+        epochs = max(2, 2 * steps // 1_000)  # of 1,000 steps
+        contenders = {
+            which: partial(figures.fit_rate, "async", steps, epochs, self._arrays, which) for which in ("usual", "none")
+        }
+        yield Comparison("callbacks", "steps/s", contenders, ("usual", "none"), 0.98)
 
     def _start(self) -> Iterator[Comparison]:
         for mode in ("async", "sync"):

@@ -177,3 +177,21 @@ def our_run(*overrides: str) -> OurRun:
             logs = _tails(run_dir / "logs")
             raise ContenderError(f"tf2dist {' '.join(overrides)} ended with code {process.returncode}\n{output}{logs}")
         return OurRun(run_dir, started_at, wall_secs)
+
+
+def fit_run(mode: str, num_workers: int, steps: int, epochs: int, arrays: str, callbacks: str) -> OurRun:
+    """A call of `tf2dist.fit` in a process of its own."""
+    started_at, start = time.time(), time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        run_dir = Path(folder) / "run"
+        arguments = [mode, str(num_workers), str(steps), str(epochs), arrays, str(run_dir), callbacks]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.bench.fit_run", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECS,
+        )
+        if done.returncode:
+            raise ContenderError(f"fit {' '.join(arguments)} ended with code {done.returncode}\n{done.stderr[-3000:]}")
+        return OurRun(run_dir, started_at, time.monotonic() - start)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench.contenders import OurRun, our_process, our_run, peer
+from tests.bench.contenders import OurRun, fit_run, our_process, our_run, peer
 from tests.bench.workload import EVALUATE_EVERY, NUM_VALIDATION
 
 PLUGINS = str(Path(__file__).with_name("plugins.py"))
@@ -28,6 +28,11 @@ def our_rate(
     """Our own global steps per second, after as many steps: in its first seconds a run finds the size of its calls."""
     overrides = [f"mode={mode}", f"model={model}", f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
+
+
+def fit_rate(mode: str, steps: int, epochs: int, arrays: str, callbacks: str) -> float:
+    """As `our_rate`, of a call of `fit` with 3 workers and as many epochs over all its steps."""
+    return fit_run(mode, 3, 2 * steps, epochs, arrays, callbacks).rate(steps)
 
 
 def cluster_of(num_workers: int) -> list[str]:
