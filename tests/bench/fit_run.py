@@ -1,4 +1,4 @@
-"""The same training as the command's, by a call of `tf2dist.fit`: MODE NUM_WORKERS STEPS EPOCHS ARRAYS RUN_DIR CALLBACKS.
+"""The same training by a call of `tf2dist.fit`: MODE NUM_WORKERS STEPS EPOCHS ARRAYS RUN_DIR CALLBACKS.
 
 CALLBACKS: "none", or "usual" for three that nearly everyone has.
 """
