@@ -234,6 +234,17 @@ def advice_on_outputs(step: ModelStep) -> str:
     )
 
 
+def advice_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
+    """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
+    tables = [layer for layer in layers_of(step.model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
+    if not tables or isinstance(optimizer, keras.optimizers.SGD):
+        return ""
+    return (
+        f"{tables[0].name}: the gradients of a row that a batch looks up several times are added up before the "
+        "optimizer squares them, as Keras does on JAX and PyTorch; on TensorFlow it squares each of them"
+    )
+
+
 def check_optimizer(name: str, optimizer: Any) -> None:
     """Refuses what a builder returns if it is not an optimizer, or is one that leaves out updates."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -28,7 +28,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_outputs, check_assigned, check_losses
+from tf2dist.model.checks import advice_on_lookups, advice_on_outputs, check_assigned, check_losses
 from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
@@ -91,7 +91,7 @@ class AsyncLoop:
         self.new_optimizer = graphs.new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
-        self.advice = advice_on_outputs(step)
+        self.advice = advice_on_outputs(step) or advice_on_lookups(step, graphs.servers[0].optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
         self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)

@@ -31,7 +31,14 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_outputs, check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.checks import (
+    advice_on_lookups,
+    advice_on_outputs,
+    check_compiled,
+    check_last_batch,
+    check_losses,
+    check_state,
+)
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_examples
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source, build_step
@@ -111,7 +118,7 @@ class SyncLoop:
         self.optimizer, self.new_optimizer = optimizer, new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
-        self.advice = advice_on_outputs(step)
+        self.advice = advice_on_outputs(step) or advice_on_lookups(step, optimizer)
         self._counted = counter_of(optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()
