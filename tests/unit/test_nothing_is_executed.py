@@ -174,7 +174,7 @@ PACKAGE = REPOSITORY / "tf2dist"
 @pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
     """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and `shipping`
-    sends those of a call of `fit` to its tasks."""
+    sends those of a call of `fit` to its tasks. The modules of `finished` load models in Keras' safe mode."""
     imported: set[str] = set()
     called: set[str] = set()
     for node in ast.walk(ast.parse(module.read_text())):
@@ -184,8 +184,10 @@ def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
         elif isinstance(node, ast.Call):
             called.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
             loose = [word for word in node.keywords if word.arg in ("allow_pickle", "shell")]
+            assert module.stem == "shipping" or not any(word.arg == "safe_mode" for word in node.keywords)
             assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
-    assert not called & RUNNERS - {"shipping": {"load_model"}}.get(module.stem, set())
+    loads_models = module.stem == "shipping" or module.parent.name == "finished"
+    assert not called & RUNNERS - ({"load_model"} if loads_models else set())
     allowed = {"testing": {"pickle", "cloudpickle"}, "shipping": {"cloudpickle"}}.get(module.stem, set())
     assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
 

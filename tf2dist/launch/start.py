@@ -43,6 +43,7 @@ def run_in_folder(
     """
     leads = host_task is None or host_task.task == host_task.cluster.leader
     run_dir = make_run_dir(config)
+    config.run_dir = str(run_dir)  # also for who looks for what a run that failed has left
     if text := why_not_private(run_dir):
         console.warn(text)
     with the_only_run(run_dir) if leads else contextlib.nullcontext():

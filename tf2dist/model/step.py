@@ -1,8 +1,6 @@
 """The training step of both modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -10,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.model.call_scope import CallScope, noting
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, seeds_of
@@ -171,7 +170,7 @@ class ModelStep:
         metrics: list[tf.Tensor],
         place: tf.Tensor,
         tape: tf.GradientTape | None,
-    ) -> "_CallScope":
+    ) -> CallScope:
         """In this scope the model's variables have the given values, and random generators those of the step."""
         if tape:
             tape.watch(trainable)
@@ -179,7 +178,7 @@ class ModelStep:
         others = [(variable, values[id(variable)]) for variable in self._others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
         mapping = [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
-        return _CallScope(mapping, self.trainable, tape)
+        return CallScope(mapping, self.trainable, tape)
 
     def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
         """The states of the random generators before a step, by id: a seed and a count of draws."""
@@ -212,7 +211,7 @@ class ModelStep:
         return tf.cast(count, tf.float32)
 
     def _gradients(
-        self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: "_CallScope"
+        self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: CallScope
     ) -> list[tf.Tensor]:
         """The gradients of the loss, each summed over a variable's value before the call and the assigned ones."""
         leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
@@ -233,7 +232,7 @@ class ModelStep:
             ):
                 x, y, sample_weight = self.layout.pack(leaves)
                 outputs = self._outputs(x, training=True)
-                with _noting(losses_of(self.model)) as found_losses:
+                with noting(losses_of(self.model)) as found_losses:
                     loss = self._loss(x, y, outputs, sample_weight, training=True)
                 self._update_metrics(x, y, outputs, sample_weight, loss)
                 has_penalties = bool(self.model.losses)
@@ -259,102 +258,6 @@ class ModelStep:
         specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
         tf.function(call, autograph=False).get_concrete_function(*specs, self.layout.batched(None))
         return found[0]
-
-
-@contextlib.contextmanager
-def _noting(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
-    """Notes what the losses give before it is reduced to a number."""
-    found: list[tuple[keras.losses.Loss, tf.Tensor]] = []
-
-    def noting(loss: keras.losses.Loss) -> Any:
-        call = loss.call
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            value = call(*args, **kwargs)
-            found.append((loss, value))
-            return value
-
-        return noted
-
-    each = {id(loss): loss for loss in losses}.values()  # one may serve several outputs
-    for loss in each:
-        loss.call = noting(loss)
-    try:
-        yield found
-    finally:
-        for loss in each:
-            del loss.call
-
-
-class _CallScope(keras.StatelessScope):  # type: ignore[misc]
-    """Catches the values that a call assigns, so that the variables themselves do not change.
-
-    In TensorFlow no gradient flows through an assignment. The gradient of an assigned variable is the sum of
-    the gradients by its value before the call and by the assigned values, each taken as independent.
-
-    Attributes:
-        assigned: the values that the call assigns to each trainable variable, by the variable's id.
-        num_updates: how often the call assigns each variable, by its id.
-        strangers: the paths of assigned variables that have no value here.
-    """
-
-    def __init__(
-        self,
-        mapping: list[tuple[keras.Variable, tf.Tensor]],
-        trainable: list[keras.Variable],
-        tape: tf.GradientTape | None,
-    ) -> None:
-        super().__init__(mapping, collect_losses=True)
-        self._known = {id(variable) for variable, _ in mapping}
-        self._trainable, self._tape = set(map(id, trainable)), tape
-        self.assigned: dict[int, list[tf.Tensor]] = {}
-        self.num_updates: dict[int, int] = {}
-        self.strangers: list[str] = []
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, value = update
-        value = tf.stop_gradient(value)
-        self.num_updates[id(variable)] = self.num_updates.get(id(variable), 0) + 1
-        if id(variable) not in self._known:
-            self.strangers.append(variable.path)
-        if self._tape and id(variable) in self._trainable:
-            self._tape.watch(value)
-            self.assigned.setdefault(id(variable), []).append(value)
-        super().add_update((variable, value))
-
-
-class Batch(NamedTuple):
-    """A worker's batch.
-
-    Attributes:
-        leaves: [n, ...] each, see `Layout`.
-        weights: float32 [n], 0 for padding. Those of all batches of one step add up to 1.
-    """
-
-    leaves: list[tf.Tensor]
-    weights: tf.Tensor
-
-
-def without_padding(batch: Batch) -> Batch:
-    """The batch without its padding, because some layers look at the whole batch; one example if all is padding.
-
-    In Keras, too, the last batch of an epoch is shorter. XLA must not compile this: it needs fixed shapes.
-    """
-    count = tf.maximum(tf.math.count_nonzero(batch.weights, dtype=tf.int32), 1)
-    return Batch([leaf[:count] for leaf in batch.leaves], batch.weights[:count])
-
-
-def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> Iterator[list[tf.Tensor]]:
-    """The leaves of the batches of several steps, from leaves and weights `[num_steps, batch_size, ...]`.
-
-    As much as possible is computed for all steps at once: a small model takes 3,000 steps a second, and each
-    operation of a step costs about a microsecond.
-    """
-    *leaves, weights = element
-    counts = tf.maximum(tf.math.count_nonzero(weights, axis=1, dtype=tf.int32), 1)
-    ends = tf.unstack(tf.stack([tf.range(1, num_steps + 1), counts], axis=1), num_steps)
-    for number in range(num_steps):
-        yield [tf.strided_slice(leaf, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01) for leaf in leaves]
 
 
 def step_place(worker: tf.Tensor, step: tf.Tensor) -> tf.Tensor:

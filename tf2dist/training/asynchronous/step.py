@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding, blocks
+from tf2dist.model.batch import batches_without_padding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
-from tf2dist.model.step import ModelStep, batches_without_padding, step_place
+from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import evaluated_examples, remote_examples

@@ -14,8 +14,9 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import Sharding, batches, of_arrays
 from tf2dist.errors import TaskLostError
+from tf2dist.model.batch import Batch, without_padding
 from tf2dist.model.packing import Packing
-from tf2dist.model.step import Batch, ModelStep, step_place, without_padding
+from tf2dist.model.step import ModelStep, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.workers import Workers
