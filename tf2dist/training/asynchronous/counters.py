@@ -102,3 +102,11 @@ class Counters:
         """The updates applied, the totals [workers, len(TOTALS)] and the metrics of what `heads` gives."""
         totals, metrics = np.split(heads[1:], [self._num_totals])
         return heads[0], totals.reshape(self._shape), metrics
+
+
+def staleness_of(histogram: np.ndarray) -> dict[str, float]:
+    """The mean, two quantiles and the largest of a histogram of staleness, int64 [MAX_STALENESS + 1]."""
+    total, bins = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
+    quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
+    largest = int(bins[histogram > 0].max(initial=0))
+    return {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}

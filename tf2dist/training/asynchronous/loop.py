@@ -35,7 +35,7 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.calls import results, shut
-from tf2dist.training.asynchronous.counters import MAX_STALENESS, TOTALS
+from tf2dist.training.asynchronous.counters import TOTALS, staleness_of
 from tf2dist.training.asynchronous.examples import EVALUATED
 from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, Origin
 from tf2dist.training.asynchronous.reading import PackedRead
@@ -298,11 +298,7 @@ class AsyncLoop:
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""
-        histogram = self._graphs.servers[0].counters.now().staleness
-        total, bins = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
-        quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
-        largest = int(bins[histogram > 0].max(initial=0))
-        return {"staleness": {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}}
+        return {"staleness": staleness_of(self._graphs.servers[0].counters.now().staleness)}
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {"staleness": self._graphs.servers[0].counters.now().staleness}

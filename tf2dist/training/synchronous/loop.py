@@ -5,7 +5,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -20,7 +19,6 @@ from tf2dist.checkpoint.state import (
     counter_of,
     earlier_updates,
     finalize,
-    input_positions,
     named_variables,
     restore,
     take_over,
@@ -56,35 +54,10 @@ from tf2dist.training.loop import (
     shuffles,
     target_step,
 )
+from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where a run begins.
-
-    Attributes:
-        step: updates that were applied before.
-        examples: seen before, by all workers.
-        position: steps that each replica has taken of its shard before.
-        earlier_steps: the updates in `step` that were not applied by this number of synchronous workers.
-    """
-
-    step: int
-    examples: int
-    position: int
-    earlier_steps: int
-
-    @classmethod
-    def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "_Origin":
-        position = input_positions(start, sharding)[0]
-        if start is None:
-            return cls(0, 0, position, 0)
-        local_steps = start.facts.local_steps if start.facts.mode == "sync" else ()
-        earlier_steps = start.step - (local_steps[0] if len(local_steps) == num_workers else 0)
-        return cls(start.step, start.facts.examples, position, earlier_steps)
 
 
 class SyncLoop:
@@ -96,7 +69,7 @@ class SyncLoop:
         workers: Workers,
         splits: data.Splits,
         report: Report,
-        origin: _Origin,
+        origin: Origin,
         last_step: int,
         step: ModelStep,
         optimizer: keras.Optimizer,
@@ -153,7 +126,7 @@ class SyncLoop:
         )
         start = workers.share(start)
         resumed = start if isinstance(start, Snapshot) else None
-        origin = _Origin.of(resumed, sharding, workers.count)
+        origin = Origin.of(resumed, sharding, workers.count)
         last_step = target_step(config, source.plan, sharding, resumed)
         all_reduce = workers.all_reduce(config.cluster.all_reduce)
 
