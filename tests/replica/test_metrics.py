@@ -1,0 +1,152 @@
+"""Every metric of Keras: the sums of workers give what Keras gives over all examples, or it is refused by name."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.given import Given
+from tests.replica.small_runs import run_config
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import ConfigError
+from tf2dist.model.source import build_step
+from tf2dist.model.step import ModelStep
+
+N = 60
+RNG = np.random.default_rng(3)
+ONE = RNG.uniform(0.05, 0.95, (N, 1)).astype("float32")
+TWO_KINDS = RNG.integers(0, 2, (N, 1)).astype("float32")
+FOUR = RNG.dirichlet(np.ones(4), N).astype("float32")
+KINDS = RNG.integers(0, 4, N).astype("int64")
+ONE_HOT = np.eye(4, dtype="float32")[KINDS]
+VECTORS = RNG.normal(size=(N, 3)).astype("float32")
+M = keras.metrics
+# What a metric is given: predictions, and the truth.
+BINARY = (ONE, TWO_KINDS)
+CLASSES = (FOUR, KINDS)
+HOT = (FOUR, ONE_HOT)
+NUMBERS = (VECTORS, RNG.normal(size=(N, 3)).astype("float32"))
+POSITIVE = (ONE, RNG.uniform(0.1, 0.9, (N, 1)).astype("float32"))
+CASES: dict[str, tuple[Callable[[], Any], tuple[np.ndarray, np.ndarray]]] = {
+    "AUC": (M.AUC, BINARY),
+    "Accuracy": (M.Accuracy, BINARY),
+    "BinaryAccuracy": (M.BinaryAccuracy, BINARY),
+    "BinaryCrossentropy": (M.BinaryCrossentropy, BINARY),
+    "BinaryIoU": (lambda: M.BinaryIoU(target_class_ids=[0, 1], threshold=0.5), BINARY),
+    "CategoricalAccuracy": (M.CategoricalAccuracy, HOT),
+    "CategoricalCrossentropy": (M.CategoricalCrossentropy, HOT),
+    "CategoricalHinge": (M.CategoricalHinge, HOT),
+    "CosineSimilarity": (M.CosineSimilarity, NUMBERS),
+    "F1Score": (M.F1Score, HOT),
+    "FBetaScore": (lambda: M.FBetaScore(beta=2.0, average="macro"), HOT),
+    "FalseNegatives": (M.FalseNegatives, BINARY),
+    "FalsePositives": (M.FalsePositives, BINARY),
+    "Hinge": (M.Hinge, BINARY),
+    "KLDivergence": (M.KLDivergence, POSITIVE),
+    "LogCoshError": (M.LogCoshError, NUMBERS),
+    "MeanAbsoluteError": (M.MeanAbsoluteError, NUMBERS),
+    "MeanAbsolutePercentageError": (M.MeanAbsolutePercentageError, POSITIVE),
+    "MeanSquaredError": (M.MeanSquaredError, NUMBERS),
+    "MeanSquaredLogarithmicError": (M.MeanSquaredLogarithmicError, POSITIVE),
+    "OneHotIoU": (lambda: M.OneHotIoU(num_classes=4, target_class_ids=[0, 2]), HOT),
+    "OneHotMeanIoU": (lambda: M.OneHotMeanIoU(num_classes=4), HOT),
+    "MeanIoU": (lambda: M.MeanIoU(num_classes=4, sparse_y_pred=False), CLASSES),
+    "Poisson": (M.Poisson, POSITIVE),
+    "Precision": (M.Precision, BINARY),
+    "PrecisionAtRecall": (lambda: M.PrecisionAtRecall(0.5), BINARY),
+    "R2Score": (M.R2Score, NUMBERS),
+    "Recall": (M.Recall, BINARY),
+    "RecallAtPrecision": (lambda: M.RecallAtPrecision(0.5), BINARY),
+    "RootMeanSquaredError": (M.RootMeanSquaredError, NUMBERS),
+    "SensitivityAtSpecificity": (lambda: M.SensitivityAtSpecificity(0.5), BINARY),
+    "SparseCategoricalAccuracy": (M.SparseCategoricalAccuracy, CLASSES),
+    "SparseCategoricalCrossentropy": (M.SparseCategoricalCrossentropy, CLASSES),
+    "SparseTopKCategoricalAccuracy": (lambda: M.SparseTopKCategoricalAccuracy(k=2), CLASSES),
+    "SpecificityAtSensitivity": (lambda: M.SpecificityAtSensitivity(0.5), BINARY),
+    "SquaredHinge": (M.SquaredHinge, BINARY),
+    "TopKCategoricalAccuracy": (lambda: M.TopKCategoricalAccuracy(k=2), HOT),
+    "TrueNegatives": (M.TrueNegatives, BINARY),
+    "TruePositives": (M.TruePositives, BINARY),
+    "PearsonCorrelation": (M.PearsonCorrelation, NUMBERS),
+    "ConcordanceCorrelation": (M.ConcordanceCorrelation, NUMBERS),
+}
+
+
+class Scale(keras.layers.Layer):  # type: ignore[misc]
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.factor
+
+
+def compiled(metrics: list[Callable[[], Any]], width: int) -> keras.Model:
+    keras.utils.clear_session()  # which numbers the names of metrics anew
+    model = keras.Sequential([keras.Input((width,)), Scale()])
+    model.compile("sgd", lambda y, outputs: keras.ops.mean(outputs, axis=-1), metrics=[make() for make in metrics])
+    return model
+
+
+DATA = {"binary": BINARY, "classes": CLASSES, "one-hot": HOT, "numbers": NUMBERS, "positive": POSITIVE}
+
+
+def given(kind: str) -> Given:
+    """A model with all metrics for a kind of data."""
+    outputs, truth = DATA[kind]
+    metrics = [make for make, data in CASES.values() if data[0] is outputs and data[1] is truth]
+    assert metrics
+    return Given(lambda: compiled(metrics, outputs.shape[1]), Splits(Arrays(outputs, truth), num_classes=None))
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_the_sums_of_three_workers_give_what_keras_gives(kind: str) -> None:
+    source = given(kind)
+    step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())
+    train = source.load().train
+    cuts = [train[:10], train[10:45], train[45:]]
+    found = np.sum([evaluated(step, part) for part in cuts], axis=0)
+    results = step.metrics.results(found[1:])
+    expected = source.make().evaluate(train.x, train.y, batch_size=7, verbose=0, return_dict=True)
+    assert found[0] == N
+    assert results.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(results[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def evaluated(step: ModelStep, part: Arrays) -> np.ndarray:
+    sums: np.ndarray = step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]).numpy()
+    return sums
+
+
+def test_every_metric_of_keras_is_here() -> None:
+    kinds = {
+        name
+        for name, kind in vars(M).items()
+        if isinstance(kind, type) and issubclass(kind, M.Metric) and name == kind.__name__
+    }
+    of_one_argument = {"Mean", "Sum", "Metric", "MeanMetricWrapper", "IoU"}  # MeanIoU is the last one's
+    assert kinds - of_one_argument == set(CASES)
+
+
+class Largest(keras.metrics.Metric):  # type: ignore[misc]
+    """No sum: workers cannot add it up."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(outputs)))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def test_what_is_no_sum_is_refused_by_name() -> None:
+    source = Given(lambda: compiled([Largest], 1), Splits(Arrays(*BINARY), num_classes=None))
+    with pytest.raises(ConfigError, match=r"largest.*several workers cannot add it up; leave the metric out"):
+        build_step(source, source.load(), run_config(), contextlib.nullcontext())
