@@ -7,6 +7,7 @@ from tf2dist.errors import ConfigError, NotFiniteError, TaskFailure, TaskLostErr
 from tf2dist.registry import register_data, register_model, register_optimizer
 
 if TYPE_CHECKING:
+    from tf2dist.data.stream import Shard
     from tf2dist.finished.loading import load_model
     from tf2dist.fitting.fit import fit
     from tf2dist.fitting.request import Local
@@ -18,6 +19,7 @@ __all__ = [
     "Local",
     "NotFiniteError",
     "Result",
+    "Shard",
     "TaskFailure",
     "TaskLostError",
     "TfDistError",
@@ -31,6 +33,7 @@ __all__ = [
 LATER = {  # these modules import Keras
     "Local": "tf2dist.fitting.request",
     "Result": "tf2dist.fitting.result",
+    "Shard": "tf2dist.data.stream",
     "fit": "tf2dist.fitting.fit",
     "load_model": "tf2dist.finished.loading",
 }

@@ -75,7 +75,8 @@ def run_task(
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
     splits = source.load()
-    check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
+    if not splits.stream:
+        check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "evaluator":
         split = "validation" if "validation" in splits.sizes() else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)
@@ -83,7 +84,7 @@ def run_task(
             follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
         return
     if cluster.mode == "async" and task.job == "worker":
-        publish(splits)
+        publish(splits, [task.index])
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
         name, value = farewell["final"]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema
-from tf2dist.errors import ConfigError, FailureRecord, TaskLostError, TrainingError, first_line
+from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.fitting.shipping import Shipped
 from tf2dist.messages import ToLauncher
 from tf2dist.model.source import Registered, Source
@@ -102,6 +102,8 @@ def in_our_terms(error: BaseException) -> BaseException:
         return ConfigError(f"devices.xla (true): XLA cannot compile the model: {reason}; leave it out")
     if tf_messages.port_is_taken(text):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
+    if line := tf_messages.data_error(text):
+        return DataError(line)
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
     if lost and (silent := tf_messages.silent_tasks(text)):
         return TaskLostError(f"lost {', '.join(map(str, silent))}: sent no heartbeats")

@@ -56,7 +56,8 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 def settle(loops: list[Any]) -> None:
     """Waits for what the newest loop has in flight: TensorFlow connects no other coordinator before, and for ever."""
     for loop in loops[-1:]:
-        for iterator in loop._scheduler._iterator._values:
-            assert iterator._status_available_event.wait(60), "an iterator was not made"
+        for iterators in loop._scheduler._source:  # one of all workers, or none
+            for iterator in iterators._values:
+                assert iterator._status_available_event.wait(60), "an iterator was not made"
         with contextlib.suppress(Exception):  # a test may have caused it
             loop._coordinator.join()

@@ -89,7 +89,7 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     before = weights(loop)
     limit = tf.constant(100, tf.int64)
     for _ in range(30):  # what repeated calls of dead workers would do: 300 steps
-        loop._coordinator.schedule(loop._scheduler._function, args=(loop._scheduler._iterator, limit))
+        loop._coordinator.schedule(loop._scheduler._function, args=(*loop._scheduler._source, limit))
     loop.train(100)
     assert_exact(loop, 100)
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)

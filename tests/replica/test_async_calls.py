@@ -132,7 +132,7 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, wh
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler._function, args=(loop._scheduler._iterator, tf.constant(300, tf.int64))
+                loop._scheduler._function, args=(*loop._scheduler._source, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:

@@ -40,7 +40,7 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
         config, worker.cluster, worker.task, Registered(config), Splits(train, few, few), None, lambda progress: None
     )
     loop.train(3)
-    local_results, iterator = loop._graphs._strategy.experimental_local_results, loop._graphs._iterator
+    local_results, (iterator,) = loop._graphs._strategy.experimental_local_results, loop._graphs._feed.source
     batches = [local_results(next(iterator)[0])[0] for _ in range(3)]
     values = [int(batch.numpy().max()) for batch in batches]
     return own_mb() - before, values, pipeline._same_memory(train.x) is not None

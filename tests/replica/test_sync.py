@@ -94,7 +94,8 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist.training.synchronous.step import SHARED
 
     loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
-    traced = loop._graphs._take_steps.get_concrete_function(loop._graphs._iterator, tf.constant(1), tf.zeros([SHARED]))
+    arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.source
+    traced = loop._graphs._take_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())
 
 

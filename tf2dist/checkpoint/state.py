@@ -6,7 +6,7 @@ Neither the mode nor the number of workers or ps shows in the names: "model/hidd
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.pipeline import Sharding
+from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.tf_internals import trained_variables
 
@@ -246,17 +247,25 @@ def input_facts(sharding: Sharding, positions: list[int]) -> InputFacts:
 
 
 def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
-    """Whether its run has cut the training set in this way."""
-    return snapshot.facts.input.sharding == ShardingFacts(**asdict(sharding))
+    """Whether its run has cut the training set in this way; streams are the same however long an epoch is."""
+    before, now = snapshot.facts.input.sharding, ShardingFacts(**asdict(sharding))
+    if isinstance(sharding, StreamSharding):
+        before = replace(before, num_examples=now.num_examples)
+    return before == now
 
 
 def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
     """The local step at which each worker's input goes on.
 
-    Cut in the same way it goes on exactly; cut in another, at the same part of the same pass over the data.
+    Cut in the same way it goes on exactly; cut in another, at the same part of the same pass over the data. Over
+    streams a pass is an epoch, and with another number of workers each of them has another stream.
     """
     if snapshot is None:
         return [0] * sharding.num_shards
+    before = snapshot.facts.input
     if has_sharding(snapshot, sharding):
-        return list(snapshot.facts.input.positions)
-    return [round(snapshot.facts.epochs * steps) for steps in sharding.counted_steps()]
+        return list(before.positions)
+    passes = snapshot.facts.epochs
+    if isinstance(sharding, StreamSharding):  # whose batches may be of any size
+        passes = sum(before.positions) * before.sharding.batch_size / before.sharding.num_examples
+    return [round(passes * steps) for steps in sharding.counted_steps()]

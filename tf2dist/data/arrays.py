@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -21,6 +21,9 @@ from tf2dist.data.layout import Layout, Tree, leaves_of
 from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.errors import DataError, first_line, kind_of
 from tf2dist.registry import DATA, call, look_up, register_data
+
+if TYPE_CHECKING:
+    from tf2dist.data.stream import Stream
 
 # AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
@@ -52,6 +55,9 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.leaves[0])
 
+    def __str__(self) -> str:
+        return f"{len(self)} of {self.layout}"
+
     def __getitem__(self, part: slice) -> "Arrays":
         """A range of the examples, not copied."""
         return Arrays(*self.layout.pack([leaf[part] for leaf in self.leaves]))
@@ -66,14 +72,17 @@ class Splits:
     """The data of a run.
 
     Attributes:
+        train: without examples if they come from `stream`.
         validation, test: None, or without examples, if there is no such split.
         num_classes: of a classification; None for other data.
+        stream: gives the training set in batches, for data that do not fit into memory.
     """
 
     train: Arrays
     validation: Arrays | None = None
     test: Arrays | None = None
     num_classes: int | None = 10
+    stream: "Stream | None" = None
 
     @property
     def input_shape(self) -> Any:

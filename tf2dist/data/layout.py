@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 Tree = Any  # an array, or dicts, lists and tuples of arrays; None where there is nothing
@@ -21,7 +20,7 @@ class Layout:
         specs: of each leaf of one example, without the dimension of the batch.
 
     Args:
-        examples: the tree (x, y, sample_weight) of arrays [n, ...].
+        examples: the tree (x, y, sample_weight) of arrays [n, ...], or of the specs of such tensors.
     """
 
     def __init__(self, examples: tuple[Tree, Tree, Tree]) -> None:
@@ -52,5 +51,7 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _dtype_of(array: np.ndarray) -> tf.DType:
+def _dtype_of(array: Any) -> tf.DType:
+    if isinstance(array.dtype, tf.DType):
+        return array.dtype
     return tf.string if array.dtype.kind in "SU" else tf.as_dtype(array.dtype)

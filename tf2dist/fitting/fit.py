@@ -3,14 +3,17 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tf2dist.config.schema import MODES
+from tf2dist.data.arrays import Splits
+from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.request import Local, Model
 from tf2dist.fitting.result import Result
-from tf2dist.fitting.run import Run
+from tf2dist.fitting.run import Run, leave_gpus_to_tasks
 
 
 def fit(
@@ -32,6 +35,7 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: int | Sequence[int] = 1,
     *,
+    data: Load | None = None,
     mode: str = "async",
     cluster: Local | None = None,
     run_dir: str | os.PathLike[str] | None = None,
@@ -52,6 +56,13 @@ def fit(
         verbose: 0 silent but for warnings; 1 or "auto" progress on the standard error; 2 a line an epoch, as Keras.
         callbacks: called in this thread, between two steps of the cluster. Hooks of batches are called now and then,
             with the number of the global step for `batch`.
+        data: instead of x, y and sample_weight, for what does not fit into memory: a function that is called in each
+            worker with its `tf2dist.Shard`, and gives a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
+            The dataset begins again when it ends. When a run goes on, each worker leaves out as many batches as it
+            had taken of its pass, so the run repeats itself if every pass has the same batches in the same order;
+            with another number of workers, each goes on at the same part of the epoch. `steps_per_epoch` must be
+            given if TensorFlow does not know how many batches there are. It is called in this process, too, to see
+            what the batches are. `validation_data` are arrays.
         mode: "async", workers with parameter servers; or "sync", all-reduce.
         cluster: None for the one in the environment variable TF_CONFIG, or `Local()` without it.
         run_dir: where everything of the run goes, and where an earlier run in it goes on; None for a new folder
@@ -64,6 +75,7 @@ def fit(
 
     Raises:
         ConfigError: something cannot be done; the message says what can. Nothing has been started.
+        DataError: `data` fails, or gives no batches of known shape.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
         TfDistError: the training failed, or tasks were lost too often.
         KeyboardInterrupt: of Ctrl-C; the run was saved, and the same call with `run_dir` goes on.
@@ -83,17 +95,26 @@ def fit(
         validation_batch_size,
         shuffle,
     )
-    train = request.training_set(x, y, sample_weight, class_weight)
-    train, validation = request.validation_set(train, validation_data, validation_split)
     config, host_task = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
-    config.train.batch_size_per_worker = inputs.batch_size_of(
-        batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1
-    )
+    if data is None:
+        train = request.training_set(x, y, sample_weight, class_weight)
+        train, validation = request.validation_set(train, validation_data, validation_split)
+        splits = Splits(train, validation, num_classes=None)
+        config.train.batch_size_per_worker = inputs.batch_size_of(
+            batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1
+        )
+    else:
+        given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+        refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
+        config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
+        leave_gpus_to_tasks()  # before the user's function takes them
+        stream = Stream(request.name_of(data), data, num_workers, seed, config.train.batch_size_per_worker)
+        splits = request.streamed(stream, validation_data)
+        plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, mode))
     return Run(
         model,
-        train,
-        validation,
+        splits,
         request.with_batch_size(plan, config.train.batch_size_per_worker),
         config,
         host_task,

@@ -22,6 +22,15 @@ ARGUMENT_OF = {
     "train.steps": "epochs and steps_per_epoch",
     "train.eval_every_steps": "validation_freq",
 }
+# What `data=load` does itself.
+INSTEAD = {
+    "x": "its batches are (x, y) or (x, y, sample_weight)",
+    "y": "its batches are (x, y) or (x, y, sample_weight)",
+    "sample_weight": "give batches (x, y, sample_weight)",
+    "class_weight": "give batches (x, y, sample_weight)",
+    "validation_split": "give validation_data",
+    "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
+}
 OF_THE_COMMAND = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
 
 
@@ -42,15 +51,32 @@ def check_data(x: Any, name: str) -> None:
     Raises:
         FitError: names them.
     """
+    ways = "data=load, a function that makes the dataset of each worker, or arrays" if name == "x" else "arrays"
     kinds = [kind.__name__ for kind in type(x).__mro__ if kind is not object]
     is_dataset = "DatasetV2" in kinds or "DataLoader" in kinds or "DataAdapter" in kinds or "PyDataset" in kinds
     if inspect.isgenerator(x) or is_dataset:
         raise FitError(
-            f"{name}: is {kind_of(x)}, whose batches are made in this process; give arrays, also memory-mapped ones "
+            f"{name}: is {kind_of(x)}, whose batches are made in this process; give {ways}, also memory-mapped ones "
             "(numpy.load with mmap_mode='r')"
         )
     if callable(x) and not hasattr(x, "__array__"):
-        raise FitError(f"{name}: is a function; give arrays")
+        raise FitError(f"{name}: is a function; give {ways}")
+
+
+def check_stream(load: Any, **others: Any) -> None:
+    """Refuses what goes with arrays alone beside `data=load`.
+
+    Args:
+        others: by name of the argument; None or False for what is not given.
+
+    Raises:
+        FitError: names the first.
+    """
+    if not callable(load):
+        raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that gives a tf.data.Dataset")
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:

@@ -13,7 +13,9 @@ from tf2dist.cluster import parsing
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
-from tf2dist.data.arrays import Arrays
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.layout import Layout
+from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
 from tf2dist.model.plan import EpochPlan
@@ -81,12 +83,49 @@ def validation_set(train: Arrays, validation_data: Any, validation_split: float)
     """
     if validation_data is None:
         return inputs.split_off(train, validation_split) if validation_split else (train, None)
+    return train, validation_arrays(train.layout, validation_data)
+
+
+def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
+    """Raises FitError: see `validation_set`; `layout`: of the training set."""
     refusals.check_data(validation_data, "validation_data")
     validation = inputs.validation_examples(validation_data)
-    known = min(len(train.leaves), len(validation.leaves))  # one of the two may have weights and the other none
-    if validation.layout.specs[:known] != train.layout.specs[:known]:
-        raise FitError(f"validation_data: is {validation.layout}, and the training data is {train.layout}")
-    return train, validation
+    known = min(len(layout.specs), len(validation.leaves))  # one of the two may have weights and the other none
+    if validation.layout.specs[:known] != layout.specs[:known]:
+        raise FitError(f"validation_data: is {validation.layout}, and the training data is {layout}")
+    return validation
+
+
+def streamed(stream: Stream, validation_data: Any) -> Splits:
+    """The data of a run over streams.
+
+    Raises:
+        DataError: a stream cannot be made.
+        FitError: see `validation_set`.
+    """
+    validation = None if validation_data is None else validation_arrays(stream.layout, validation_data)
+    return stream.splits(validation)
+
+
+def steps_of(stream: Stream, mode: str) -> int:
+    """The global steps of an epoch over streams: one pass over all of them.
+
+    Raises:
+        FitError: their length is not known, or they are not equally long and every step needs all of them.
+    """
+    numbers = stream.num_batches()
+    if min(numbers) < 0:
+        raise FitError(
+            f"steps_per_epoch: must be given, since TensorFlow does not know how many batches {stream.shown(0)} has"
+        )
+    if mode == "sync" and len(set(numbers)) > 1:
+        raise FitError(
+            f"steps_per_epoch: must be given, since the workers have {', '.join(map(str, numbers))} batches, and with "
+            "mode='sync' each step takes one of every worker"
+        )
+    if min(numbers) == 0:
+        raise FitError(f"{stream.shown(numbers.index(0))} has no batch; give every worker one at least")
+    return numbers[0] if mode == "sync" else sum(numbers)
 
 
 def configuration(
@@ -119,14 +158,14 @@ def check_share(batch_size: int, num_examples: int, num_workers: int) -> None:
         )
 
 
-def name_of(model: Model) -> str:
-    """Of the model, as it may stand in the name of a folder."""
+def name_of(model: Model | Load) -> str:
+    """Of the model or a function, as it may stand in the name of a folder."""
     name = model.name if isinstance(model, keras.Model) else getattr(model, "__name__", type(model).__name__)
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")[:64] or "model"
 
 
-def take_over(config: RunConfig, model: keras.Model, name: str) -> None:
-    """Puts the model, and Keras's settings in this process, into the options.
+def take_over(config: RunConfig, model: keras.Model, name: str, data: str) -> None:
+    """Puts the model, the kind of the data, and Keras's settings in this process, into the options.
 
     Raises:
         FitError: the tasks cannot train with these settings.
@@ -136,7 +175,7 @@ def take_over(config: RunConfig, model: keras.Model, name: str) -> None:
         raise FitError(f"keras.config.floatx ({floatx}): must be float32, the type in which updates travel")
     if policy not in POLICIES:
         raise FitError(f"keras.config.dtype_policy ({policy}): must be one of {', '.join(POLICIES)}")
-    config.model, config.data = {"name": name}, DataConfig(name="arrays")
+    config.model, config.data = {"name": name}, DataConfig(name=data)
     config.optimizer = {"name": re.sub(r"\W+", "_", model.optimizer.name)}
     config.keras = KerasConfig(
         floatx=floatx, image_data_format=keras.config.image_data_format(), epsilon=keras.config.epsilon()

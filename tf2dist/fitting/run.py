@@ -16,8 +16,8 @@ import tensorflow as tf
 from tf2dist.cluster.addresses import exposure
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Arrays
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.arrays import Splits
+from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError, FitError, NotFiniteError, TaskFailure, TaskLostError, TfDistError, kind_of
 from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
@@ -30,6 +30,7 @@ from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.messages import Progress
 from tf2dist.model.plan import EpochPlan
 from tf2dist.signals import Asked
+from tf2dist.training.loop import sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
 ERRORS: dict[int, type[TfDistError]] = {
@@ -50,8 +51,7 @@ class Run:
     """
 
     model: Model
-    train: Arrays
-    validation: Arrays | None
+    splits: Splits
     plan: EpochPlan
     config: RunConfig
     host_task: HostTask | None
@@ -65,26 +65,28 @@ class Run:
 
     def to_its_end(self) -> Result:
         """Raises what `fit` raises."""
-        check_share(self.config.train.batch_size_per_worker, len(self.train), self.num_workers)
+        if not self.splits.stream:
+            check_share(self.config.train.batch_size_per_worker, len(self.splits.train), self.num_workers)
         leave_gpus_to_tasks()
-        own = own_model(self.model, self.train)
+        own = own_model(self.model, self.splits.layout)
         name = name_of(self.model)
         refusals.check_model(name, own, self.config.mode)
-        take_over(self.config, own, name)
+        take_over(self.config, own, name, "stream" if self.splits.stream else "arrays")
         with private_folder() as job:
-            shipping.ship(job, self.model, name, self.train, self.validation, self.plan)
+            shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
                 return self._lead(own, job)
             return self._follow(job, self.host_task)
 
     def _lead(self, own: keras.Model, job: Path) -> Result:
         twin = shipping.sent_model(job) if isinstance(self.model, keras.Model) else None
-        sharding = Sharding(
-            len(self.train),
+        sharding = sharding_of(
+            self.splits,
+            self.plan,
             self.config.train.batch_size_per_worker,
             self.num_workers,
             self.config.seed,
-            self.config.mode == "sync",
+            whole_batch_loss=self.config.mode == "sync",
         )
         steps = self.plan.steps_per_epoch or sharding.updates_per_epoch
         callbacks = Callbacks(self.callbacks, Mirror(own, twin), self.plan, self.verbose, steps)
@@ -109,7 +111,7 @@ class Run:
         return Result({}, summary, folder, None, where)
 
     def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
-        identity = identity_of(self.train, self.validation, self.plan)
+        identity = identity_of(self.splits, self.plan)
         sys_path = [entry for entry in sys.path if isinstance(entry, str)]
         return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
 
@@ -164,8 +166,11 @@ def leave_gpus_to_tasks() -> None:
             tf.config.experimental.set_memory_growth(device, True)
 
 
-def own_model(model: Model, train: Arrays) -> keras.Model:
+def own_model(model: Model, layout: Layout) -> keras.Model:
     """The model of this process, with its variables.
+
+    Args:
+        layout: of the data.
 
     Raises:
         FitError: it is none.
@@ -173,18 +178,18 @@ def own_model(model: Model, train: Arrays) -> keras.Model:
     if not isinstance(model, keras.Model):
         if not callable(model):
             raise FitError(f"model: is {kind_of(model)}; give a compiled keras.Model, or a function that builds one")
-        return shipping.built(model, name_of(model), train.layout)
+        return shipping.built(model, name_of(model), layout)
     if not model.compiled:
         raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
-    mirror.build(model, train.layout)
+    mirror.build(model, layout)
     return model
 
 
-def identity_of(train: Arrays, validation: Arrays | None, plan: EpochPlan) -> dict[str, Any]:
+def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
     """What hosts compare of a call."""
-    described = {"train": f"{len(train)} of {train.layout}"}
-    if validation:
-        described["validation"] = f"{len(validation)} of {validation.layout}"
+    described = {"train": str(splits.stream or splits.train)}
+    if splits.validation:
+        described["validation"] = str(splits.validation)
     return {**described, **asdict(plan)}
 
 

@@ -4,6 +4,7 @@
     *.npy           the arrays, which tasks map
     model.keras     a compiled model, with its weights, as Keras saves it; or
     build.pickle    a function that tasks cannot import, by cloudpickle
+    load.pickle     likewise the one that makes the streams of data
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
 
 What is unpickled here has been written by the same user's process on this host, into a folder that nobody else can
@@ -28,18 +29,19 @@ import keras
 
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout
+from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, first_line, kind_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names
 
-JOB, MODEL, BUILD, CUSTOM = "job.json", "model.keras", "build.pickle", "custom.pickle"
+JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
 OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")  # not the user's own code
 is_task = False  # whether this process is a task that has got a job
 
 
-def ship(folder: Path, model: Any, name: str, train: Arrays, validation: Arrays | None, plan: EpochPlan) -> None:
+def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -> None:
     """Writes the job of one run.
 
     Args:
@@ -54,9 +56,12 @@ def ship(folder: Path, model: Any, name: str, train: Arrays, validation: Arrays 
         stored = {
             "name": name,
             "plan": asdict(plan),
-            "train": inputs.store(train, folder, "train"),
-            "validation": inputs.store(validation, folder, "validation") if validation else None,
-            "model": _ship_model(folder, model) if isinstance(model, keras.Model) else _ship_function(folder, model),
+            "train": inputs.store(splits.train, folder, "train") if not splits.stream else None,
+            "stream": _ship_stream(folder, splits.stream) if splits.stream else None,
+            "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
+            "model": _ship_model(folder, model)
+            if isinstance(model, keras.Model)
+            else _ship_function(folder, model, BUILD),
         }
         write_whole(folder / JOB, json.dumps(stored))
     except OSError as error:
@@ -69,12 +74,28 @@ def ship(folder: Path, model: Any, name: str, train: Arrays, validation: Arrays 
 # Functions.
 
 
-def _ship_function(folder: Path, function: Callable[[], keras.Model]) -> dict[str, str]:
+def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
+    shared = {"name": stream.name, "count": stream.count, "seed": stream.seed, "batch_size": stream.batch_size}
+    return {**shared, "load": _ship_function(folder, stream.load, LOAD)}
+
+
+def _ship_function(folder: Path, function: Callable[..., Any], file: str) -> dict[str, str]:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module and is_importable(module) and _attribute(sys.modules[module], name) is function:
         return {"import": f"{module}:{name}"}
-    write_whole(folder / BUILD, pickled(function, "model"))
-    return {"pickle": BUILD}
+    write_whole(folder / file, pickled(function, "model" if file == BUILD else "data"))
+    return {"pickle": file}
+
+
+def _received(folder: Path, sent: dict[str, str]) -> Callable[..., Any]:
+    """The function that `_ship_function` has sent."""
+    ((kind, value),) = sent.items()
+    if kind == "pickle":
+        pickle: Callable[..., Any] = cloudpickle.loads((folder / value).read_bytes())
+        return pickle
+    module, _, name = value.partition(":")
+    function: Callable[..., Any] = _attribute(importlib.import_module(module), name)
+    return function
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -239,13 +260,20 @@ class Shipped:
         self.plan: EpochPlan | None = EpochPlan(**plan)
 
     def load(self) -> Splits:
-        """The data, in memory that all tasks of this host share."""
+        """The data, in memory that all tasks of this host share, or in streams.
+
+        Raises:
+            DataError: the function of a stream fails.
+        """
         try:
             train, validation = (self._arrays(split) for split in ("train", "validation"))
         except (OSError, ValueError, EOFError) as error:
             raise _unreadable(self._folder, error) from None
-        assert train
-        return Splits(train, validation, num_classes=None)
+        if train:
+            return Splits(train, validation, num_classes=None)
+        sent = self._job["stream"]
+        load = _received(self._folder, sent["load"])
+        return Stream(sent["name"], load, sent["count"], sent["seed"], sent["batch_size"]).splits(validation)
 
     def _arrays(self, split: str) -> Arrays | None:
         return inputs.load(self._job[split]) if self._job[split] else None
@@ -256,15 +284,10 @@ class Shipped:
         Raises:
             FitError: the function gives no compiled model.
         """
-        ((kind, value),) = self._job["model"].items()
-        if kind == "keras":
+        sent = self._job["model"]
+        if "keras" in sent:
             return sent_model(self._folder)
-        if kind == "import":
-            module, _, name = value.partition(":")
-            function = _attribute(importlib.import_module(module), name)
-        else:
-            function = cloudpickle.loads((self._folder / value).read_bytes())
-        return built(function, self.name, splits.layout)
+        return built(_received(self._folder, sent), self.name, splits.layout)
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:

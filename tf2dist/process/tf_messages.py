@@ -16,6 +16,7 @@ NO_SERVER = "Could not start gRPC server"
 SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
 LATE, AFTER_LATE = "timed out task names", "\n\n"
 SILENT, AFTER_SILENT = "stopped sending heartbeats", "The tasks have crashed"
+DATA_ERROR = re.compile(r"^\s*(?:\w+Error: )?DataError: (data \(.*)$", re.MULTILINE)
 TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
 
 
@@ -39,6 +40,12 @@ def xla_reason(text: str) -> str:
 def port_is_taken(text: str) -> bool:
     """Whether `tf.distribute.Server` could not listen at its port."""
     return NO_SERVER in text
+
+
+def data_error(text: str) -> str:
+    """What a `DataError` says that was raised by a function of ours inside of a graph; empty if none was."""
+    found = DATA_ERROR.search(text)
+    return found[1] if found else ""
 
 
 def line_of_loss(text: str) -> str:

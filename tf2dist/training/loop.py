@@ -15,8 +15,10 @@ from tf2dist.checkpoint.facts import Facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import has_sharding, input_facts
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.pipeline import Sharding
+from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import ConfigError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
@@ -79,8 +81,22 @@ class WorkersAway(Exception):
     """A stop is requested, and no worker makes progress with the calls that it was given."""
 
 
-def shuffles(plan: EpochPlan | None) -> bool:
-    return plan is None or plan.shuffle
+def sharding_of(
+    splits: Splits,
+    plan: EpochPlan | None,
+    batch_size: int,
+    num_shards: int,
+    seed: int,
+    *,
+    whole_batch_loss: bool,
+) -> Sharding:
+    """How the training set is cut into batches, or how those of streams are counted; see `Sharding`."""
+    if splits.stream:
+        assert plan, "streams come from a call of `fit`"
+        assert plan.steps_per_epoch, "which knows it, or was told"
+        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, seed, whole_batch_loss)
+    shuffle = plan is None or plan.shuffle
+    return Sharding(len(splits.train), batch_size, num_shards, seed, whole_batch_loss, shuffle)
 
 
 def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, start: Snapshot | None) -> int:

@@ -5,6 +5,7 @@ data allow it: as a tensor each worker would have a copy of its own, and another
 pipeline is made anew.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,25 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
+from tf2dist.data.stream import Reader
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 EVALUATED = ("validation", "test")
+BATCHES = "batches"
 
 _published: dict[str, Any] = {}  # TensorFlow holds its Python functions by weak references
 
 
-def publish(splits: Splits) -> None:
-    """Makes the examples of this process readable for `remote_examples`."""
+def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
+    """Makes the examples of this process readable for `remote_examples`, and its streams for `remote_batches`.
+
+    Args:
+        workers: the indices of those in this process; several only in tests.
+
+    Raises:
+        DataError: a stream cannot be made.
+    """
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
     evaluated = [parts[split] for split in EVALUATED]
@@ -32,6 +42,11 @@ def publish(splits: Splits) -> None:
         return arrays.take(index)
 
     _published[_token("evaluated")] = take
+    if splits.stream:
+        for index in workers:
+            splits.stream.batches(index, 0)  # tells now what is wrong with it
+        readers = {index: Reader(splits.stream, index) for index in workers}
+        _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].take(int(first), int(num))
     publish_functions(_published)
 
 
@@ -49,6 +64,14 @@ def _remote(name: str, inputs: list[tf.Tensor], layout: Layout) -> list[tf.Tenso
     specs, index = layout.specs, inputs[-1]
     taken = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
+
+
+def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> list[list[tf.Tensor]]:
+    """In a graph: the leaves of `num` batches of a worker's published stream, from that of the number `first` on."""
+    specs = layout.batched(None)
+    types = [spec.dtype for spec in specs]
+    taken = iter(tf.raw_ops.PyFunc(input=[worker, first, tf.constant(num)], token=_token(BATCHES), Tout=types * num))
+    return [[tf.ensure_shape(next(taken), spec.shape) for spec in specs] for _ in range(num)]
 
 
 def _token(split: str) -> str:

@@ -26,7 +26,6 @@ from tf2dist.checkpoint.state import (
 )
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on_lookups, advice_on_outputs, check_assigned, check_losses
 from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
@@ -51,7 +50,7 @@ from tf2dist.training.loop import (
     WorkersAway,
     never,
     saved_facts,
-    shuffles,
+    sharding_of,
     target_step,
 )
 
@@ -118,14 +117,7 @@ class AsyncLoop:
     ) -> "AsyncLoop":
         # The plan of the run. A mistake in it is told before any other host is called.
         num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
-        sharding = Sharding(
-            len(splits.train),
-            batch_size,
-            num_workers,
-            config.seed,
-            whole_batch_loss=False,
-            shuffle=shuffles(source.plan),
-        )
+        sharding = sharding_of(splits, source.plan, batch_size, num_workers, config.seed, whole_batch_loss=False)
         resumed = start if isinstance(start, Snapshot) else None
         last_step = target_step(config, source.plan, sharding, resumed)
 
@@ -140,7 +132,7 @@ class AsyncLoop:
         origin = Origin.of(resumed, sharding, step.metrics.size)
         offsets = list(map(int, origin.offsets))
         earlier = earlier_updates(step.earlier, resumed)
-        graphs = AsyncStep(config, step, make_optimizer, sharding, offsets, last_step, source.plan, earlier)
+        graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]

@@ -1,9 +1,7 @@
 """The calls that the coordinator gives to the workers: how many are in flight, and how many steps each takes."""
 
-import functools
 import math
 import time
-from typing import Any
 
 import tensorflow as tf
 
@@ -46,7 +44,7 @@ class Scheduler:
         self._function = graphs.train_function(self.num_steps)
         self._trace_secs = time.monotonic() - begun_at
         self._first_call_secs = 0.0  # not known yet
-        self._iterator = self._make_iterator(self.num_steps)
+        self._source = graphs.feed.source(coordinator, self.num_steps)
         self.begin(0)
 
     def begin(self, until_step: int) -> None:
@@ -114,7 +112,7 @@ class Scheduler:
         return self._num_scheduled * self.num_steps - (admitted - self._applied_before)
 
     def _schedule(self) -> None:
-        self._coordinator.schedule(self._function, args=(self._iterator, self._limit))
+        self._coordinator.schedule(self._function, args=(*self._source, self._limit))
         self._num_scheduled += 1
 
     def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
@@ -140,9 +138,4 @@ class Scheduler:
         self.finish(request)
         self.num_steps = num_steps
         self._function = function
-        self._iterator = self._make_iterator(num_steps)
-
-    def _make_iterator(self, num_steps: int) -> Any:
-        """An iterator with an element for each call of `num_steps`; each worker's begins where its updates ended."""
-        dataset = tf.function(functools.partial(self._graphs.dataset, num_steps), autograph=False)
-        return iter(self._coordinator.create_per_worker_dataset(dataset))
+        self._source = self._graphs.feed.source(self._coordinator, num_steps)

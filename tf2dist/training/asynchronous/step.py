@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding, blocks
-from tf2dist.model.batch import batches_without_padding
+from tf2dist.data.arrays import Splits
+from tf2dist.data.pipeline import Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
@@ -23,7 +23,8 @@ from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.counters import TOTALS
-from tf2dist.training.asynchronous.examples import evaluated_examples, remote_examples
+from tf2dist.training.asynchronous.examples import evaluated_examples
+from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
@@ -38,11 +39,12 @@ class AsyncStep:
     replica context, which there is none of on a ps.
 
     Attributes:
+        feed: of the workers.
         evaluated_at_once: how many examples, at most.
 
     Args:
         step: of a model whose variables lie on parameter servers.
-        sharding: of the training set.
+        splits, sharding: the data, and how the training set is cut.
         offsets: of each worker, from the steps that the ps have counted to those of its input.
         make_optimizer: for each ps.
         total_steps: updates in the whole run.
@@ -55,6 +57,7 @@ class AsyncStep:
         config: RunConfig,
         step: ModelStep,
         make_optimizer: MakeOptimizer,
+        splits: Splits,
         sharding: Sharding,
         offsets: list[int],
         total_steps: int,
@@ -65,7 +68,6 @@ class AsyncStep:
         self._config, self.sharding = config, sharding
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
-        self._offsets = offsets
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
@@ -82,30 +84,26 @@ class AsyncStep:
             )
             for device in sorted({v.value.device for v in everything})
         ]
+        self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
         self._decays: dict[int, float] = {}  # of what the step changes; known once it has been traced
         self._compute = self._traced_compute()
         for server in self.servers:
             server.trace_push(self._decays)
 
-    def dataset(self, num_steps: int) -> tf.data.Dataset:
-        """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
-        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        # A worker that was lost begins again where its updates ended.
-        taken = self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
-        first_step = tf.gather(tf.constant(self._offsets, tf.int64), worker) + tf.cast(taken, tf.int64)
-        take = functools.partial(remote_examples, "train", layout=self._step.layout)
-        return blocks(take, self.sharding, worker, num_steps, first_step)
-
     def train_function(self, num_steps: int) -> Any:
-        """``function(iterator, limit)``: `num_steps` steps, of which those above `limit` updates are refused."""
+        """``function(*source, limit)``: `num_steps` steps, of which those above `limit` updates are refused.
 
-        def steps(iterator: Any, limit: tf.Tensor) -> None:
+        `source`: of `feed`.
+        """
+
+        def steps(*arguments: Any) -> None:
+            *source, limit = arguments
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
             indices = self.servers[0].counters.indices(worker)
             with tf.device("CPU:0"):
-                batches = list(batches_without_padding(next(iterator), num_steps))
+                batches = self.feed.batches(tuple(source), worker, before[TOTALS.index("steps")], num_steps)
             losses = []
             pulled = [server.pull() for server in self.servers]
             for number, batch in enumerate(batches, 1):
@@ -121,12 +119,11 @@ class AsyncStep:
                 losses.append(loss)
             self._log(worker, before, tf.reduce_mean(losses))
 
-        shape = [num_steps, self.sharding.batch_size]
-        signature = (
-            tf.data.IteratorSpec((*self._step.layout.batched(*shape), tf.TensorSpec(shape, tf.float32))),
-            tf.TensorSpec([], tf.int64),
-        )
-        return tf.function(steps, autograph=False).get_concrete_function(*signature)
+        signature = self.feed.signature(num_steps)
+        return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
+
+    def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
+        return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
 
     def evaluate_function(self) -> Any:
         """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.

@@ -51,9 +51,10 @@ from tf2dist.training.loop import (
     Report,
     never,
     saved_facts,
-    shuffles,
+    sharding_of,
     target_step,
 )
+from tf2dist.training.synchronous.feeds import feed_of
 from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
@@ -74,6 +75,7 @@ class SyncLoop:
         step: ModelStep,
         optimizer: keras.Optimizer,
         new_optimizer: Callable[[], keras.Optimizer],
+        sharding: Sharding,
         graphs: SyncStep,
         named: Named,
         restored_from: str,
@@ -83,7 +85,7 @@ class SyncLoop:
     ) -> None:
         self._config, self._workers, self._splits, self._report = config, workers, splits, report
         self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
-        self.sharding = graphs.sharding
+        self.sharding = sharding
         self.target_step = last_step
         self.model, self._plan = step.model, plan
         self.leads = workers.index == 0
@@ -95,7 +97,7 @@ class SyncLoop:
         self._counted = counter_of(optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()
-        self._evaluated_at_once = chunk_size(graphs.sharding.batch_size, step, plan)
+        self._evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
         self._own_secs = 0.0  # for a step of this worker; 0 while unknown
         none = np.zeros(step.metrics.size)
@@ -116,14 +118,8 @@ class SyncLoop:
         # The other workers, and what all share: the snapshot that the leader has read, the plan of the run.
         workers = Workers.join(config, cluster, task, strategy)
         batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
-        sharding = Sharding(
-            len(splits.train),
-            batch_size,
-            workers.num_replicas,
-            config.seed,
-            whole_batch_loss=True,
-            shuffle=shuffles(source.plan),
-        )
+        replicas = workers.num_replicas
+        sharding = sharding_of(splits, source.plan, batch_size, replicas, config.seed, whole_batch_loss=True)
         start = workers.share(start)
         resumed = start if isinstance(start, Snapshot) else None
         origin = Origin.of(resumed, sharding, workers.count)
@@ -150,9 +146,8 @@ class SyncLoop:
         counter_of(optimizer).assign(origin.step + earlier)
 
         # The graph of the steps.
-        graphs = SyncStep(
-            config, workers, step, optimizer, all_reduce, splits.train, sharding, origin.step, origin.position
-        )
+        feed = feed_of(workers, splits, sharding, origin.position)
+        graphs = SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step)
         return cls(
             config=config,
             workers=workers,
@@ -163,6 +158,7 @@ class SyncLoop:
             step=step,
             optimizer=optimizer,
             new_optimizer=new_optimizer,
+            sharding=sharding,
             graphs=graphs,
             named=named,
             restored_from=restored_from,

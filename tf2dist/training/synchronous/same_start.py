@@ -77,7 +77,7 @@ def _errors(config: RunConfig, others: str) -> list[RequestError]:
 
 
 def _description_of(splits: Splits) -> bytes:
-    return str([str(splits.layout), len(splits.train), sorted(splits.sizes().items()), splits.num_classes]).encode()
+    return str([str(splits.stream or splits.train), sorted(splits.sizes().items()), splits.num_classes]).encode()
 
 
 def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:

@@ -1,0 +1,191 @@
+"""`tf2dist.fit(build, data=load)` on real clusters, held against `keras.Model.fit` and against what was asked for."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf2dist
+from tests.e2e.test_fit import ONE, X, Y, assert_same, regression, weights_agree
+from tf2dist.process.tf_internals import fresh_names
+
+THREE = tf2dist.Local(workers=3, ps=2)
+MODES = ["async", "sync"]
+
+
+def rows(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """The rows of a worker in order; its last batch is smaller."""
+    mine = np.array_split(np.arange(len(X)), shard.count)[shard.index]
+    return tf.data.Dataset.from_tensor_slices((X[mine], Y[mine])).batch(shard.batch_size)
+
+
+def generated(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """Batches of a Python generator, more of them for later workers."""
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, 20 * (shard.index + 2), 20):
+            yield X[first : first + shard.batch_size], Y[first : first + shard.batch_size]
+
+    signature = tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+    return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+def as_keras(load: Any, **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+    with fresh_names():
+        model = regression()
+    dataset = load(tf2dist.Shard(0, 1, 0, 30))
+    return model, model.fit(dataset.repeat(), verbose=0, **arguments).history
+
+
+def fit(load: Any, run_dir: Path, cluster: tf2dist.Local = ONE, **arguments: Any) -> tf2dist.Result:
+    given = {"batch_size": 30, "verbose": 0, "epochs": 3, **arguments}
+    return tf2dist.fit(regression, data=load, cluster=cluster, run_dir=run_dir, **given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_worker_does_what_keras_does(mode: str, tmp_path: Path) -> None:
+    """Seven batches a pass, the last of them smaller; nobody has to say how many they are."""
+    validation = (X[:50], Y[:50])
+    model, history = as_keras(rows, epochs=3, steps_per_epoch=7, validation_data=validation)
+    result = fit(rows, tmp_path / "run", mode=mode, validation_data=validation)
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+    assert result.summary["global_step"] == 21
+    assert result.summary["examples_seen"] == 600
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_whose_data_are_not_equally_long_end(mode: str, tmp_path: Path) -> None:
+    result = fit(generated, tmp_path / "run", THREE, mode=mode, steps_per_epoch=11)
+    summary = result.summary
+    assert summary["global_step"] == summary["updates_applied"] == 33
+    assert summary["examples_seen"] == 33 * 30 * (3 if mode == "sync" else 1)
+    assert [worker["local_steps"] for worker in summary["workers"]] == [33] * 3 or mode == "async"
+    assert len(result.history["loss"]) == 3
+
+
+def numbered(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """Each batch holds its own number, and writes it down when it is trained on."""
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for number in range(1000):
+            yield np.full([1, 1], number, "float32"), np.zeros([1, 1], "float32")
+
+    signature = tf.TensorSpec([None, 1], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+    return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+def summing() -> keras.Model:
+    """Its only weight becomes less by the number of each batch."""
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(1.0), loss=output_alone)
+    return model
+
+
+def output_alone(y: Any, output: Any) -> Any:
+    return keras.ops.mean(output, axis=-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_goes_on_at_its_batch(mode: str, tmp_path: Path) -> None:
+    """Every batch is trained on once: the weight is the sum of their numbers."""
+
+    class End(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise KeyError("as if the power failed")
+
+    given: dict[str, Any] = {"cluster": ONE, "epochs": 4, "steps_per_epoch": 13, "batch_size": 1, "verbose": 0}
+    given |= {"run_dir": tmp_path / "run", "mode": mode, "options": {"checkpoint.every_steps": 13}}
+    with pytest.raises(KeyError, match="power failed"):
+        tf2dist.fit(summing, data=numbered, callbacks=[End()], **given)
+    result = tf2dist.fit(summing, data=numbered, **given)
+    assert result.summary["global_step"] == 52
+    assert result.model.get_weights()[0].item() == -sum(range(52))
+
+
+def raising(shard: tf2dist.Shard) -> tf.data.Dataset:
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for _ in range(20):
+            yield X[:30], Y[:30]
+        if shard.index == 1:
+            raise KeyError("no such file")
+        yield from batches()
+
+    signature = tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+    return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+def ending(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """For the second worker nothing."""
+    return generated(shard).take(0 if shard.index == 1 else 9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(raising, "shard 1 of 2: KeyError: 'no such file'"), (ending, "shard 1 of 2 gives no batch")],
+)
+def test_data_that_fail_in_a_worker_are_named(mode: str, load: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(tf2dist.TfDistError) as raised:
+        fit(load, tmp_path / "run", tf2dist.Local(2, 1), mode=mode, steps_per_epoch=100)
+    assert f"data ({load.__name__}): {reason}" in str(raised.value).splitlines()[0]
+    assert raised.value.exit_code == 2
+
+
+def unknown_shape(shard: tf2dist.Shard) -> tf.data.Dataset:
+    return tf.data.Dataset.from_generator(lambda: iter([]), (tf.float32, tf.float32))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no dataset": (lambda shard: [X, Y], "gives a list, and must give a tf.data.Dataset"),
+    "no batches": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y[:, 0])), "is no batch; end with"),
+    "one example": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y)), "are no batches; end with"),
+    "four parts": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y, Y, Y)).batch(9), "have 4 parts; give"),
+    "unknown shape": (unknown_shape, "all but the first dimension must be known"),
+    "ragged": (lambda shard: tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], []]), Y[:2])), "RaggedTensor"),
+    "raises": (lambda shard: X["no"], "shard 0 of 1: IndexError: "),
+    "no length": (generated, "steps_per_epoch: must be given"),
+    "no function": (X, "data: is a ndarray; give a function"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_data_are_refused_before_anything_starts(kind: str, tmp_path: Path) -> None:
+    load, reason = WRONG[kind]
+    with pytest.raises(tf2dist.TfDistError, match=re.escape(reason)) as raised:
+        fit(load, tmp_path / "run")
+    assert len(str(raised.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
+    def uneven(shard: tf2dist.Shard) -> tf.data.Dataset:
+        return rows(shard).take(2 + shard.index)
+
+    with pytest.raises(tf2dist.ConfigError, match="the workers have 2, 3 batches"):
+        fit(uneven, tmp_path / "run", tf2dist.Local(2, 1), mode="sync")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"x": X}, "x: cannot be given together with data; its batches are"),
+        ({"y": Y}, "y: cannot be given together with data"),
+        ({"sample_weight": Y}, "sample_weight: cannot be given together with data; give batches"),
+        ({"class_weight": {0: 1.0}}, "class_weight: cannot be given together with data"),
+        ({"validation_split": 0.1}, "validation_split: cannot be given together with data; give validation_data"),
+        ({"shuffle": False}, "shuffle: cannot be given together with data; shuffle in the function"),
+        ({"validation_data": rows(tf2dist.Shard(0, 1, 0, 9))}, "validation_data: is a _BatchDataset"),
+        ({"data": None, "x": rows(tf2dist.Shard(0, 1, 0, 9))}, "give data=load, a function that makes the dataset"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_does_not_go_with_a_stream_is_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(tf2dist.ConfigError, match=re.escape(reason)):
+        tf2dist.fit(regression, **{"data": rows, "cluster": ONE, **arguments})

@@ -1,0 +1,168 @@
+"""Data that come in batches from a function of the user's, held against `keras.Model.fit` on the same batches."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.given import Given, Recording, weights_of
+from tests.replica.test_epochs import SEED, assert_same, config_of, drive, everything, regression, two_outputs
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.stream import Load, Reader, Shard, Stream
+from tf2dist.model.plan import EpochPlan
+from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
+
+BATCH, EPOCHS = 20, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(300, 10)).astype("float32")
+Y = X[:, :3].sum(1)
+WIDE = {"wide": X[:, :6], "tokens": RNG.integers(0, 20, (300, 5))}
+
+
+def of_rows(shard: Shard) -> tf.data.Dataset:
+    """Every worker a part of the rows; the last batch of each is smaller."""
+    rows = np.array_split(np.arange(250), shard.count)[shard.index]
+    return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(shard.batch_size)
+
+
+def of_trees(shard: Shard) -> tf.data.Dataset:
+    y = {"sum": WIDE["wide"].sum(1), "kind": WIDE["tokens"][:, 0] % 3}
+    weights = {"sum": np.linspace(0, 1, 300), "kind": np.ones(300)}
+    return tf.data.Dataset.from_tensor_slices((WIDE, y, weights)).batch(shard.batch_size)
+
+
+def of_generator(shard: Shard) -> tf.data.Dataset:
+    """Batches of several sizes, whose number TensorFlow does not know."""
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, 250, 25):
+            size = 5 + (first // 25 * 7 + shard.index * 3) % 19
+            yield X[first : first + size].astype("float64"), Y[first : first + size]
+
+    signature = (tf.TensorSpec([None, 10], tf.float64), tf.TensorSpec([None], tf.float32))
+    return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+CASES: dict[str, tuple[Callable[[], keras.Model], Load]] = {
+    "rows": (regression, of_rows),
+    "trees": (two_outputs, of_trees),
+    "generator": (everything, of_generator),
+}
+
+
+@dataclass
+class Streamed(Given):
+    """A model and a stream, as `fit` gives them to the tasks."""
+
+    loader: Load = of_rows
+    count: int = 1
+
+    def load(self) -> Splits:
+        return Stream("load", self.loader, self.count, SEED, BATCH).splits(self.splits.validation)
+
+
+def streamed(make: Callable[[], keras.Model], load: Load, count: int, steps: int, epochs: int = EPOCHS) -> Streamed:
+    validation = Arrays(X[250:], Y[250:]) if load is not of_trees else None
+    plan = EpochPlan(epochs=epochs, steps_per_epoch=steps, validation_batch_size=BATCH)
+    return Streamed(make, Splits(Arrays(X), validation), plan, loader=load, count=count)
+
+
+def keras_fit(given: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    assert given.plan
+    keras.utils.set_random_seed(SEED)
+    model, other = given.make(), given.splits.validation
+    history = model.fit(
+        dataset.repeat(),
+        validation_data=(other.x, other.y) if other else None,
+        validation_batch_size=BATCH,
+        epochs=given.plan.epochs,
+        steps_per_epoch=given.plan.steps_per_epoch,
+        verbose=0,
+    )
+    return history.history, weights_of(model)
+
+
+@pytest.fixture
+def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
+    """Publishes other data for the workers of this process, until the test ends."""
+    from tests.replica.small_runs import run_config
+    from tf2dist.training.asynchronous.examples import publish
+
+    yield lambda splits, count: publish(splits, range(count))
+    publish(data.load(run_config().data))
+
+
+# mode=async
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any, publishing: Any) -> None:
+    """With calls of 5 steps in epochs of 7: updates beyond an epoch's end are refused, and no batch is left out."""
+    given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), Recording()
+    publishing(given.load(), 1)
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
+
+
+def drive_in_sync(worker: SyncWorker, given: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    config, hooks, strategy = config_of(BATCH), Recording(), worker.strategy
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, given, given.load(), start, lambda progress: None, strategy
+    )
+    if until:
+        loop.train(until)
+        return loop.snapshot()
+    drive(loop, config, given, hooks)
+    return hooks.history(), weights_of(loop.model), loop.progress
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: SyncWorkers) -> None:
+    given = streamed(*CASES[name], 1, steps=7)
+    ((*found, _),) = sync_workers(drive_in_sync, num_workers=1, args=(given,))
+    assert_same(found, keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
+
+
+def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
+    """The batches of all workers in each step as one."""
+    shards = [Reader(given.load().stream, index) for index in range(count)]  # type: ignore[arg-type]
+
+    def batches() -> Iterator[tuple[np.ndarray, ...]]:
+        for step in range(steps):
+            parts = [reader.take(step, 1) for reader in shards]
+            yield tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+    signature = tuple(given.load().layout.batched(None))
+    return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+@pytest.mark.parametrize("load", [of_rows, of_generator])
+def test_synchronous_workers_are_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
+    """Of sizes that differ in a step; five batches a pass for each, and epochs of seven."""
+    given = streamed(regression, load, 3, steps=7)
+    (*found, progress), *others = sync_workers(drive_in_sync, num_workers=3, args=(given,))
+    whole = joined(given, 3, 7 * EPOCHS)
+    assert_same(found, keras_fit(given, whole))
+    assert progress.examples == sum(len(x) for x, _ in whole)
+    for _, weights, _ in others:
+        assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
+
+
+def test_a_synchronous_run_goes_on_at_its_batch(sync_workers: SyncWorkers) -> None:
+    given = streamed(regression, of_generator, 2, steps=7)
+    whole = sync_workers(drive_in_sync, 2, args=(given, None, 21))[0]
+    snapshot = sync_workers(drive_in_sync, 2, args=(given, None, 10))[0]
+    assert snapshot.facts.input.positions == (10, 10)
+    parts = sync_workers(drive_in_sync, 2, args=(given, snapshot, 21))[0]
+    assert parts.facts.examples == whole.facts.examples
+    for name, array in whole.arrays.items():
+        np.testing.assert_allclose(parts.arrays[name], array, atol=1e-6, err_msg=name)

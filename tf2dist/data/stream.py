@@ -1,0 +1,285 @@
+"""Examples that come in batches from a function of the user's, for data that do not fit into memory."""
+
+import functools
+import re
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.data.arrays import NO_AUTOGRAPH, Arrays, Splits
+from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.data.pipeline import Sharding
+from tf2dist.errors import DataError, first_line, kind_of
+
+PARTS = ("x", "y", "sample_weight")
+READ_AHEAD = 2  # batches that TensorFlow prepares, beside those that a `Reader` has fetched
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of the data that one worker reads: what `load` in ``tf2dist.fit(model, data=load)`` is given.
+
+    Attributes:
+        index: of the worker, from 0 to `count` - 1.
+        count: the number of workers.
+        seed: of the run, the same for all workers; for a shuffle that is the same when the run goes on.
+        batch_size: the examples of a batch that `fit` was asked for.
+    """
+
+    index: int
+    count: int
+    seed: int
+    batch_size: int
+
+
+Load: TypeAlias = Callable[[Shard], tf.data.Dataset]
+
+
+@dataclass(frozen=True)
+class StreamSharding(Sharding):
+    """How steps over streams are counted; their batches come as they are.
+
+    `num_examples` is what the batches of an epoch hold if all of them are full.
+    """
+
+    @classmethod
+    def of(
+        cls, steps_per_epoch: int, batch_size: int, num_shards: int, seed: int, whole_batch_loss: bool
+    ) -> "StreamSharding":
+        """`steps_per_epoch`: global steps; for the others see `Sharding`."""
+        batches = steps_per_epoch * (num_shards if whole_batch_loss else 1)
+        return cls(batches * batch_size, batch_size, num_shards, seed, whole_batch_loss)
+
+    def counted_steps(self) -> list[int]:
+        """The steps of every worker in an epoch, if asynchronous ones are equally fast."""
+        if self.whole_batch_loss:
+            return [self.steps_per_epoch] * self.num_shards
+        each, rest = divmod(self.num_examples // self.batch_size, self.num_shards)
+        return [each + (shard < rest) for shard in range(self.num_shards)]
+
+
+class Stream:
+    """The datasets that a user's function makes, one for each worker.
+
+    Args:
+        name: of the function, for messages.
+        load: the function.
+        count, seed, batch_size: see `Shard`.
+    """
+
+    def __init__(self, name: str, load: Load, count: int, seed: int, batch_size: int) -> None:
+        self.name, self.load = name, load
+        self.count, self.seed, self.batch_size = count, seed, batch_size
+        self._datasets: dict[int, tf.data.Dataset] = {}
+
+    def __str__(self) -> str:
+        return f"batches of {self.layout}"
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Of an example, as the dataset of worker 0 describes it.
+
+        Raises:
+            DataError: see `dataset`.
+        """
+        return self._layout_of(self.dataset(0))
+
+    def splits(self, validation: Arrays | None) -> Splits:
+        """The data of a run; its arrays to train on are [0, ...]."""
+        types = [bytes if spec.dtype is tf.string else spec.dtype.as_numpy_dtype for spec in self.layout.specs]
+        shapes = [(0, *spec.shape.as_list()) for spec in self.layout.specs]
+        empty = [np.empty(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
+        return Splits(Arrays(*self.layout.pack(empty)), validation, num_classes=None, stream=self)
+
+    def shown(self, index: int) -> str:
+        """A worker's part, for messages."""
+        return f"data ({self.name}): shard {index} of {self.count}"
+
+    def dataset(self, index: int) -> tf.data.Dataset:
+        """What the function makes for one worker; it is called once for each.
+
+        Raises:
+            DataError: it fails, or gives no dataset of batches.
+        """
+        if index not in self._datasets:
+            self._datasets[index] = self._made(index)
+        return self._datasets[index]
+
+    def _made(self, index: int) -> tf.data.Dataset:
+        try:
+            with tf.device("CPU:0"):
+                dataset = self.load(Shard(index, self.count, self.seed, self.batch_size))
+        except Exception as error:
+            raise DataError(f"{self.shown(index)}: {reason_of(error)}") from error
+        if not isinstance(dataset, tf.data.Dataset):
+            raise DataError(f"data ({self.name}): gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
+        return dataset
+
+    def num_batches(self) -> list[int]:
+        """Of each worker in a pass over its data; negative if TensorFlow does not know it, or it has no end."""
+        return [int(self.dataset(index).cardinality()) for index in range(self.count)]
+
+    def batches(self, index: int, first: int) -> tf.data.Dataset:
+        """The leaves of one worker's batches, without end, from that of the number `first` on.
+
+        A number that is counted over several passes is found without reading whole passes again, if TensorFlow knows
+        how many batches a pass has.
+
+        Raises:
+            DataError: see `dataset`, or its examples are not those of worker 0.
+        """
+        dataset = self.dataset(index)
+        layout = self._layout_of(dataset)
+        if layout != self.layout:
+            raise DataError(f"{self.shown(index)} is {layout}, and shard 0 is {self.layout}; give all the same kind")
+        number = int(dataset.cardinality())
+        types = [spec.dtype for spec in layout.specs]
+
+        @NO_AUTOGRAPH
+        def flat(*element: Any) -> tuple[tf.Tensor, ...]:
+            leaves = leaves_of(keras.utils.unpack_x_y_sample_weight(element))
+            return tuple(tf.cast(leaf, dtype) for leaf, dtype in zip(leaves, types, strict=True))
+
+        @NO_AUTOGRAPH
+        def has_examples(*leaves: tf.Tensor) -> tf.Tensor:
+            return tf.shape(leaves[0])[0] > 0
+
+        position = first % number if number > 0 else first
+        return dataset.map(flat).filter(has_examples).repeat().skip(position).prefetch(READ_AHEAD)
+
+    def _layout_of(self, dataset: tf.data.Dataset) -> Layout:
+        """Raises DataError if its elements are not batches of dense arrays of known shape."""
+        spec = keras.tree.map_structure(_none_as_none, dataset.element_spec)
+        try:
+            parts = keras.utils.unpack_x_y_sample_weight(spec if isinstance(spec, tuple) else (spec,))
+        except ValueError:
+            raise DataError(
+                f"data ({self.name}): its elements have {len(spec)} parts; give (x, y) or (x, y, sample_weight)"
+            ) from None
+        for name, part in zip(PARTS, parts, strict=True):
+            for leaf in leaves_of(part):
+                self._check(name, leaf)
+        sizes = {leaf.shape[0] for leaf in leaves_of(parts)} - {None}
+        if len(sizes) > 1 or not leaves_of(parts[0]):
+            raise DataError(
+                f"data ({self.name}): its elements are no batches; end with dataset.batch(shard.batch_size)"
+            )
+        return Layout(keras.tree.map_structure(_as_keras, parts))
+
+    def _check(self, part: str, leaf: Any) -> None:
+        if not isinstance(leaf, tf.TensorSpec):
+            raise DataError(
+                f"data ({self.name}): {part} holds {kind_of(leaf)}, and must be dense arrays; use padded_batch, or "
+                "tf.sparse.to_dense"
+            )
+        if leaf.shape.rank == 0:
+            raise DataError(f"data ({self.name}): {part} is no batch; end with dataset.batch(shard.batch_size)")
+        if leaf.shape.rank is None or None in leaf.shape[1:].as_list():
+            raise DataError(
+                f"data ({self.name}): {part} is of shape {leaf.shape}, and all but the first dimension must be known; "
+                "use tf.ensure_shape, padded_batch with padded_shapes, or output_signature of a generator"
+            )
+
+
+def _none_as_none(spec: tf.TypeSpec) -> tf.TypeSpec | None:
+    """TensorFlow has a type for None in a dataset, too."""
+    return None if spec.value_type is type(None) else spec
+
+
+def _as_keras(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
+    """With floats of Keras' type, as it converts arrays."""
+    if spec is None or not spec.dtype.is_floating:
+        return spec
+    return tf.TensorSpec(spec.shape, keras.config.floatx())
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of an exception; of TensorFlow's the one of the user's code that it quotes."""
+    text = re.sub(r"\{\{.*?\}\}\s*", "", str(error))
+    line = first_line(text)
+    if isinstance(error, tf.errors.OpError) and re.match(r"\w+(Error|Exception|Interrupt)\b: ", line):
+        return line
+    return f"{type(error).__name__}: {line}"
+
+
+class Reader:
+    """Gives one worker's batches by their numbers, and fetches the next ones meanwhile.
+
+    What was given is kept until a later batch is asked for: the updates of asynchronous workers may be refused, and
+    then the same batches are asked for again. A number before that is read anew, by skipping.
+    """
+
+    def __init__(self, stream: Stream, index: int) -> None:
+        self._stream, self._index = stream, index
+        self._lock = threading.Lock()
+        self._kept: deque[list[np.ndarray]] = deque()
+        self._first = 0  # the number of the first that is kept
+        self._iterator: Iterator[Any] | None = None
+        self._error: DataError | None = None  # after what is kept comes nothing more
+        self._ahead: threading.Thread | None = None
+
+    def take(self, first: int, num: int) -> list[np.ndarray]:
+        """The leaves of `num` batches, one batch after the other; the first has the number `first`.
+
+        Raises:
+            DataError: they cannot be read, or the data has come to an end.
+        """
+        with self._lock:
+            self._wait()
+            self._move_to(first)
+            if not self._fetch(num) and self._error:
+                raise self._error
+            found = [leaf for _, batch in zip(range(num), self._kept, strict=False) for leaf in batch]
+            self._ahead = threading.Thread(target=self._fetch, args=(num + max(num, 2),), name="input", daemon=True)
+            self._ahead.start()
+            return found
+
+    def size(self, number: int) -> int:
+        """How many examples a batch has that is not before the last one given; 0 if it cannot be read."""
+        with self._lock:
+            if self._iterator is None:
+                self._move_to(number)
+            place = number - self._first
+            if len(self._kept) <= place:
+                self._wait()
+            return len(self._kept[place][0]) if self._fetch(place + 1) else 0
+
+    def _wait(self) -> None:
+        if self._ahead:
+            self._ahead.join()
+
+    def _move_to(self, first: int) -> None:
+        if self._iterator is None or first < self._first:
+            self._kept.clear()
+            self._first, self._error = first, None
+            try:
+                with tf.device("CPU:0"):
+                    self._iterator = iter(self._stream.batches(self._index, first).as_numpy_iterator())
+            except DataError as error:
+                self._iterator, self._error = iter(()), error
+        while self._first < first and self._fetch(1):
+            self._kept.popleft()
+            self._first += 1
+
+    def _fetch(self, num: int) -> bool:
+        """Reads until `num` batches are kept; returns whether they are."""
+        assert self._iterator
+        while len(self._kept) < num and not self._error:
+            try:
+                self._kept.append(list(next(self._iterator)))
+            except StopIteration:
+                self._error = DataError(
+                    f"{self._stream.shown(self._index)} gives no batch in a pass over it; give every worker a batch at "
+                    "least, and a generator that begins again at each call"
+                )
+            except Exception as error:
+                traceback.print_exc()  # the log gets everything
+                self._error = DataError(f"{self._stream.shown(self._index)}: {reason_of(error)}")
+        return len(self._kept) >= num

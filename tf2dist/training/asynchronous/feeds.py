@@ -1,0 +1,99 @@
+"""Where the steps of an asynchronous worker get their batches: from arrays that it has loaded, or from its stream."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tf2dist.data.arrays import Splits
+from tf2dist.data.layout import Layout
+from tf2dist.data.pipeline import Sharding, blocks
+from tf2dist.model.batch import batches_without_padding
+from tf2dist.training.asynchronous.examples import remote_batches, remote_examples
+
+LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # of a worker among the updates on the ps, by its index
+Batches = list[list[tf.Tensor]]  # the leaves of each
+
+
+class Feed(Protocol):
+    """What the coordinator puts into its graphs for the input of the workers.
+
+    A worker that was lost goes on where its updates ended.
+    """
+
+    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+        """The first arguments of calls of `num_steps` steps."""
+
+    def signature(self, num_steps: int) -> tuple[Any, ...]:
+        """Of `source`."""
+
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
+        """In the graph of a call: the batches of its steps; `local_steps`: of the worker before them."""
+
+
+class ArrayFeed:
+    """Batches of the arrays that each worker has published; see `Feed`.
+
+    Args:
+        layout: of the data.
+        sharding: of the training set.
+        offsets: of each worker, from the steps that the ps have counted to those of its input.
+        local_steps: as the ps have counted them.
+    """
+
+    def __init__(self, layout: Layout, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> None:
+        self._layout, self._sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
+
+    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+        dataset = tf.function(functools.partial(self._dataset, num_steps), autograph=False)
+        return (iter(coordinator.create_per_worker_dataset(dataset)),)
+
+    def signature(self, num_steps: int) -> tuple[Any, ...]:
+        shape = [num_steps, self._sharding.batch_size]
+        return (tf.data.IteratorSpec((*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))),)
+
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
+        return list(batches_without_padding(next(source[0]), num_steps))
+
+    def _dataset(self, num_steps: int) -> tf.data.Dataset:
+        """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        first_step = _position(self._offsets, worker, self._local_steps(worker))
+        take = functools.partial(remote_examples, "train", layout=self._layout)
+        return blocks(take, self._sharding, worker, num_steps, first_step)
+
+
+class StreamFeed:
+    """Batches of the streams that each worker reads in its own process; see `Feed`.
+
+    The number of each batch follows from the updates that were applied, so none is left out if updates are refused.
+
+    Args:
+        layout: of the data.
+        offsets: see `ArrayFeed`.
+    """
+
+    def __init__(self, layout: Layout, offsets: list[int]) -> None:
+        self._layout, self._offsets = layout, offsets
+
+    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+        return ()
+
+    def signature(self, num_steps: int) -> tuple[Any, ...]:
+        return ()
+
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
+        return remote_batches(worker, _position(self._offsets, worker, local_steps), num_steps, self._layout)
+
+
+def feed_of(splits: Splits, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> Feed:
+    """See `ArrayFeed`."""
+    if splits.stream:
+        return StreamFeed(splits.layout, offsets)
+    return ArrayFeed(splits.layout, sharding, offsets, local_steps)
+
+
+def _position(offsets: list[int], worker: tf.Tensor, local_steps: tf.Tensor) -> tf.Tensor:
+    """The number of a worker's next batch, int64."""
+    return tf.gather(tf.constant(offsets, tf.int64), worker) + tf.cast(local_steps, tf.int64)

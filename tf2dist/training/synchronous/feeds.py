@@ -1,0 +1,159 @@
+"""Where the steps of a synchronous worker get their batches: from arrays, cut alike on all, or from its own stream."""
+
+import threading
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.pipeline import Sharding, batches, of_arrays
+from tf2dist.data.stream import Reader, Stream
+from tf2dist.errors import ConfigError
+from tf2dist.model.batch import Batch, without_padding
+from tf2dist.process import heartbeat
+from tf2dist.training.synchronous.workers import Workers
+
+LOOK_SECS = 1.0
+
+
+class Part(NamedTuple):
+    """What one replica contributes to a step.
+
+    Attributes:
+        leaves: of its batch, [n, ...] each.
+        share: of the step's examples; all shares add up to 1. 0 if the batch is padding.
+    """
+
+    leaves: list[tf.Tensor]
+    share: tf.Tensor
+
+
+class Feed(Protocol):
+    """The input of one worker.
+
+    Attributes:
+        source: the last arguments of the function of the steps.
+        num_extra: numbers that are summed over all replicas with each step.
+    """
+
+    source: tuple[Any, ...]
+    num_extra: int
+
+    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
+        """In the graph: what `part` and `extra` need; `step`: how many this process has taken."""
+
+    def part(self, element: Any) -> Part:
+        """On a replica."""
+
+    def extra(self, element: Any) -> list[tf.Tensor]:
+        """On a replica: float32 [num_extra], or nothing."""
+
+    def take_back(self, sums: tf.Tensor) -> None:
+        """What the extra numbers of all replicas add up to, on every worker."""
+
+
+class ArrayFeed:
+    """Batches of the arrays that all workers have loaded; see `Feed`.
+
+    Args:
+        train: the training set.
+        sharding: of the training set, among the replicas.
+        begin: the steps that each replica has taken of its shard before.
+    """
+
+    num_extra = 0
+
+    def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: int) -> None:
+        self._train, self._sharding, self._begin = train, sharding, begin
+        self.source = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
+
+    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
+        return next(source[0])
+
+    def part(self, element: Any) -> Part:
+        *leaves, weights = element
+        batch = without_padding(Batch(leaves, weights))
+        return Part(batch.leaves, tf.reduce_sum(batch.weights))
+
+    def extra(self, element: Any) -> list[tf.Tensor]:
+        return []
+
+    def take_back(self, sums: tf.Tensor) -> None:
+        pass
+
+    def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """This worker's batches, for its replicas in turn."""
+        take = of_arrays(self._train)
+        count = context.num_replicas_in_sync // context.num_input_pipelines
+        first = context.input_pipeline_id * count
+        shards = [batches(take, self._sharding, first + i, self._begin) for i in range(count)]
+        if count == 1:
+            return shards[0]
+        return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
+
+
+class StreamFeed:
+    """Batches of the worker's own stream; see `Feed`.
+
+    The workers' batches in a step may be of different sizes. So that each knows its share when it computes, the size
+    of the next batch travels with every step.
+
+    Args:
+        begin: the number of the first batch.
+
+    Raises:
+        ConfigError: a worker has several GPUs.
+        DataError: the first batch cannot be read.
+    """
+
+    num_extra = 1
+
+    def __init__(self, workers: Workers, stream: Stream, begin: int) -> None:
+        if workers.num_replicas > workers.count:
+            raise ConfigError(
+                "data: the GPUs of a synchronous worker cannot share its stream; use a worker for each GPU"
+            )
+        self.source = ()
+        self._layout, self._begin = stream.layout, begin
+        self._reader = Reader(stream, workers.index)
+        sizes = workers.add_up(np.array([float(self._first_size())]))
+        self._total = tf.Variable(sizes[0], dtype=tf.float32, trainable=False)  # examples of the next step
+
+    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
+        specs = self._layout.batched(None)
+        types = [*(spec.dtype for spec in specs), tf.float32]
+        *leaves, next_size = tf.numpy_function(self._take, [step], types)
+        return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], next_size
+
+    def part(self, element: Any) -> Part:
+        leaves, _ = element
+        return Part(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._total)
+
+    def extra(self, element: Any) -> list[tf.Tensor]:
+        return [tf.reshape(element[1], [1])]
+
+    def take_back(self, sums: tf.Tensor) -> None:
+        self._total.assign(sums[0])
+
+    def _take(self, step: int) -> list[Any]:
+        number = self._begin + int(step)
+        leaves = self._reader.take(number, 1)
+        return [*leaves, np.float32(self._reader.size(number + 1))]
+
+    def _first_size(self) -> int:
+        """Reads the first batch, which may take long after a resume; a failure is told by the first step."""
+        sizes: list[int] = []
+        thread = threading.Thread(target=lambda: sizes.append(self._reader.size(self._begin)), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            heartbeat.progress(heartbeat.START_SECS)
+            thread.join(LOOK_SECS)
+        return sizes[0]
+
+
+def feed_of(workers: Workers, splits: Splits, sharding: Sharding, begin: int) -> Feed:
+    """See `ArrayFeed` and `StreamFeed`."""
+    if splits.stream:
+        return StreamFeed(workers, splits.stream, begin)
+    return ArrayFeed(workers, splits.train, sharding, begin)
