@@ -12,12 +12,9 @@ write. Nothing of it goes to other hosts: there the same script makes its own.
 """
 
 import contextlib
-import functools
-import importlib
 import json
 import os
 import stat
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -32,7 +29,7 @@ from tf2dist.data.layout import Layout
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, first_line, kind_of
 from tf2dist.files import write_whole
-from tf2dist.fitting import inputs, mirror
+from tf2dist.fitting import functions, inputs, mirror
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names
 
@@ -61,7 +58,7 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
             "model": _ship_model(folder, model)
             if isinstance(model, keras.Model)
-            else _ship_function(folder, model, BUILD),
+            else functions.sent(folder, model, BUILD, "model"),
         }
         write_whole(folder / JOB, json.dumps(stored))
     except OSError as error:
@@ -71,94 +68,9 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
         ) from None
 
 
-# Functions.
-
-
 def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
     shared = {"name": stream.name, "count": stream.count, "seed": stream.seed, "batch_size": stream.batch_size}
-    return {**shared, "load": _ship_function(folder, stream.load, LOAD)}
-
-
-def _ship_function(folder: Path, function: Callable[..., Any], file: str) -> dict[str, str]:
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module and is_importable(module) and _attribute(sys.modules[module], name) is function:
-        return {"import": f"{module}:{name}"}
-    write_whole(folder / file, pickled(function, "model" if file == BUILD else "data"))
-    return {"pickle": file}
-
-
-def _received(folder: Path, sent: dict[str, str]) -> Callable[..., Any]:
-    """The function that `_ship_function` has sent."""
-    ((kind, value),) = sent.items()
-    if kind == "pickle":
-        pickle: Callable[..., Any] = cloudpickle.loads((folder / value).read_bytes())
-        return pickle
-    module, _, name = value.partition(":")
-    function: Callable[..., Any] = _attribute(importlib.import_module(module), name)
-    return function
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    try:
-        return functools.reduce(getattr, name.split("."), owner)
-    except AttributeError:  # one that was made inside a function
-        return None
-
-
-def is_importable(module: str) -> bool:
-    """Whether a task, which has the same path, can import the module that this process has under this name."""
-    if module == "__main__" or module not in sys.modules:
-        return False
-    if module in sys.builtin_module_names:
-        return True
-    parent = module.rpartition(".")[0]
-    if parent and not is_importable(parent):
-        return False
-    path = getattr(sys.modules[parent], "__path__", None) if parent else None
-    try:
-        specs = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        spec = next(filter(None, specs), None)
-    except (ImportError, AttributeError, ValueError):
-        return False
-    file = getattr(sys.modules[module], "__file__", None)
-    return spec is not None and (file is None or spec.origin is None or _same_file(file, spec.origin))
-
-
-def _same_file(one: str, other: str) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False
-
-
-def pickled(value: Any, what: str) -> bytes:
-    """The user's code by value where tasks cannot import it.
-
-    Raises:
-        FitError: cloudpickle cannot take it.
-    """
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    try:
-        with _by_value(module):
-            data: bytes = cloudpickle.dumps(value)
-            return data
-    except Exception as error:
-        raise FitError(
-            f"{what}: cannot be sent to the tasks ({first_line(str(error))}); move the function into a module that can "
-            "be imported, or leave out what it holds on to"
-        ) from None
-
-
-@contextlib.contextmanager
-def _by_value(module: types.ModuleType | None) -> Iterator[None]:
-    if module is None or module.__name__ == "__main__" or is_importable(module.__name__):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
+    return {**shared, "load": functions.sent(folder, stream.load, LOAD, "data")}
 
 
 # Compiled models.
@@ -200,7 +112,7 @@ def custom_objects(model: keras.Model) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for each in _users_own(model):
         with contextlib.suppress(FitError):
-            data = pickled(each, "model")
+            data = functions.pickled(each, "model")
             found |= {each.__name__: data, keras.saving.get_registered_name(each): data}
     return found
 
@@ -272,7 +184,7 @@ class Shipped:
         if train:
             return Splits(train, validation, num_classes=None)
         sent = self._job["stream"]
-        load = _received(self._folder, sent["load"])
+        load = functions.received(self._folder, sent["load"])
         return Stream(sent["name"], load, sent["count"], sent["seed"], sent["batch_size"]).splits(validation)
 
     def _arrays(self, split: str) -> Arrays | None:
@@ -287,7 +199,7 @@ class Shipped:
         sent = self._job["model"]
         if "keras" in sent:
             return sent_model(self._folder)
-        return built(_received(self._folder, sent), self.name, splits.layout)
+        return built(functions.received(self._folder, sent), self.name, splits.layout)
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:
