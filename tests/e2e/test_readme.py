@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
-    conftest, tests = blocks("python")[2:]
+    conftest, tests = blocks("python")[-2:]
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_example.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

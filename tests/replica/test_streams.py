@@ -1,7 +1,7 @@
 """Data that come in batches from a function of the user's, held against `keras.Model.fit` on the same batches."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from tests.replica.given import Given, Recording, weights_of
 from tests.replica.test_epochs import SEED, assert_same, config_of, drive, everything, regression, two_outputs
+from tests.unit.test_saving import facts
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import input_facts, input_positions
 from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.data.stream import Load, Reader, Shard, Stream
+from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 
@@ -166,3 +168,53 @@ def test_a_synchronous_run_goes_on_at_its_batch(sync_workers: SyncWorkers) -> No
     assert parts.facts.examples == whole.facts.examples
     for name, array in whole.arrays.items():
         np.testing.assert_allclose(parts.arrays[name], array, atol=1e-6, err_msg=name)
+
+
+# The parts.
+
+
+def test_a_reader_gives_again_what_was_refused() -> None:
+    reader = Reader(Stream("load", of_generator, 2, SEED, BATCH), 1)
+    sizes = [5 + (number % 10 * 7 + 3) % 19 for number in range(40)]
+
+    def taken(first: int, num: int) -> list[int]:
+        leaves = reader.take(first, num)
+        assert np.array_equal(leaves[0][:, :3].sum(1), leaves[1])
+        return [len(x) for x in leaves[::2]]
+
+    assert taken(0, 4) == sizes[:4]
+    assert taken(2, 4) == sizes[2:6], "two were not applied"
+    assert reader.size(6) == sizes[6]
+    assert taken(25, 3) == sizes[25:28], "over the end of a pass"
+    assert taken(3, 2) == sizes[3:5], "before what is kept"
+
+
+def test_whole_passes_are_not_read_again() -> None:
+    passes = []
+
+    def counted(shard: Shard) -> tf.data.Dataset:
+        def note(number: tf.Tensor) -> tf.Tensor:
+            passes.append(int(number))
+            return number
+
+        numbers = tf.data.Dataset.range(10).map(lambda n: tf.ensure_shape(tf.numpy_function(note, [n], tf.int64), []))
+        return numbers.batch(2)
+
+    reader = Reader(Stream("load", counted, 1, SEED, 2), 0)
+    assert [x.tolist() for x in reader.take(1002, 2)] == [[4, 5], [6, 7]]
+    assert len(passes) < 30
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_positions_are_those_of_the_streams_themselves(whole: bool) -> None:
+    """An epoch of another length moves none; of another number of workers each goes on at the same part of an epoch."""
+
+    def sharding(steps: int, workers: int) -> StreamSharding:
+        return StreamSharding.of(steps, BATCH, workers, SEED, whole)
+
+    positions = [6, 6, 6] if whole else [5, 6, 7]
+    before = input_facts(sharding(12, 3), positions)
+    snapshot = Snapshot(6, {}, replace(facts(6), examples=1, input=before))
+    assert input_positions(snapshot, sharding(50, 3)) == positions
+    assert sharding(11, 2).updates_per_epoch == 11
+    assert input_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), "in the middle, or at 18 of 12"
