@@ -205,7 +205,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
         {"cluster": tf2dist.Local(workers=2, ps=4)},
         lambda config, _: (config.cluster.num_workers, config.cluster.num_ps) == (2, 4),
     ),
-    "run_dir": ({"run_dir": Path("given")}, lambda config, _: config.run_dir == "given"),
+    "run_dir": ({"run_dir": Path("given")}, lambda config, _: Path(config.run_dir).name == "given"),
     "seed": ({"seed": 5}, lambda config, _: config.seed == 5),
     "options": ({"options": {"checkpoint.every_secs": 60}}, lambda config, _: config.checkpoint.every_secs == 60),
     "options list": ({"options": ["checkpoint.keep=1"]}, lambda config, _: config.checkpoint.keep == 1),

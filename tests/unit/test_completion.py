@@ -53,7 +53,7 @@ def offered(folder: Path, line: str) -> list[str]:
     [
         ("tf2dist mode=", ["mode=async", "mode=sync"]),
         ("tf2dist optimizer=ada", ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]),
-        ("tf2dist model=", ["model=cnn", "model=dnn", "model=softmax"]),
+        ("tf2dist model=", ["model=cnn", "model=dnn", "model=softmax", "model=tanh"]),
         ("tf2dist -m optimizer=sgd train.st", ["train.steps=", "train.steps_per_execution="]),
         ("tf2dist --config-dir conf experiment=m", ["experiment=mine"]),
         ("tf2dist --config-d", ["--config-dir"]),
