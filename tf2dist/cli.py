@@ -53,8 +53,6 @@ def code_of(arguments: list[str], started_at: float, signals: Signals) -> int:
         run(arguments, started_at, signals)
     except TfDistError as error:
         return report(error)
-    except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -102,17 +100,17 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
 
 
 def show(text: str) -> None:
-    """Writes what was asked for to the standard output.
+    """Writes what was asked for to the standard output, or as much of it as its reader wants.
 
     Raises:
         TfDistError: it cannot be written, for example because of a full disk.
     """
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again at its exit
+        if isinstance(error, BrokenPipeError):
+            return
         raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None
 
 
@@ -144,7 +142,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
         try:
             say(result_lines(summary, str(run_dir)), sys.stdout)
         except BrokenPipeError:
-            raise
+            pass  # the reader has left; the run has ended well all the same
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
         if text := why_not_drawn(config, run_dir):

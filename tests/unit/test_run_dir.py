@@ -1,6 +1,7 @@
 """A run directory that others have had their hands in, and streams that are not there."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,10 @@ import pytest
 from tests.conftest import COMMAND, REPOSITORY
 from tf2dist import cli
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError, FailureRecord
+from tf2dist.errors import ConfigError, FailureRecord, TrainingError
 from tf2dist.files import open_log, write_whole
-from tf2dist.launch import run_dir
+from tf2dist.launch import run_dir, supervisor
+from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
 from tf2dist.training.metrics import JsonlWriter
 
@@ -123,6 +125,30 @@ def write_lock(folder: Path) -> None:
         pass
 
 
+def test_one_run_at_a_time(made: Path) -> None:
+    in_use = "another run is using it; wait for its end, or name another directory"
+    with run_dir.the_only_run(made) as lock:
+        with pytest.raises(ConfigError, match=in_use), run_dir.the_only_run(made):
+            pass
+        lock.check()
+
+
+def test_a_run_whose_directory_was_removed_leaves_alone_what_another_run_has_put_there(made: Path) -> None:
+    with run_dir.the_only_run(made) as lock:
+        shutil.rmtree(made)
+        lock.check()  # nobody else is there
+        again = run_dir.make_run_dir(RunConfig(run_dir=str(made)))
+        with run_dir.the_only_run(again) as its:
+            supervisor.write_summary(again, its, {"of": "the other run"})
+        other = (again / "summary.json").read_text()
+        with pytest.raises(TrainingError, match=rf"run_dir \({made}\): was removed during the run, and another run"):
+            supervisor.note_begin(RunConfig(), made, lock, Console())
+        with pytest.raises(TrainingError, match=r"another run uses that path now.*; it would have said\n.*this run"):
+            supervisor.write_summary(made, lock, {"of": "this run"})
+        assert (made / "summary.json").read_text() == other
+        assert not (made / "config.yaml").exists()
+
+
 WRITES: dict[str, Callable[[Path], object]] = {
     ".lock": write_lock,
     "metrics.jsonl": lambda folder: JsonlWriter(folder / "metrics.jsonl", "worker-0").close(),
@@ -198,6 +224,22 @@ def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
     for redirection in ("2>&-", "2>/dev/full", "<&- >&- 2>&-"):
         done = run(f"$TF2DIST mode=up {redirection}", tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", ""), redirection
+
+
+def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
+    for flag in ("--help", "--cfg"):
+        done = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
+        assert (done.stdout, done.stderr) == ("0\n", ""), flag
+
+
+def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_in_folder(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_in_folder", run_in_folder)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["data=digits"])
 
 
 def test_other_letters_on_an_ascii_terminal(tmp_path: Path) -> None:

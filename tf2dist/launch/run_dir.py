@@ -11,13 +11,15 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from tf2dist import files
 from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, TrainingError
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras")
 FOLDERS = ("logs", "checkpoints", "tensorboard")
@@ -127,8 +129,32 @@ def open_log(log_dir: Path, name: str) -> int:
         ) from None
 
 
+@dataclass(frozen=True)
+class Lock:
+    """The lock of a run directory that this process holds."""
+
+    run_dir: Path
+    file: IO[str]
+
+    def check(self) -> None:
+        """Checks that no other run has locked the path meanwhile.
+
+        The lock belongs to a file and not to its path. If somebody removes the directory, another run can make a new
+        one in its place and lock that, and then each of the two would remove or replace the other's results.
+
+        Raises:
+            TrainingError: another run has done so.
+        """
+        with contextlib.suppress(FileNotFoundError):  # removed, but no other run has come
+            if not os.path.samestat((self.run_dir / ".lock").lstat(), os.fstat(self.file.fileno())):
+                raise TrainingError(
+                    f"run_dir ({self.run_dir}): was removed during the run, and another run uses that path now; "
+                    "start this run again in another directory"
+                )
+
+
 @contextlib.contextmanager
-def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
+def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
     """Locks the run directory until the block or this process ends.
 
     Args:
@@ -152,4 +178,4 @@ def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
             ) from None
         except OSError:
             pass  # a file system without locks
-        yield
+        yield Lock(run_dir, lock)

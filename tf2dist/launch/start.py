@@ -1,6 +1,5 @@
 """What comes before the tasks of a run are started, for the command line and for `fit`."""
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -17,7 +16,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import make_run_dir, the_only_run, why_not_private
+from tf2dist.launch.run_dir import make_run_dir, why_not_private
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 
@@ -41,13 +40,11 @@ def run_in_folder(
     Raises:
         ConfigError: the directory cannot be used.
     """
-    leads = host_task is None or host_task.task == host_task.cluster.leader
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # also for who looks for what a run that failed has left
     if text := why_not_private(run_dir):
         console.warn(text)
-    with the_only_run(run_dir) if leads else contextlib.nullcontext():
-        return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+    return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:

@@ -19,6 +19,7 @@ from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
+from tf2dist.launch.run_dir import Lock, the_only_run
 from tf2dist.launch.run_state import Tasks
 from tf2dist.signals import Requests
 
@@ -64,21 +65,26 @@ def supervise(
         The summary, which is in summary.json too; empty if the task that makes it runs elsewhere.
 
     Raises:
+        ConfigError: another run uses the directory.
         TaskFailure: a task failed; the message has the first failure in full, and a line for each of the others.
         TaskLostError: the tasks could not be started.
-        TrainingError: the result could not be written, or its weights could not be saved.
+        TrainingError: the result could not be written, or its weights could not be saved, or the run has lost its
+            directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
     launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=ENVIRONMENT, grace_secs=0.0)
+    leads = host_task is None or host_task.task == host_task.cluster.leader
     with contextlib.ExitStack() as stack:
+        # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
+        lock = stack.enter_context(the_only_run(run_dir)) if leads else None
         received = stack.enter_context(signals.held())
         stack.enter_context(launcher)
         stack.enter_context(console)
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(config, *host_task, console, caller)) if host_task else None
-        begun = functools.partial(note_begin, config, run_dir, console)
+        begun = functools.partial(note_begin, config, run_dir, lock, console)
         check = functools.partial(check_signals, received)
         monitor = Monitor(launcher, console, config, meeting, received, begun, caller.hear if caller else None)
         if meeting:
@@ -100,7 +106,7 @@ def supervise(
         console.status(f"starting {', '.join(names)}{where}")
         summary = monitor.run(Tasks(names, str(cluster.leader), start))
         if summary:
-            write_summary(run_dir, summary)
+            write_summary(run_dir, lock, summary)
             check_saved(summary)
         return summary
 
@@ -141,8 +147,14 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
     )
 
 
-def note_begin(config: RunConfig, run_dir: Path, console: Console) -> None:
-    """Puts this run's configuration into the run directory, and removes the summary of an earlier run."""
+def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Console) -> None:
+    """Puts this run's configuration into the run directory, and removes the summary of an earlier run.
+
+    Raises:
+        TrainingError: another run has the directory now, and the summary may be that one's.
+    """
+    if lock:
+        lock.check()
     try:
         (run_dir / "summary.json").unlink(missing_ok=True)
         write_whole(run_dir / "config.yaml", config.to_yaml())
@@ -159,15 +171,18 @@ def check_saved(summary: dict[str, Any]) -> None:
         )
 
 
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> None:
     """Writes summary.json, whole or not at all.
 
     Raises:
-        TrainingError: it cannot be written.
+        TrainingError: it cannot be written, or another run has the directory now.
     """
     text = json.dumps(summary, indent=2, allow_nan=False)
     try:
+        if lock:
+            lock.check()
         write_whole(run_dir / "summary.json", text + "\n")
-    except OSError as error:
-        what = f"{run_dir / 'summary.json'}: could not be written ({error.strerror}); it would have said"
+    except (OSError, TrainingError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        what = f"{run_dir / 'summary.json'}: could not be written ({reason}); it would have said"
         raise TrainingError(f"{what}\n{json.dumps(summary)}") from None

@@ -140,7 +140,7 @@ class _Running:
         try:
             say(f"{as_table(self.rows, width)}\n{self.folder}", sys.stdout)
         except BrokenPipeError:
-            raise
+            pass  # the reader has left; the exit code still says how the jobs went
         except OSError as error:
             self.console.warn(f"the table could not be printed ({error.strerror}); it is in {self.folder}/sweep.csv")
 
