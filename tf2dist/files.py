@@ -59,7 +59,7 @@ def _regular(descriptor: int, path: str | Path) -> int:
 
 
 def _no_file(path: str | Path) -> OSError:
-    return OSError(errno.EINVAL, "is no regular file", str(path))
+    return OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

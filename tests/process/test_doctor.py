@@ -61,7 +61,7 @@ def test_programs_of_others_do_not_see_the_job_token(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
-        ("import no_such_module\n", "fail  plugins: {}: it imports no_such_module, which is not there; pip install"),
+        ("import no_such_module\n", "fail  plugins: {}: it imports no_such_module, which is not installed; install"),
         (
             "import beside\nprint('hello')\n",
             "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax, tanh",
@@ -141,7 +141,7 @@ def test_another_release_that_has_all_that_is_used_of_it(tmp_path: Path, monkeyp
     other_release(tmp_path, {})
     monkeypatch.syspath_prepend(str(tmp_path))
     (finding,) = internals_findings.of_internals()
-    assert str(finding) == "ok    versions: keras 3.99.0 has all that is used of its insides"
+    assert str(finding) == "ok    versions: keras 3.99.0 has all internals that tf2dist uses"
 
 
 def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,10 @@ def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) ->
     ("code", "finding"),
     [
         ("raise ImportError('no such library')", "fail  versions: keras 3.99.0 cannot be used (ImportError: no such"),
-        ("import time; time.sleep(60)", "warn  versions: keras 3.99.0 not tried in 1 s; try again when idle"),
+        (
+            "import time; time.sleep(60)",
+            "warn  versions: keras 3.99.0 not tried in 1 s; try again when this machine is idle",
+        ),
     ],
 )
 def test_another_release_that_cannot_be_tried(

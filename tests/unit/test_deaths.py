@@ -34,4 +34,4 @@ def test_the_last_word_is_the_exception() -> None:
     log = "I0000 chatter\nTraceback:\n  File\nImportError: no such library\nI0000 more chatter\n\n"
     assert last_word(log) == "ImportError: no such library"
     assert last_word("one\ntwo\n") == "two"
-    assert last_word("") == "it left no word"
+    assert last_word("") == "it printed nothing"

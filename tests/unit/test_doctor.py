@@ -153,7 +153,7 @@ def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monke
     for name in ("dataset_info.json", *NAMES):
         (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
         assert (
-            str(finding).split() == f"{level} data: MNIST in {tmp_path} is not whole; remove {tmp_path}/mnist".split()
+            str(finding).split() == f"{level} data: MNIST in {tmp_path} is incomplete; remove {tmp_path}/mnist".split()
         )
         (folder / name).touch()
     shutil.rmtree(tmp_path / "mnist")

@@ -55,7 +55,7 @@ def test_what_keras_does_not_understand_it_passes_over(file: Path) -> None:
         ('{"epsilon": 1}', "keras.json ({file}): epsilon (1) must be a number with a point"),
         ('{"epsilon": NaN}', "keras.epsilon (nan, as in {file}): must be more than 0"),
         ('{"floatx": []}', "keras.json ({file}): floatx ([]) must be a word"),
-        ("[]", "keras.json ({file}): is no JSON object"),
+        ("[]", "keras.json ({file}): is not a JSON object"),
         ("[" * 100_000, "keras.json ({file}): cannot be read"),
     ],
 )

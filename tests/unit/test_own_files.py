@@ -64,7 +64,7 @@ def test_an_own_beginning(folder: Path) -> None:
         (["experiment=mien"], OWN, "mine/deeper, mine, wrong; did you mean mine?"),
         (["experiment=wrong"], OWN, "train.stepss: there is no such option"),
         (["experiment=lost"], OWN, "Could not find 'model/none_such'"),
-        (["length=short"], OWN, "length (short): is no group of tf2dist; write +length=short for one of yours"),
+        (["length=short"], OWN, "length (short): is not a group of tf2dist; write +length=short for one of yours"),
         (["+length=long"], OWN, "Could not find 'length/long'"),
         (["experiment=mine"], Source(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
         ([], Source("conf", "bare"), 'begin the file with "defaults: [config, _self_]"'),

@@ -167,7 +167,7 @@ def test_links_are_not_followed_when_a_file_is_written(tmp_path: Path, name: str
         WRITES[name](tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises((ConfigError, OSError), match="is no regular file"):
+    with pytest.raises((ConfigError, OSError), match="is not a regular file"):
         WRITES[name](tmp_path)
     assert (tmp_path / "target").read_text() == "precious"
 

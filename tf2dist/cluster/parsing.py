@@ -77,7 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses two members with the same name, of which Python would silently take the last."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
-            raise ClusterError(f'TF_CONFIG: "{name}" is there {count} times; leave all but one out')
+            raise ClusterError(f'TF_CONFIG: "{name}" occurs {count} times; keep one')
     return dict(pairs)
 
 
@@ -142,9 +142,9 @@ def _why_not_one_host(host: str) -> str:
             read = socket.inet_ntoa(socket.inet_aton(host))
         except OSError:
             return ""
-        return f"is read as the number of {read}; give the address in full, or a name"
+        return f"is another way to write {read}; give the address in full, or a name"
     if ip.is_unspecified:
-        return "stands for no host and for all of them; give the address by which the others reach it"
+        return "means all interfaces and not one host; give the address by which the others reach it"
     if ip.is_multicast or ip == BROADCAST:
         return "is an address of many hosts (multicast); give the task's own"
     return ""
@@ -173,7 +173,7 @@ def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
     counts = {job: len(jobs.get(job, [])) for job in JOBS["async"]}
     problems = []
     if counts["chief"] > 1:
-        problems.append(f"job chief: has {counts['chief']} tasks; there is at most one")
+        problems.append(f"job chief: has {counts['chief']} tasks; give at most one")
     if mode == "async":
         if counts["chief"] < 1:
             problems.append("job chief: is missing; mode=async needs one task as the coordinator")

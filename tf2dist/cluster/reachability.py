@@ -66,6 +66,7 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
         ClusterError: two tasks have the same address and port.
     """
     _, port = split(cluster.address(task))
+    # No other task can have the same address, so most clusters need no look-up here.
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
     if not same_port:
         return
@@ -114,13 +115,14 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
     except socket.gaierror:
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     errors = [_bind_error(family, address) for family, address in endpoints]
+    # TensorFlow's server listens on all interfaces, so the port must be free on each of them.
     if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *errors):
         by = f" by {holder}" if (holder := port_holder(port)) else ""
         raise ClusterError(f"{name}: the port is taken on this host{by}; does the same task run here already?")
     if all(error in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) for error in errors):
         raise ClusterError(
-            f"{name}: is not an address of this host, so this is another task; correct task type and index, or give "
-            "cluster.check_address=false if a proxy leads from there to here"
+            f"{name}: is not an address of this host, so this is the task of another host; correct task type and "
+            "index, or give cluster.check_address=false if a proxy leads from there to here"
         )
 
 

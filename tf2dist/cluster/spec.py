@@ -54,6 +54,7 @@ class Cluster:
 
     @property
     def tasks(self) -> list[Task]:
+        # Sorted, so that all hosts have one order, whatever that of the jobs in their TF_CONFIG.
         return [Task(job, index) for job in sorted(self.jobs) for index in range(len(self.jobs[job]))]
 
     @property

@@ -74,7 +74,7 @@ def parse(arguments: list[str]) -> Arguments:
 
 def _check_known(flag: str, argument: str) -> None:
     if flag in REFUSED:
-        raise ConfigError(f"{argument}: is not taken; {REFUSED[flag]}")
+        raise ConfigError(f"{argument}: is not supported; {REFUSED[flag]}")
     known = [*ACTIONS, *VALUES, "--resolve"]
     if flag not in known:
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
@@ -95,7 +95,7 @@ def _value(flag: str, given: str | None, rest: list[str]) -> str:
         if given is None and rest and not rest[0].startswith("-"):
             given = rest.pop(0)
         if not given:
-            raise ConfigError(f"{flag}: lacks its value; give {flag} {VALUES[flag]}")
+            raise ConfigError(f"{flag}: needs a value; give {flag} {VALUES[flag]}")
         return given
     if given is not None:
         raise ConfigError(f"{flag} ({given}): takes no value; leave it out")
@@ -106,7 +106,7 @@ def _checked(overrides: list[str], flags: dict[str, str]) -> Arguments:
     """The whole command line, unless its flags contradict each other."""
     asked = [action for action in ACTIONS if action in flags]
     if len(asked) > 1 and asked[0] not in ("--version", "--help"):
-        raise ConfigError(f"{asked[1]}: does not go with {asked[0]}; leave out one of them")
+        raise ConfigError(f"{asked[1]}: cannot be combined with {asked[0]}; leave out one of them")
     action = asked[0] if asked else "--run"
     for flag in ("--package", "--resolve"):
         if flag in flags and action not in ("--cfg", "--help"):

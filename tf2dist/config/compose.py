@@ -17,11 +17,16 @@ from tf2dist.config.schema import SECTIONS
 from tf2dist.config.source import Source, check_complete, opened, what_hydra_says, why_missing
 from tf2dist.errors import ConfigError, nearest
 
-VERBATIM = ("run_dir", "init_from", "init_layers", "data.dir")
+VERBATIM = (
+    "run_dir",
+    "init_from",
+    "init_layers",
+    "data.dir",
+)  # taken as they are: Hydra's grammar would read signs in them
 MAX_OVERRIDE_CHARS = 4096
 CALL = re.compile(r"\w+\s*\(.*\)\s*")
 MANY = ", or --multirun for a run of each"
-FORM = "options look like train.steps=1000, and what holds ~ : [ ] or blanks stands in quotes, as in ['~/a b']"
+FORM = "options look like train.steps=1000; put values with ~ : [ ] or blanks in quotes, as in ['~/a b']"
 # What Hydra and its parser raise; the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
 
@@ -81,7 +86,7 @@ def _check_form(override: str) -> None:
         instead = "it is for --multirun; add that" if key.startswith("hydra.sweep.") else instead
         raise ConfigError(f"{shown}: there is no such option; {instead}")
     if override.startswith("+") and key in groups():
-        raise ConfigError(f"{shown}: is no new option; leave out the +, as in {key}=NAME")
+        raise ConfigError(f"{shown}: is an existing option; leave out the +, as in {key}=NAME")
     if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
         raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
     if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is taken
@@ -89,7 +94,7 @@ def _check_form(override: str) -> None:
         way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
         raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
     if value.count("${") > value.count("}"):
-        raise ConfigError(f"{key} ({value}): has a ${{ without its }}; write it in whole, as in ${{train.steps}}")
+        raise ConfigError(f"{key} ({value}): has ${{ without }}; close it, as in ${{train.steps}}")
     if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, perhaps at random
         raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself{MANY}")
 
@@ -151,7 +156,9 @@ def _explain(error: Exception, overrides: list[str], source: Source) -> str:
         return what_hydra_says(error)
     for override in parsed:
         if (key := override.key_or_group) not in groups() and not override.is_add() and source.names(key):
-            return f"{key} ({override.value()}): is no group of tf2dist; write +{override.input_line} for one of yours"
+            return (
+                f"{key} ({override.value()}): is not a group of tf2dist; write +{override.input_line} for one of yours"
+            )
     problems = (_problem(override, chosen, overrides) for override in parsed)
     return next(filter(None, problems), what_hydra_says(error))
 

@@ -73,6 +73,7 @@ def _check_dict(value: Any, name: str) -> None:
 def _scalar(kind: type, value: Any) -> Any:
     """The value as `kind`: int, float, bool or str. Raises ValueError if it is neither that nor a text of it."""
     takes: dict[type, tuple[type, ...]] = {int: (int, str), float: (int, float, str), bool: (bool, int, str)}
+    # Not isinstance, since a bool is also an int.
     if type(value) not in takes.get(kind, (bool, int, float, str)):
         raise ValueError
     if kind is bool:

@@ -11,7 +11,7 @@ Train a Keras 3 model on many workers.
 
   tf2dist mode=async cluster=local3    on this machine: 1 ps, 3 workers, 1 coordinator
   tf2dist mode=sync  cluster=local3    on this machine: 3 workers
-  TF_CONFIG='{...}' tf2dist mode=async one task, on this host, of a cluster of many
+  TF_CONFIG='{...}' tf2dist mode=async on each of many hosts: its task of the cluster
 
 Choices, as name=choice:
 """
@@ -19,15 +19,16 @@ TAIL = """
   --multirun, -m            one run after the other: mode=async,sync optimizer=glob(*) seed=range(3), and a table
   --config-dir, -cd DIR     a folder with configuration files of your own, such as DIR/experiment/mine.yaml
   --config-name, -cn NAME   the file from which the configuration begins; it begins with "defaults: [config, _self_]"
-  --cfg, -c                 the configuration that the other arguments make, and nothing else;
+  --cfg, -c                 shows the configuration that the other arguments make;
                             --package, -p SECTION: a part of it; --resolve: with values for ${...}
-  --info, -i                where it comes from; searchpath, defaults-tree, defaults or config: that alone
+  --info, -i                shows where it comes from; searchpath, defaults-tree, defaults or config: only that
   --shell-completion, -sc   for bash: eval "$(tf2dist -sc install=bash)"
   --help, -h                this text
   --version                 the version
 
-A value may name other options, as in run_dir=runs/${model.name}, and here alone the environment, as in ${oc.env:HOME}.
-python -m tf2dist.doctor, with the same arguments, starts no training and says what would stand in the way.
+A value may name other options, as in run_dir=runs/${model.name}. On the command line it may also name variables of the
+environment, as in ${oc.env:HOME}.
+python -m tf2dist.doctor, with the same arguments, does not train but says what would prevent a run.
 """
 SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all sections
 OPTION_CHARS = 36

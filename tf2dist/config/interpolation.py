@@ -30,8 +30,8 @@ def check_file(name: str, content: Any) -> None:
     """
     for text in _texts(content):
         if wrong := _not_allowed(text, ()):
-            way_out = "write it on the command line" if "oc.env" in wrong else "only options, as in ${train.steps}, are"
-            raise ConfigError(f"{name} ({wrong}): is not filled in from a file; {way_out}")
+            way_out = "give it on the command line" if "oc.env" in wrong else "only options, as in ${train.steps}, are"
+            raise ConfigError(f"{name} ({wrong}): is not allowed in a file; {way_out}")
 
 
 def resolve(tree: DictConfig, overrides: list[str]) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def resolve(tree: DictConfig, overrides: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: something cannot be filled in; names the option.
     """
+    # Hydra removes backslashes, so a text may be met with and without them.
     written = [text for each in overrides for text in (each, each.replace("\\", ""))]
     named = {found for text in written for found in ENVIRONMENT.findall(text)}
     return {str(key): _plain(tree, key, str(key), named, 0) for key in tree}
@@ -68,8 +69,8 @@ def _filled_in(parent: DictConfig | ListConfig, key: Any, name: str, named: Iter
     text = raw(parent, key)
     if wrong := _not_allowed(text, named):
         raise ConfigError(
-            f"{name} ({text}): {wrong} is not filled in; other options are, as ${{train.steps}}, and ${{oc.env:NAME}} "
-            "where the command line has it"
+            f"{name} ({text}): {wrong} is not allowed; name another option, as in ${{train.steps}}, or on the command "
+            "line ${{oc.env:NAME}}"
         )
     for variable in VARIABLE.findall(text):
         if variable not in os.environ and f"{variable}," not in text.replace(" ", ""):

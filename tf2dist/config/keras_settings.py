@@ -48,6 +48,7 @@ def path() -> str:
     folder = os.environ.get("KERAS_HOME")
     if folder is None:
         home = os.path.expanduser("~")
+        # As Keras does where the home directory cannot be written.
         folder = os.path.join(home if os.access(home, os.W_OK) else "/tmp", ".keras")
     return os.path.expanduser(os.path.join(folder, "keras.json"))
 
@@ -73,7 +74,7 @@ def from_file() -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"keras.json ({path()}): cannot be read ({reason}); mend it, or set KERAS_HOME") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"keras.json ({path()}): is no JSON object; remove it, or set KERAS_HOME")
+        raise ConfigError(f"keras.json ({path()}): is not a JSON object; remove it, or set KERAS_HOME")
     expected = {"floatx": str, "image_data_format": str, "epsilon": float}
     for name, kind in expected.items():
         if name in values and not isinstance(values[name], kind):

@@ -44,6 +44,7 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
             f"of another cluster; leave out cluster=..., or unset TF_CONFIG to {instead}"
         )
     check(config)
+    # After the checks, whose messages show paths as the user has written them.
     config.plugins = [str(Path(path).expanduser().resolve()) for path in config.plugins]
     config.optimizer = with_floats("optimizer", config.optimizer)
     config.model = with_floats("model", config.model)
@@ -100,4 +101,4 @@ def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> No
     given = {each.partition("=")[0].lstrip("+") for each in overrides}
     experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]
     whose = f"; {experiment[0]} gives it" if experiment and f"{group}.{key}" not in given else ""
-    raise ConfigError(f"{group}.{key}: is no option of {group}={name}; it has {its}{whose}")
+    raise ConfigError(f"{group}.{key}: is not an option of {group}={name}; it has {its}{whose}")

@@ -116,7 +116,7 @@ def with_floats(group: str, arguments: dict[str, Any]) -> dict[str, Any]:
 def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
     """Paths must be such as the system can look up, and plugins must be Python files."""
     rules: list[Rule] = [
-        (name, path, path is None or is_path(path), "is no name of a directory; leave it out for the default")
+        (name, path, path is None or is_path(path), "is not a valid name of a directory; leave it out for the default")
         for name, path in folders.items()
     ]
     for path in plugins:

@@ -57,17 +57,17 @@ class ClusterConfig:
         True, help="refuse an address that is not this host's; false where it is reached through a proxy"
     )
     allow_public: bool = option(
-        False, help="take an address that the whole internet can reach; TensorFlow's servers have no password"
+        False, help="accept an address that the internet can reach; TensorFlow's servers have no password"
     )
     control_port_shift: int = option(
         CONTROL_PORT_SHIFT,
         between(1, MAX_SHIFT),
-        help="the tasks' own talk uses each port plus this; minus it above 65535",
+        help="distance from each task's port to its control port; subtracted where the sum exceeds 65535",
     )
     all_reduce: str = option(
         "auto",
         one_of("auto", "tensorflow"),
-        help="sync: our own between CPUs where all can connect, TensorFlow's else; tensorflow: always its",
+        help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always that",
     )
 
 
@@ -83,21 +83,21 @@ class TaskConfig:
 class DataConfig:
     name: str = choice("mnist")
     dir: str | None = option(
-        None, help="where tensorflow-datasets keeps it; null: TFDS_DATA_DIR or ~/tensorflow_datasets"
+        None, help="where tensorflow-datasets keeps the data; null: TFDS_DATA_DIR or ~/tensorflow_datasets"
     )
     offline: str = option(
         "fallback",
         one_of("fallback", "fail"),
-        help="if it can be neither found nor downloaded: fallback (train on digits), or fail as on hosts",
+        help="what to do without the data: fallback (train on digits) or fail (always so on many hosts)",
     )
-    num_validation: int = option(0, at_least(0), help="the first so many of the training split")
+    num_validation: int = option(0, at_least(0), help="how many of the first training examples are for validation")
     download_timeout_secs: float = option(300.0, *SECS)
     arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # further arguments, of a plugin's data
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    steps: int | None = option(None, *COUNT, help="global steps; or")
+    steps: int | None = option(None, *COUNT, help="how many global steps; or give train.epochs")
     epochs: float | None = option(
         None,
         above(0),
@@ -105,11 +105,13 @@ class TrainConfig:
         help="passes over the training set by the whole cluster; both null: the data's default",
     )
     batch_size_per_worker: int = option(100, *COUNT)
-    log_every_steps: int = option(100, *COUNT, help="of each worker's own steps")
+    log_every_steps: int = option(100, *COUNT, help="a worker logs a line every so many of its own steps")
     eval_every_steps: int | None = option(
-        None, *COUNT, help="validation accuracy every so many global steps; null: only at the end"
+        None, *COUNT, help="evaluate the validation set every so many global steps; null: only at the end"
     )
-    steps_per_execution: int | None = option(None, *COUNT, help="steps a worker takes for each call; null: chosen")
+    steps_per_execution: int | None = option(
+        None, *COUNT, help="how many steps a worker takes in one call; null: chosen automatically"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +120,7 @@ class CheckpointConfig:
         600.0, *SECS, help="save at least this often, at the end and on a signal; null: not by time"
     )
     every_steps: int | None = option(None, *COUNT, help="save at every multiple of so many global steps")
-    keep: int = option(3, *COUNT, help="how many stay")
+    keep: int = option(3, *COUNT, help="how many checkpoints are kept")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,9 +140,11 @@ class KerasConfig:
     image_data_format: str | None = option(
         None,
         one_of("channels_last", "channels_first"),
-        help="channels_last or channels_first: what layers take the images for, which stay as they are",
+        help="channels_last or channels_first: the layout that layers assume; the images are not changed",
     )
-    epsilon: float | None = option(None, POSITIVE, help="the small number of Keras's own divisions, 1e-7")
+    epsilon: float | None = option(
+        None, POSITIVE, help="the small number that Keras adds to divisors; its default is 1e-7"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,23 +167,23 @@ class RunConfig:
     plugins: list[str] = option([], help="Python files that register models, data or optimizers of your own")
     run_dir: str | None = option(
         None,
-        help="where everything of the run goes, and where it goes on; null: outputs/DATE_TIME-MODE-MODEL",
+        help="the directory of the run; a run that is there goes on; null: outputs/DATE_TIME-MODE-MODEL",
     )
     init_from: str | None = option(
         None, help="a run directory whose newest checkpoint gives a new run its first weights"
     )
     init_layers: str | None = option(
-        None, IS_PATTERN, help="only those of layers with such names, such as 'hidden[123]'"
+        None, IS_PATTERN, help="with init_from: only layers whose names match, such as 'hidden[123]'"
     )
-    seed: int = option(0, between(0, 2**31 - 1), help="the one seed")
-    profile: bool = option(False, help="two seconds of the training for TensorBoard's profiler")
+    seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
+    profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
     startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks")
     watchdog_secs: float = option(
         120.0,
         *SECS,
-        help="how long a task may make no progress (at the start 600 more); frozen, 0.6 of it",
+        help="how long a task may make no progress (600 more at its start); without a sign of life, 0.6 of it",
     )
-    max_restarts: int = option(3, at_least(0), help="of lost tasks")
+    max_restarts: int = option(3, at_least(0), help="how often lost tasks are started again")
     grace_secs: float = option(10.0, *SECS, help="how long tasks may take to save and end after a signal")
 
     @property
@@ -231,7 +235,7 @@ def from_yaml(text: str) -> RunConfig:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the configuration is no plain YAML: {first_line(error)}") from None
+        raise ConfigError(f"the configuration is not plain YAML: {first_line(error)}") from None
     return from_tree(tree)
 
 

@@ -31,7 +31,7 @@ def configuration(arguments: Arguments, tf_config: str | None) -> str:
         return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
     for key in package.split("."):
         if not isinstance(tree, dict) or key not in tree:
-            raise ConfigError(f"--package ({package}): is no part of the configuration; see --cfg without it")
+            raise ConfigError(f"--package ({package}): is not a part of the configuration; see --cfg without it")
         tree = tree[key]
     if isinstance(tree, dict | list):
         return f"# @package {package}\n{OmegaConf.to_yaml(OmegaConf.create(tree))}"

@@ -105,9 +105,9 @@ def _folder(text: str) -> Path:
     filled = NOW.sub(lambda found: datetime.now().strftime(found[1]), text)
     path = expand(filled)
     if not is_path(filled) or path is None:
-        raise ConfigError(f"hydra.sweep.dir ({text}): is no name of a directory; leave it out for the default")
+        raise ConfigError(f"hydra.sweep.dir ({text}): is not a valid name of a directory; leave it out for the default")
     if "${" in filled:
-        raise ConfigError(f"hydra.sweep.dir ({text}): only the time is filled in, as in ${{now:%Y-%m-%d}}")
+        raise ConfigError(f"hydra.sweep.dir ({text}): only the time may be inserted, as in ${{now:%Y-%m-%d}}")
     return path.absolute()
 
 
@@ -123,7 +123,7 @@ def _job_folder(text: str, number: int, overrides: tuple[str, ...]) -> str:
     filled = re.sub(r"\$\{hydra[.:]job\.(num|override_dirname)\}", lambda found: values[found[1]], text)
     if "${" in filled:
         raise ConfigError(
-            f"hydra.sweep.subdir ({text}): only ${{hydra.job.num}} and ${{hydra.job.override_dirname}} are filled in"
+            f"hydra.sweep.subdir ({text}): only ${{hydra.job.num}} and ${{hydra.job.override_dirname}} may stand in it"
         )
     parts = PurePosixPath(filled).parts
     if not parts or filled.startswith("/") or ".." in parts or not is_path(filled):
@@ -138,12 +138,14 @@ def _expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str,
     with opened(source) as hydra:
         parser = OverridesParser.create(config_loader=hydra.config_loader)
         parsed = [_parsed(parser, override) for override in overrides]
+        # Of an option that is given twice the last one counts, as in a single run.
         last = {override.get_key_element(): override for override in parsed}
         varying = [key for key, override in last.items() if override.is_sweep_override()]
         counts = {key: _count(last[key]) for key in varying}
         if math.prod(counts.values()) > MAX_JOBS:
             raise ConfigError(f"--multirun: would make more than {MAX_JOBS:,} jobs; sweep over fewer values")
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    # There is one batch, since its size has no limit.
     for line in batches[0]:
         pairs = dict(_pair(override) for override in line)
         yield (
@@ -165,6 +167,7 @@ def _plain(value: str) -> str:
 
 def _parsed(parser: OverridesParser, override: str) -> Override:
     """Raises ConfigError if the override cannot be read."""
+    # A path may hold signs that Hydra's grammar cannot read; in quotes it can.
     for text in (override, quoted(override)):
         try:
             parsed = parser.parse_overrides([text])[0]
@@ -195,5 +198,5 @@ def _count(override: Override) -> int:
             f"{name} ({text}): cannot be counted ({what_hydra_says(error)}); give a list such as 1,2,3"
         ) from None
     if not count:
-        raise ConfigError(f"{name} ({text}): is no value at all; give one at least")
+        raise ConfigError(f"{name} ({text}): has no values; give at least one")
     return count

@@ -26,7 +26,7 @@ MARK_BYTES = 8
 NONCE_BYTES = RANDOM_BYTES + MARK_BYTES
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES
+MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES  # a process that does not read must not fill our memory
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 
@@ -51,6 +51,7 @@ class Nonces:
         return (random := seed + self._sign(seed)) + _mark(random)
 
     def made(self, nonce: bytes) -> bool:
+        # compare_digest takes equally long wherever the bytes differ, so the time of the answer reveals nothing.
         return hmac.compare_digest(nonce[SEED_BYTES:RANDOM_BYTES], self._sign(nonce[:SEED_BYTES]))
 
     def _sign(self, seed: bytes) -> bytes:
@@ -147,6 +148,7 @@ class Channel:
         if len(self._received) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self._received)
+        # The length comes before the mac that covers the message, so nobody has vouched for it yet.
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"announces {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
         if len(self._received) < LENGTH.size + MAC_BYTES + length:

@@ -16,10 +16,10 @@ from tf2dist.control.channel import Channel, Nonces, WireError
 from tf2dist.control.messages import Call, Wire, plain
 from tf2dist.packing import MessageError, VersionError, pack, unpack
 
-HANDSHAKE_SECS = 5.0
+HANDSHAKE_SECS = 5.0  # for a caller to prove itself and say what it wants
 FAREWELL_SECS = 1.0
-MAX_WAITING = 64
-ACCEPTS_A_TURN = 16
+MAX_WAITING = 64  # connections whose caller has not said yet who it is
+ACCEPTS_A_TURN = 16  # a flood of calls must not keep the members waiting
 READ_BYTES = 64 * 1024
 
 
@@ -137,7 +137,7 @@ class Links:
                 self._awake.recv(READ_BYTES)
             elif key.fileobj is self._listener:
                 self._accept()
-            elif not key.data.closed:
+            elif not key.data.closed:  # something earlier in this turn may have closed it
                 self._serve(key.data, mask)
         now = time.monotonic()
         for link in [link for link in self.all if link.deadline <= now]:

@@ -27,6 +27,7 @@ class Dialer:
 
     def tick(self, owner: Any) -> None:
         """Dials if it is time for the next call and there is no connection."""
+        # A dead link is replaced, and one that is open or still connecting is kept.
         if time.monotonic() < self._next_at or (self._link and not self._link.closed):
             return
         if not self._looking:

@@ -92,6 +92,7 @@ def _data(config: RunConfig) -> dict[str, int]:
         folder = location.mnist_dir(config.data)
         return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
     if config.data.name == "digits":
+        # Finds the package without importing it, which takes long.
         package = importlib.util.find_spec("sklearn")
         found = [
             Path(place, "datasets/data/digits.csv.gz")

@@ -112,6 +112,7 @@ class Leader:
             link.finish()
             return
         task = join.caller.task
+        # Removed before its link is closed, so that `on_closed` reports no loss.
         former = self._members.pop(task, None)
         if former:  # the same process, which has called again
             self._links.close(former.link, "called again")
@@ -120,13 +121,14 @@ class Leader:
         link.keep(FromFollower)
         link.send(answer)
         if self._membership.agreed.is_set():
-            self._membership.line(f"{task} is there again, {join.process}")
+            self._membership.line(f"{task} is back, {join.process}")
             self._membership.event(Back(str(task)))
             link.send(Go())
 
     def _answer(self, join: Join) -> ToJoin:
         """Decides whether a process may hold the task that it claims."""
         membership, task = self._membership, join.caller.task
+        # Compared first: with another cluster list the name of the task means something else.
         if found := differences(membership.identity, join.identity):
             self._refused[task] = plain(explain(found, "here", "there"))
             return self._refuse(join, ClusterError.exit_code, self._refused[task], found)
@@ -141,7 +143,7 @@ class Leader:
             return self._refuse(join, ClusterError.exit_code, held)
         may_return = membership.cluster.can_lose(task)
         if membership.agreed.is_set() and not may_return:
-            why = f"the job runs, and the {task} that it began with is gone"
+            why = f"the job is running, and the {task} that it started with is gone"
             return self._refuse(join, TaskLostError.exit_code, why)
         return Accepted(self.held)
 
@@ -190,7 +192,7 @@ class Leader:
             dialer.why = f"another cluster list there: {lists}"
             membership.line(f"{here} has another cluster list: {lists}")
         else:
-            dialer.why = "is there and has not called yet"
+            dialer.why = "is running and has not called yet"
 
     def _on_held(self, here: str, dialer: Dialer, held: Held) -> None:
         """Another job holds a task of ours.

@@ -30,7 +30,7 @@ from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.packing import MessageError
 
 BEAT_EVERY_SECS = 1.0
-MAX_LINES = 100
+MAX_LINES = 100  # a stranger must not flood the user's terminal
 
 
 def _this_process() -> Process:

@@ -71,10 +71,11 @@ def _read(path: str) -> str:
             )
         if info.st_uid not in (0, os.geteuid()) and info.st_gid not in (os.getegid(), *os.getgroups()):
             raise ClusterError(f"{name}: belongs to another user and group; make one of your own, of mode 0600")
+        # One byte more than allowed shows that the file is too long.
         data = os.read(file, MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ClusterError(f"{name}: is longer than {MAX_BYTES} bytes")
-        return data.decode().strip()
+        return data.decode().strip()  # editors and openssl end the file with a newline
     except UnicodeDecodeError:
         raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
     finally:

@@ -10,7 +10,7 @@ from tf2dist.errors import printable
 from tf2dist.launch.unblocked import Unblocked
 from tf2dist.messages import Progress, metrics_text
 
-PLAIN_EVERY_SECS = 5.0
+PLAIN_EVERY_SECS = 5.0  # in a file or a log collector every line stays
 LAST_WORDS_SECS = 1.0  # at the end, for a slow reader
 WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
 
@@ -29,6 +29,7 @@ class Console:
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
+            # Imported here, since only a terminal needs it and it takes a while.
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, SpinnerColumn, TextColumn
             from rich.progress import Progress as LiveProgress

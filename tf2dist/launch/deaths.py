@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tf2dist.errors import TaskLostError, TfDistError, TrainingError
 
-MEMORY_LIMIT = "no more memory may be had; raise the limit (ulimit -v, or the container's), or use fewer tasks"
-THREAD_LIMIT = "no more processes or threads may be had; raise the limit (ulimit -u and -v, or the container's)"
-TIME_LIMIT = "the processor time is limited; raise the limit (ulimit -t)"
+MEMORY_LIMIT = "the limit on memory is reached; raise it (ulimit -v, or the container's), or use fewer tasks"
+THREAD_LIMIT = "the limit on processes or threads is reached; raise it (ulimit -u and -v, or the container's)"
+TIME_LIMIT = "the limit on processor time is reached; raise it (ulimit -t)"
 # What Python, and the C and C++ libraries below TensorFlow, print before they end at a limit.
 LIMITS = (
     (
@@ -26,7 +26,7 @@ LIMITS = (
     ),
 )
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
-TAIL_LINES = 15
+TAIL_LINES = 15  # further up a library may mention a limit that did no harm
 
 
 def limit(code: int, log: str) -> str:
@@ -38,6 +38,7 @@ def limit(code: int, log: str) -> str:
     """
     if code == -signal.SIGXCPU:
         return TIME_LIMIT
+    # C++ aborts when memory or a thread is refused; what another signal killed could not say why.
     if code < 0 and code != -signal.SIGABRT:
         return ""
     tail = "\n".join(log.splitlines()[-TAIL_LINES:])
@@ -51,7 +52,9 @@ def signal_name(number: int) -> str:
 def last_word(log: str) -> str:
     """The exception in a log, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1] if lines else "it left no word")
+    return next(
+        (line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1] if lines else "it printed nothing"
+    )
 
 
 class OomKills:
@@ -98,4 +101,5 @@ def _oom_counts() -> list[Path]:
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         groups = [line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")]
+    # The last one counts for the whole host, so it may take the death of another program for one of ours.
     return [*(Path("/sys/fs/cgroup", group, "memory.events") for group in groups), Path("/proc/vmstat")]

@@ -35,6 +35,7 @@ class FailureReader:
         """
         task, code = exited.task, exited.code
         record = FailureRecord.read(self._log_dir, task)
+        # A task that is about to be killed may still report an error, which is mostly only a consequence.
         if kill and not (record and record.exit_code in NEVER_OF_A_KILL):
             return FailureRecord(task, exited.time, kill.exit_code, kill.why, by_signal=True)
         if record:

@@ -25,7 +25,7 @@ from tf2dist.files import open_log
 from tf2dist.messages import OF_A_MOMENT, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer
 from tf2dist.packing import pack, unpack
 
-MAX_PACKET_BYTES = 1 << 17
+MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,10 +48,12 @@ def poster(sock: socket.socket) -> Post:
 
 def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) -> int:
     """The forked child: log file, environment, then ``target(payload, to_launcher) -> exit code``."""
+    # A group of its own, so that a kill reaches what the task itself has started.
     os.setpgid(0, 0)
     linux.die_with_parent(parent_pid)
     for number in (signal.SIGCHLD, *LAUNCHERS_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
+    # The pipe is the server's: a signal to this task would wake the server.
     signal.set_wakeup_fd(-1)
     log = open_log(request.log)
     os.dup2(inbox, 0)
@@ -71,6 +73,7 @@ def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
     pid = os.fork()
     if pid:
         os.close(read_end)
+        # A task that does not read must not block the server, which serves all tasks.
         os.set_blocking(write_end, False)
         with contextlib.suppress(OSError):  # the child does the same; either may come first
             os.setpgid(pid, pid)
@@ -163,6 +166,7 @@ def main() -> None:
     ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
+    # Python writes to the wakeup descriptor only for signals that have a handler.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     poster(sock)(Ready(isolated, tuple(ports)))

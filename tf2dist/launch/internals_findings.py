@@ -29,15 +29,15 @@ def of_internals() -> Iterator[Finding]:
         done = run_with_tensorflow(TRY_INTERNALS, timeout_secs=INTERNALS_TIMEOUT_SECS)
         missing = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        text = f"{packages} not tried in {INTERNALS_TIMEOUT_SECS:.0f} s"
-        yield Finding("warn", "versions", text, "try again when idle")
+        text = f"{packages} could not be checked within {INTERNALS_TIMEOUT_SECS:.0f} s"
+        yield Finding("warn", "versions", text, "try again when this machine is idle")
         return
     except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         yield Finding("fail", "versions", f"{packages} cannot be used ({last[:150]})", "install a tested version")
         return
     for line in missing:
         text, _, fix = line.rpartition("; ")
         yield Finding("fail", "versions", text, fix)
     if not missing:
-        yield Finding("ok", "versions", f"{packages} has all that is used of its insides")
+        yield Finding("ok", "versions", f"{packages} has all internals that tf2dist uses")

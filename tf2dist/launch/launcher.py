@@ -35,7 +35,7 @@ from tf2dist.packing import pack, unpack
 SERVER = "forkserver"  # the name of its log
 START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
 READY_POLL_SECS = 0.2
-KILL_TIMEOUT_SECS = 10.0
+KILL_TIMEOUT_SECS = 10.0  # a killed process ends at once, unless the kernel waits for a device
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 SERVER_CHECK_SECS = 0.5  # tasks inherit the socket, so the server's death may give no EOF
 
@@ -198,8 +198,8 @@ class Launcher:
         server_runs = _runs(self._server.pid)
         self._kill_server()
         if server_runs:
-            raise TaskLostError(f"{killed}, does not end: a file system or a device may not answer it")
-        raise TaskLostError(f"the fork server is frozen: it does not tell of the end of {killed}")
+            raise TaskLostError(f"{killed}, has not ended: a file system or a device may not respond")
+        raise TaskLostError(f"the fork server is frozen: it does not report the end of {killed}")
 
     def _kill_server(self) -> None:
         """Also kills what the tasks have started, which the kernel does not kill when the server ends."""
@@ -229,7 +229,7 @@ class Launcher:
     def signal(self, name: str, signum: int, alone: bool = False) -> None:
         """Sends a signal to the task and to what it has started, or to it alone, if it still runs."""
         pid = self.tasks.get(name, 0)
-        if pid:
+        if pid:  # 0 would mean this process's own group
             with contextlib.suppress(ProcessLookupError):
                 (os.kill if alone else os.killpg)(pid, signum)
 

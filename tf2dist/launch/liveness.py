@@ -59,11 +59,13 @@ class LivenessTracker:
 
     def _forgive_own_sleep(self, watched: Mapping[str, TaskRecord], now: float) -> None:
         """If the launcher was suspended, does not count that time as silence."""
+        # Looks come several times a second: after so long a gap this process has not run.
         looked_at, self._looked_at = self._looked_at, now
         if looked_at is None or (asleep_secs := now - looked_at) <= self._silence_secs / 2:
             return
         self.awake_since = now
         for record in watched.values():
+            # Never later than now, except for an announced silence, which is later already.
             record.heard_at = max(record.heard_at, min(record.heard_at + asleep_secs, now))
             record.ran_at = max(record.ran_at, min(record.ran_at + asleep_secs, now))
 

@@ -79,7 +79,7 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
     """Cores and memory, against the tasks that this machine is to run."""
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} cores for {num_training} tasks that compute"
-    few = Finding("warn", "cores", text, "good for trying out; use fewer workers or more hosts for speed")
+    few = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
     yield few if num_training > cores else Finding("ok", "cores", text)
     free, needed = _free_memory_mb(), MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
     text = f"{free:,} MB free, about {needed:,} MB needed by {num_tasks} tasks"
@@ -106,6 +106,7 @@ def _text(path: str) -> str:
 def run_folder(run_dir: str | None) -> Iterator[Finding]:
     """Whether the run's directory could be made, without making it."""
     wanted = Path(run_dir or "outputs").expanduser().absolute()
+    # The nearest folder that exists; a broken link counts, since no directory can be made in its place.
     there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
     if not there.is_dir():
         yield Finding("fail", "run_dir", f"{there} is not a directory", "name another directory with run_dir=")
@@ -144,11 +145,11 @@ def _mnist(config: DataConfig, level: str) -> Iterator[Finding]:
         except DataError as error:
             yield Finding("fail", "data", *str(error).rsplit("; ", 1))
     elif any(folder.glob("mnist/3.*")):
-        yield Finding(level, "data", f"MNIST in {folder} is not whole", f"remove {folder / 'mnist'}")
+        yield Finding(level, "data", f"MNIST in {folder} is incomplete", f"remove {folder / 'mnist'}")
     elif set(urllib.request.getproxies()) - {"no"} or ips_of(location.MNIST_HOST):
         yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {location.MNIST_HOST}")
     else:
-        text = f"MNIST is not in {folder}, and the name {location.MNIST_HOST} is unknown here"
+        text = f"MNIST is not in {folder}, and the name {location.MNIST_HOST} cannot be resolved here"
         yield Finding(level, "data", text, "set TFDS_DATA_DIR to where it is, or give data=digits")
 
 
@@ -174,19 +175,24 @@ def gpus() -> Iterator[Finding]:
     try:
         command = code_command(LIST_GPUS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_SECS, env=environment)
-        names = json.loads(done.stdout.strip().splitlines()[-1])
+        names = json.loads(done.stdout.strip().splitlines()[-1])  # libraries may print before it
     except subprocess.TimeoutExpired:
-        yield Finding("warn", "gpu", f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s", "try again when idle")
+        yield Finding(
+            "warn",
+            "gpu",
+            f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s",
+            "try again when this machine is idle",
+        )
         return
     except (OSError, ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         yield Finding("fail", "gpu", f"TensorFlow cannot be imported ({last[:150]})", "install tf2dist again")
         return
     if seen and not names:
         text = f"the driver has {seen} GPUs and TensorFlow sees none"
         yield Finding("warn", "gpu", text, "pip install -e '.[gpu]', and look at CUDA_VISIBLE_DEVICES")
     else:
-        yield Finding("ok", "gpu", f"TensorFlow sees {len(names)}" if names else "none; the processors do the work")
+        yield Finding("ok", "gpu", f"TensorFlow sees {len(names)}" if names else "none; the CPUs do the work")
 
 
 def _driver_gpus() -> int:

@@ -119,7 +119,7 @@ class Monitor:
                 self._life.leave_by = min(self._life.leave_by, self._clock.monotonic() + LEAVE_SECS)
         elif self._is_time_to_leave:
             ended = f"{leader} was done {FOLLOW_END_SECS:.0f} s ago"
-            raise TaskLostError(f"{ended}, and {self._tasks.names[0]} does not end")
+            raise TaskLostError(f"{ended}, and {self._tasks.names[0]} has not ended")
 
     @property
     def _is_time_to_leave(self) -> bool:
@@ -212,7 +212,7 @@ class Monitor:
             self._collect_echoes()
             if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_echo(failures[0])):
                 return
-            verdict = self._policy.judge(failures[0])
+            verdict = self._policy.judge(failures[0])  # now perhaps another one, since they were sorted again
         if verdict is Verdict.FAIL:
             self._fail()
         lost = failures.pop(0)
@@ -232,6 +232,7 @@ class Monitor:
         raise TaskFailure(self._life.failures, used_up)
 
     def _restart_all(self, lost: FailureRecord) -> None:
+        # A checkpoint may have been finished just before the kill.
         for event in self._launcher.kill_all():
             if isinstance(event, Saved):
                 self._shutdown.leader_saved(event.step, stopping=False)

@@ -25,7 +25,7 @@ for path in sys.argv[1:]:
     except RequestError as error:
         why = [str(error), ""]
     except ModuleNotFoundError as error:
-        why = [f"it imports {error.name}, which is not there", f"pip install what has {error.name}, or put it beside"]
+        why = [f"it imports {error.name}, which is not installed", f"install it, or put {error.name}.py beside it"]
     except BaseException as error:
         why = [f"{type(error).__name__}: {first_line(str(error))}", "correct the file"]
     if why:
@@ -51,7 +51,7 @@ def run_with_tensorflow(code: str, *arguments: str, timeout_secs: float) -> subp
         "KERAS_NNX_ENABLED": "0",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "-1",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # the doctor leaves nothing behind, not even __pycache__
     }
     command = code_command(code, *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
@@ -63,8 +63,8 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
         done = run_with_tensorflow(LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS)
         printed = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        text = f"not loaded in {PLUGINS_TIMEOUT_SECS:.0f} s"
-        yield Finding("warn", "plugins", text, "leave to the registered functions what takes long")
+        text = f"not loaded within {PLUGINS_TIMEOUT_SECS:.0f} s"
+        yield Finding("warn", "plugins", text, "move what takes long into the registered functions")
         return
     except (ValueError, IndexError):
         yield Finding("fail", "plugins", f"loading them ends the process, exit code {done.returncode}", "correct them")

@@ -35,6 +35,7 @@ class RestartPolicy:
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
             return Verdict.FAIL
         job = Task.parse(failure.task).job
+        # A worker that reports the loss of another task is not lost itself: starting it again would not help.
         if job == "worker" and can_lose(self._mode, job) and failure.by_signal:
             verdict = Verdict.RESTART_TASK
         elif self._whole_cluster:

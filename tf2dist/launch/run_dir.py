@@ -35,12 +35,13 @@ def make_run_dir(config: RunConfig) -> Path:
     try:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else _new_default_dir(config)
         if not is_path(str(run_dir)):
-            raise ConfigError(f"run_dir ({run_dir}): is no name in UTF-8; name another directory")
+            raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
         files.make_private(run_dir)
         _check_contents(run_dir, given)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+        # Fails now instead of at the first checkpoint if nothing can be written here.
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -55,6 +56,7 @@ def _new_default_dir(config: RunConfig) -> Path:
     outputs.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count(1):
         run_dir = outputs / (name if number == 1 else f"{name}-{number}")
+        # Two runs may start in the same second; the one that makes the folder has it.
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(mode=0o700)
             break
@@ -87,7 +89,7 @@ def _check(path: Path, given: str, kind: str, access: int) -> None:
     if stat.S_ISLNK(mode):
         problem = "is a link, and links are not followed"
     elif not (stat.S_ISDIR(mode) if kind == "folder" else stat.S_ISREG(mode)):
-        problem = f"is no {kind}"
+        problem = f"is not a {kind}"
     elif not os.access(path, access, effective_ids=True):
         problem = "cannot be read and written by this user"
     else:

@@ -42,6 +42,7 @@ def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Clust
     found to be free, so a restart uses others.
     """
     num_tasks = len(clusters.local(config.mode, config.cluster, launcher.ports).tasks)
+    # Each restart takes the next ports, and begins again at the first when too few are left.
     first = 0 if launcher.isolated else restarts * num_tasks % (len(launcher.ports) - num_tasks + 1)
     return clusters.local(config.mode, config.cluster, launcher.ports[first:])
 

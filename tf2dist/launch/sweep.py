@@ -129,6 +129,7 @@ class _Running:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(POLL_SECS)
+                # As a shell does for a process that was killed by a signal.
                 return code if code >= 0 else 128 - code
             for number in self.received[passed_on:]:
                 process.send_signal(number)

@@ -99,6 +99,7 @@ class Watchdog:
 
     def _kill_lost(self) -> None:
         for task in self._liveness.lost(self._clock.monotonic()):
+            # Only a process that runs can write its stacks before it is killed.
             if self._launcher.runs(task):
                 self._launcher.signal(task, STACKS_SIGNAL, alone=True)
                 self._clock.sleep(STACKS_SECS)

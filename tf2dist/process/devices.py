@@ -45,6 +45,7 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     mine = choose_gpus(gpus, cluster, task, share_host=share_host)
     tf.config.set_visible_devices(mine, "GPU")
     for gpu in mine:
+        # By default TensorFlow takes nearly all memory of a GPU at once.
         if config.gpu_memory_fraction is None:
             tf.config.experimental.set_memory_growth(gpu, True)
         else:
@@ -55,6 +56,7 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
         allow_growth=config.gpu_memory_fraction is None,
         per_process_gpu_memory_fraction=config.gpu_memory_fraction or 0.0,
     )
+    # An empty list of visible devices stands for all of them, so a task without GPUs is given a count of 0.
     server_config = tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
     if share_host:
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
@@ -91,6 +93,6 @@ def gpu_memory_mb(index: int) -> int:
         return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         raise ConfigError(
-            f"devices.gpu_memory_fraction: nvidia-smi does not tell the memory of GPU {index}; leave the option out "
+            f"devices.gpu_memory_fraction: nvidia-smi does not report the memory of GPU {index}; leave the option out "
             "to let the memory grow as needed"
         ) from None

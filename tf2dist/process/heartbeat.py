@@ -36,6 +36,7 @@ def start(to_launcher: ToLauncher, watchdog_secs: float) -> None:
     _to_launcher = to_launcher
     progress(START_SECS)
     faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)
+    # Several signs fit into the shortest time after which a task counts as lost.
     every_secs = min(ALIVE_EVERY_SECS, watchdog_secs / 10)
     threading.Thread(target=_report, args=(to_launcher, every_secs), name="heartbeat", daemon=True).start()
 

@@ -43,14 +43,14 @@ def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], No
 
 def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callable[[str], None]) -> None:
     if ended.wait(AFTER_SECS):
-        warn(f"profile: there is none, the training took less than {AFTER_SECS:.0f} s")
+        warn(f"profile: not made, since the training took less than {AFTER_SECS:.0f} s")
         return
     for other in others:
         try:
             with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):
                 tf.io.write_file(RAM_FILE, "")
         except tf.errors.OpError as error:
-            warn(f"profile: there is none of {other} ({first_line(str(error))})")
+            warn(f"profile: not made of {other} ({first_line(str(error))})")
     record(folder, ended)
 
 

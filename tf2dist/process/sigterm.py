@@ -25,6 +25,7 @@ def end_on_sigterm() -> None:
         _write_end.append(write_end)
         os.register_at_fork(before=_hold_sigterm, after_in_parent=_take_sigterm, after_in_child=_leave_sigterm)
         threading.Thread(target=_listen, args=(read_end,), name="end_on_sigterm", daemon=True).start()
+    # Does nothing: Python writes to the wakeup descriptor only for signals that have a handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(_write_end[0], warn_on_full_buffer=False)
 
@@ -66,5 +67,6 @@ def _listen(read_end: int) -> None:
         if os.read(read_end, 1)[0] != signal.SIGTERM:
             continue
         if not _only_asks.is_set():
+            # sys.exit would end this thread alone, and TensorFlow's clean-up may wait for other tasks.
             os._exit(EXIT_CODE)
         _asked.set()

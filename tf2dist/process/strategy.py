@@ -80,6 +80,7 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
         return array
 
     size = int(of_leader(np.array(len(packed), np.int64)))
+    # The length rounded up to whole numbers of four bytes.
     padded = packed[:size].ljust(-(-size // 4) * 4, b"\0")
     return of_leader(np.frombuffer(padded, np.float32)).tobytes()[:size] if size else b""
 
