@@ -125,7 +125,7 @@ def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: py
         if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, None) != 0:
             pytest.skip("no process may trace another here")
         try:
-            with pytest.raises(TaskLostError, match="worker-0, killed 1 s ago, does not end: a file system or a dev"):
+            with pytest.raises(TaskLostError, match="worker-0, killed 1 s ago, has not ended: a file system or a dev"):
                 launcher.kill_all()
         finally:
             os.waitpid(pid, 0)
