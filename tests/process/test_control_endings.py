@@ -37,7 +37,7 @@ def test_a_loss_that_ends_the_job_is_told_to_all(table: Table, mode: str, counts
         party.event(Lost, lost)
     returned = table(cluster, lost)
     assert isinstance(returned.error(), TaskLostError)
-    assert "the job runs" in str(returned.error())
+    assert "the job is running" in str(returned.error())
 
 
 def test_a_lost_leader_is_told_to_all(table: Table) -> None:

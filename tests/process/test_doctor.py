@@ -155,7 +155,7 @@ def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) ->
         ("raise ImportError('no such library')", "fail  versions: keras 3.99.0 cannot be used (ImportError: no such"),
         (
             "import time; time.sleep(60)",
-            "warn  versions: keras 3.99.0 not tried in 1 s; try again when this machine is idle",
+            "warn  versions: keras 3.99.0 could not be checked within 1 s; try again when this machine is idle",
         ),
     ],
 )

@@ -51,8 +51,8 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("exhaust", "was killed by SIGABRT: no more memory may be had"),
-        ("compute", "SIGXCPU: the processor time is lim"),
+        ("exhaust", "was killed by SIGABRT: the limit on memory is reached"),
+        ("compute", "SIGXCPU: the limit on processor time is reached"),
     ],
 )
 def test_a_task_that_ends_at_a_limit_is_not_worth_a_retry(tmp_path: Path, function: str, says: str) -> None:
@@ -69,7 +69,7 @@ def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
     hungry = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))\nbytearray(1 << 40)\n"
     (tmp_path / "hungry.py").write_text(hungry)
     monkeypatch.syspath_prepend(tmp_path)
-    says = "fork server failed: MemoryError; no more memory may be had; raise the limit"
+    says = "fork server failed: MemoryError; the limit on memory is reached; raise it"
     with Launcher(tmp_path, preload=("hungry",)) as launcher, pytest.raises(TrainingError, match=says):
         wait_for(launcher, Ready)
 
@@ -140,7 +140,7 @@ def test_a_fork_server_for_which_there_is_no_process() -> None:
         command = [sys.executable, "-c", WITHOUT_PROCESSES, folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert done.stderr == ""
-    assert "could not be started: Resource temporarily unavailable: no more processes or threads may" in done.stdout
+    assert "could not be started: Resource temporarily unavailable: the limit on processes or threads" in done.stdout
 
 
 def test_a_signal_counts_more_than_what_it_did_to_the_fork_server(tmp_path: Path) -> None:
