@@ -47,7 +47,7 @@ def test_what_is_not_of_its_kind_is_refused(made: Path, tmp_path: Path, name: st
         os.mkfifo(path)
     else:
         path.touch() if name in FOLDERS else path.mkdir()
-    with pytest.raises(ConfigError, match=rf"{path.name} in it is (a link|no f).*; remove it, or name another"):
+    with pytest.raises(ConfigError, match=rf"{path.name} in it is (a link|not a f).*; remove it, or name another"):
         run_dir.make_run_dir(RunConfig(run_dir=str(made)))
     assert target.is_dir() or target.read_text() == "precious"
 
