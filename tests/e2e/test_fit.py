@@ -167,12 +167,15 @@ def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None
     assert_same(compiled.history.history, history)
 
 
-def test_patience_survives_a_resume_and_the_best_weights_come_back(tmp_path: Path) -> None:
+def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_path: Path) -> None:
     """A validation that gets worse all the time: the first epoch is the best."""
     validation = (X, -3 * Y)
 
     def stopping() -> keras.callbacks.EarlyStopping:
         return keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)
+
+    def slowing() -> keras.callbacks.Callback:
+        return keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5)
 
     class EndOf(keras.callbacks.Callback):
         def __init__(self, last: int) -> None:
@@ -183,15 +186,16 @@ def test_patience_survives_a_resume_and_the_best_weights_come_back(tmp_path: Pat
             if epoch == self.last:
                 raise KeyError("as if the power failed")
 
-    model, history = as_keras(regression, epochs=20, validation_data=validation, callbacks=[stopping()])
+    model, history = as_keras(regression, epochs=20, validation_data=validation, callbacks=[stopping(), slowing()])
     assert len(history["loss"]) == 4
     given = {"epochs": 20, "validation_data": validation, "options": {"checkpoint.every_steps": 10}}
     with pytest.raises(KeyError, match="power failed"):
-        on_one_worker(regression, tmp_path / "run", callbacks=[stopping(), EndOf(2)], **given)
+        on_one_worker(regression, tmp_path / "run", callbacks=[stopping(), slowing(), EndOf(2)], **given)
     again = stopping()
-    result = on_one_worker(regression, tmp_path / "run", callbacks=[again], **given)
+    result = on_one_worker(regression, tmp_path / "run", callbacks=[again, slowing()], **given)
     assert_same(result.history, history)
     assert again.stopped_epoch == 3
+    assert float(result.model.optimizer.learning_rate) == float(model.optimizer.learning_rate) == np.float32(0.0025)
     assert weights_agree(result.model, model)
     assert weights_agree(tf2dist.load_model(tmp_path / "run"), model)
 

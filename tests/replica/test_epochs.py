@@ -1,6 +1,7 @@
 """Epochs of both modes against `keras.Model.fit` on the same batches: history and weights."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 from tf2dist.training.epochs import EpochDriver
+from tf2dist.training.hooks import Change
 from tf2dist.training.report import NoReporter
 
 EPOCHS, BATCH = 3, 30
@@ -245,3 +247,36 @@ def test_three_synchronous_workers_are_one_with_the_threefold_batch(name: str, s
     assert_same(found, keras_fit(source(name)))
     for _, weights in others:
         assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
+
+
+@dataclass
+class Pausing(Recording):
+    """Wants a pause as soon as the training has begun, and then no more."""
+
+    def wanted(self) -> bool:
+        return self.calls[-1][0] == "begin"
+
+
+def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
+    """What is called if a callback ends the first epoch at a pause; `end`: its answer to the end of that epoch."""
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    given, config = source("regression"), config_of(BATCH)
+    hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})
+    loop = SyncLoop.build(config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None)
+    drive(loop, config, given, hooks)
+    return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_epoch_that_a_callback_ends_is_validated_and_its_end_is_called(
+    stops: bool, sync_workers: SyncWorkers
+) -> None:
+    """As in Keras; and if `stop_training` is taken back then, the next epoch comes."""
+    (calls,) = sync_workers(drive_with_a_pause, num_workers=1, args=(Change(stop=stops),))
+    logs = ["loss", "mae", "r2_score", "val_loss", "val_mae", "val_r2_score"]
+    step = calls[1][2]
+    assert 0 < step < 10
+    begun = [("begin", 0, 0, []), ("pause", 0, step, []), ("epoch", 0, step, logs)]
+    later = [] if stops else [("epoch", n, step + 10 * n, logs) for n in range(1, EPOCHS)]
+    assert calls == [*begun, *later, ("end", 1 + len(later), step + 10 * len(later), [])]

@@ -258,3 +258,23 @@ def test_an_error_of_the_run_reaches_the_caller(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match="as on the command line"):
         Leader(tmp_path, []).run(script)
+
+
+class StopsAtBegin(keras.callbacks.Callback):
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == self.last
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_stop_when_an_epoch_begins_ends_it_early(last: int, tmp_path: Path) -> None:
+    def script(leader: Leader) -> bool:
+        changes = [leader.call("begin", 0, 0), *(leader.call("epoch", n, 10 * n + 10) for n in range(last))]
+        assert not any(change.stop for change in changes), "the epoch that begins takes a step, as in Keras"
+        assert leader.inbox.pause_wanted.wait(30.0)
+        return leader.call("pause", last, 10 * last + 1).stop
+
+    assert Leader(tmp_path, [StopsAtBegin(last)]).run(script)

@@ -57,6 +57,11 @@ class Callbacks:
         self._logs: dict[str, Any] = {}
 
     @property
+    def wants_to_stop(self) -> bool:
+        """Whether a callback has set `stop_training`; set when an epoch begins, it ends that one early, as in Keras."""
+        return bool(self.model.stop_training)
+
+    @property
     def model(self) -> keras.Model:
         return self._mirror.model
 
@@ -88,15 +93,16 @@ class Callbacks:
             self._list.on_test_begin()
             self._list.on_test_end(validation)
         self._list.on_epoch_end(epoch, self._logs)
-        if not self.model.stop_training:
+        stop = self.wants_to_stop
+        if not stop:
             self._begin_epoch(epoch + 1)
-        return self._change(stop=bool(self.model.stop_training))
+        return self._change(stop)
 
     def pause(self, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
         """At one exact step, for callbacks that are called after batches."""
         self._mirror.put(arrays, learning_rate, step)
         self.batch(step, logs)
-        return self._change(stop=bool(self.model.stop_training))
+        return self._change(self.wants_to_stop)
 
     def batch(self, step: int, logs: Logs) -> None:
         """Calls the hooks of a batch; the number of the batch is that of the global step."""

@@ -136,6 +136,8 @@ class Conversation(Generic[T]):
             case _:
                 change = callbacks.last(*put)
         self._send(self._packed(call.number, change))
+        if callbacks.wants_to_stop and not change.stop and call.kind != "end":
+            self._want_pause()
 
     def _read(self, path: str) -> NamedArrays:
         try:
@@ -159,7 +161,10 @@ class Conversation(Generic[T]):
         self.step, self._metrics = progress.step, progress.metrics
         if callbacks.wants_pauses:
             if not self._wants_pause:
-                self._wants_pause = True
-                self._send(PauseWanted())
+                self._want_pause()
         elif callbacks.looks_at_batches:
             callbacks.batch(progress.step, progress.metrics)
+
+    def _want_pause(self) -> None:
+        self._wants_pause = True
+        self._send(PauseWanted())

@@ -118,7 +118,7 @@ def fit(
         request.with_batch_size(plan, config.train.batch_size_per_worker),
         config,
         host_task,
-        refusals.check_callbacks(callbacks, mode),
+        refusals.check_callbacks(callbacks),
         refusals.check_verbose(verbose),
         started_at,
     ).to_its_end()

@@ -106,7 +106,7 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
         )
 
 
-def check_callbacks(callbacks: Any, mode: str) -> list[keras.callbacks.Callback]:
+def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
     """The callbacks in a list.
 
     Raises:
@@ -120,10 +120,10 @@ def check_callbacks(callbacks: Any, mode: str) -> list[keras.callbacks.Callback]
             raise FitError(f"callbacks: holds {kind_of(each)}, and takes keras.callbacks.Callback alone")
         if isinstance(each, keras.callbacks.BackupAndRestore):
             raise FitError("callbacks: BackupAndRestore is not needed; name a run_dir, where the same call goes on")
-        if isinstance(each, keras.callbacks.SwapEMAWeights) and mode == "async":
+        if isinstance(each, keras.callbacks.SwapEMAWeights):
             raise FitError(
-                "callbacks: SwapEMAWeights exchanges the weights around a validation, which mode='async' cannot; use "
-                "mode='sync', or use_ema=True of the optimizer"
+                "callbacks: SwapEMAWeights exchanges the weights around a validation, which the cluster makes with its "
+                "own; leave it out: with use_ema=True of the optimizer the finished model has the averages"
             )
     return found
 

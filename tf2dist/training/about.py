@@ -55,6 +55,10 @@ class LearningRate:
         self._schedule = schedule if is_schedule else None
         self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)
 
+    @property
+    def is_scheduled(self) -> bool:
+        return self._schedule is not None
+
     def at(self, step: int) -> float:
         return _number(self._schedule(step + self._earlier_updates)) if self._schedule else self._constant
 

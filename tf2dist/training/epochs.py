@@ -21,7 +21,7 @@ from tf2dist.training.hooks import Change, Hooks, NamedArrays
 from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition, Loop, PauseRequest, WorkersAway
 from tf2dist.training.report import NoReporter
 
-METRICS, STOPPED = "epoch/metrics", "epoch/stopped"  # the names of these arrays in a snapshot
+METRICS, STOPPED, RATE = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot
 CALLBACKS = "callbacks/"
 ANSWER_SECS = 1.0  # how long the other workers wait for each sign that the callbacks are still at work
 
@@ -34,12 +34,14 @@ class EpochState:
         before: the sums of the metrics when the epoch began.
         has_stopped: a callback has ended the run.
         callbacks: their state.
+        learning_rate: the last one that a callback has set; None if none has.
     """
 
     position: EpochPosition
     before: np.ndarray
     has_stopped: bool
     callbacks: NamedArrays
+    learning_rate: float | None = None
 
     @classmethod
     def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
@@ -52,6 +54,7 @@ class EpochState:
             before=loop.progress.metrics - (done if done.shape == none.shape else none),
             has_stopped=bool(found.get(STOPPED, False)),
             callbacks={name.removeprefix(CALLBACKS): a for name, a in found.items() if name.startswith(CALLBACKS)},
+            learning_rate=float(found[RATE]) if RATE in found else None,
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:
@@ -61,6 +64,8 @@ class EpochState:
             METRICS: metrics - self.before,
             STOPPED: np.array(self.has_stopped),
         }
+        if self.learning_rate is not None:
+            own[RATE] = np.array(self.learning_rate)
         return own | {f"{CALLBACKS}{name}": array for name, array in self.callbacks.items()}
 
 
@@ -99,13 +104,14 @@ class EpochDriver:
             Interrupted: a task was asked to stop; the run is saved.
         """
         loop, target = self._loop, self._loop.target_step
+        if self._state.learning_rate is not None and not self._rate.is_scheduled:
+            self._apply(Change(learning_rate=self._state.learning_rate))
         has_ended = self._is_ended(self._call("begin", {}))
-        while not has_ended and self._epoch_end() <= target:
+        while not has_ended and self._state.position.epoch < self._plan.epochs and self._epoch_end() <= target:
             epoch_end = self._epoch_end()
             requested = self._train(epoch_end)
-            if PauseRequest.CHANGE in requested:
-                has_ended = self._is_ended(self._call("pause", {}))
-            if loop.progress.global_step == epoch_end and not has_ended:
+            ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
+            if ends_early or loop.progress.global_step == epoch_end:
                 has_ended = self._end_epoch()
             is_due = PauseRequest.SAVE in requested or self._is_multiple(self._config.checkpoint.every_steps)
             if is_due or has_ended or loop.progress.global_step == target:
@@ -142,7 +148,8 @@ class EpochDriver:
             self._validation = self._evaluate("validation")
             logs = logs | {f"val_{name}": value for name, value in self._validation.metrics.items()}
         has_ended = self._is_ended(self._call("epoch", logs))
-        state.position, state.before = state.position.next(), loop.progress.metrics
+        state.position = state.position.next(loop.progress.global_step)
+        state.before = loop.progress.metrics
         return has_ended
 
     def _is_ended(self, change: Change) -> bool:
@@ -164,12 +171,16 @@ class EpochDriver:
         change = self._answer()
         if change.is_interrupted:
             self._stop_if(PauseRequest.STOP)
-        loop.apply(change)
-        if change.learning_rate is not None:
-            self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
+        self._apply(change)
         if change.state is not None:
             self._state.callbacks = change.state
         return change
+
+    def _apply(self, change: Change) -> None:
+        self._loop.apply(change)
+        if change.learning_rate is not None:
+            self._state.learning_rate = change.learning_rate
+            self._rate = LearningRate(self._loop.optimizer, self._loop.earlier_updates)
 
     def _answer(self) -> Change:
         """What the leader's callbacks want. All tasks hear every second that they are still at work."""

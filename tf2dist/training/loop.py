@@ -155,8 +155,9 @@ class EpochPosition:
         """The global step after the last one of an epoch."""
         return self.first_step + (epoch - self.epoch + 1) * self.num_steps
 
-    def next(self) -> "EpochPosition":
-        return EpochPosition(self.epoch + 1, self.end_of(self.epoch), self.num_steps)
+    def next(self, step: int) -> "EpochPosition":
+        """The next epoch, after this one has ended at a global step: before its last one if a callback wanted that."""
+        return EpochPosition(self.epoch + 1, step, self.num_steps)
 
     def to_array(self) -> np.ndarray:
         """For a snapshot."""
