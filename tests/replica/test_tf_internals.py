@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.ops import script_ops
@@ -22,6 +24,9 @@ SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 BASE = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))
 
 
+TRAINER = next(kind for kind in keras.Model.__mro__ if "_symbolic_build" in vars(kind))
+
+
 def built(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam) -> keras.Optimizer:
     optimizer = kind(learning_rate=0.5)
     optimizer.build([keras.Variable([1.0, 2.0])])
@@ -31,6 +36,23 @@ def built(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam) -> keras
 def random_model() -> keras.Model:
     inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(2)])
     return keras.Sequential([keras.Input([3]), inner, keras.layers.GaussianNoise(0.1)])
+
+
+def compiled() -> keras.Model:
+    """With two outputs and their losses, and metrics."""
+    inputs = keras.Input([3])
+    model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(2)(inputs)])
+    model.compile("sgd", ["mse", keras.losses.MeanSquaredError(reduction="sum")], metrics=[["mae"], []])
+    return model
+
+
+BATCH = tuple(keras.KerasTensor((None, size)) for size in (3, 1, 2))
+
+
+def with_metrics() -> keras.Model:
+    model = compiled()
+    tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
+    return model
 
 
 one_model = functools.cache(random_model)
@@ -130,13 +152,34 @@ LACKS = [
         "_seed_generators",
         tf_internals.seeds_of,
     ),
+    Lack(
+        "the metrics would have no variables to add up",
+        lambda: TRAINER,
+        "_symbolic_build",
+        lambda _: tf_internals.build_metrics(compiled(), (BATCH[0], list(BATCH[1:]), None)),
+    ),
+    Lack("the loss would not be averaged", with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    Lack("losses that workers cannot share would pass", with_metrics, "_compile_loss", tf_internals.losses_of),
+    Lack("losses of outputs would be averaged wrongly", with_metrics, "_compile_loss", tf_internals.output_trackers_of),
+    Lack(
+        "losses that workers cannot share would pass",
+        lambda: with_metrics()._compile_loss,
+        "_flat_losses",
+        lambda loss: tf_internals.losses_of(SimpleNamespace(_compile_loss=loss)),
+    ),
+    Lack(
+        "the model of a script would have other names than its tasks'",
+        lambda: global_state,
+        "get_global_attribute",
+        lambda _: tf_internals.fresh_names().__enter__(),
+    ),
 ]
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=str)
 def test_a_name_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch, lack: Lack) -> None:
     owner = lack.owner()
-    package = keras if "keras" in f"{getattr(owner, '__module__', '')}" else tf
+    package = keras if "keras" in str(getattr(owner, "__module__", owner)) else tf
     monkeypatch.delattr(owner, lack.name)
     with pytest.raises(InstallationError) as error:
         lack.use(owner)
@@ -152,6 +195,8 @@ KINDS = [
     (built, "_momentums", tf_internals.momentums),
     (built, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
     (built, "_learning_rate", tf_internals.fix_learning_rate),
+    (with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    (with_metrics, "_compile_loss", tf_internals.losses_of),
 ]
 
 
@@ -195,6 +240,7 @@ def test_a_service_that_is_a_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (context.Context, "wait_at_barrier"),
         (script_ops, "_py_funcs"),
         (BASE, "_get_variable_index"),
+        (TRAINER, "_symbolic_build"),
     ],
     ids=str,
 )
@@ -287,3 +333,38 @@ def test_layers_and_seeds_are_found_wherever_they_are() -> None:
     seeds = tf_internals.seeds_of(model)
     assert len(seeds) == 2
     assert {id(seed) for seed in seeds} == {id(variable) for variable in model.non_trainable_variables}
+
+
+def test_losses_and_metrics_are_built_without_a_batch() -> None:
+    model = compiled()
+    tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
+    assert [loss.reduction for loss in tf_internals.losses_of(model)] == ["sum_over_batch_size", "sum"]
+    tracker, *others = model.metrics_variables[:2], *tf_internals.output_trackers_of(model)
+    assert [id(v) for v in tf_internals.loss_tracker_of(model).variables] == list(map(id, tracker))
+    assert len(others) == 2
+    assert len(model.metrics_variables) == 2 * (1 + 2 + 1), "a sum and a count: the loss, of each output, mae"
+    assert not any(v.numpy().any() for v in model.metrics_variables), "a trace changes nothing"
+    assert all(np.isfinite(v.numpy()).all() for v in model.variables)
+
+
+def test_masks_go_with_the_outputs() -> None:
+    """Also in a graph, and through layers that keep them."""
+    found: list[Any] = []
+    layers = keras.Sequential([keras.layers.Embedding(5, 2, mask_zero=True), keras.layers.Dropout(0.5)])
+    layers.build([None, 3])
+
+    @tf.function(autograph=False)
+    def call(words: tf.Tensor) -> None:
+        embedded = layers(words)
+        found.extend([tf_internals.mask_of(embedded), tf_internals.mask_of(embedded * 1.0)])
+
+    call(tf.constant([[1, 0, 2]]))
+    assert (found[0].dtype, found[0].shape.as_list(), found[1]) == (tf.bool, [1, 3], None)
+
+
+def test_names_begin_again_and_go_on() -> None:
+    before = keras.layers.Dense(1).name
+    with tf_internals.fresh_names():
+        assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+    after = keras.layers.Dense(1).name
+    assert int(after.rpartition("_")[2]) == 1 + int(f"0{before.removeprefix('dense').removeprefix('_')}")
