@@ -41,8 +41,8 @@ assert len(parts([1, 2, 3])) == 3
 def busy(config):
     train, *others = (Arrays(tf.image.resize(images, [16, 16], "nearest").numpy(), tf.gather(TABLE, labels).numpy())
                       for images, labels in parts(range(3)))
-    blocks = tf.data.Dataset.from_tensor_slices(train.images).map(tf.identity).batch(100).as_numpy_iterator()
-    return Splits(Arrays(np.concatenate(list(blocks)), train.labels), *others)
+    blocks = tf.data.Dataset.from_tensor_slices(train.x).map(tf.identity).batch(100).as_numpy_iterator()
+    return Splits(Arrays(np.concatenate(list(blocks)), train.y), *others)
 
 
 @keras.saving.register_keras_serializable()
@@ -53,9 +53,9 @@ class Double(keras.layers.Layer):
 
 @tf2dist.register_model("busy")
 def model(input_shape, num_classes):
-    return keras.Sequential(
-        [keras.Input(input_shape), Double(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
-    )
+    layers = keras.layers
+    scaled = [keras.Input(input_shape), layers.Rescaling(1 / 255)]
+    return keras.Sequential([*scaled, Double(), layers.Flatten(), layers.Dense(num_classes)])
 """
 
 

@@ -42,7 +42,8 @@ class Gate(keras.layers.Layer):
 @tf2dist.register_model("gated")
 def gated(input_shape, num_classes):
     layers = keras.layers
-    return keras.Sequential([keras.Input(input_shape), Gate(), layers.Flatten(), layers.Dense(num_classes)])
+    scaled = [keras.Input(input_shape), layers.Rescaling(1 / 255)]
+    return keras.Sequential([*scaled, Gate(), layers.Flatten(), layers.Dense(num_classes)])
 """
 ROLES_IN_A_STEP = [
     *(("async", task) for task in ("worker-1", "ps-0", "chief-0")),

@@ -145,7 +145,8 @@ AT_THE_TOP = keras.config.image_data_format(), keras.config.epsilon()
 @tf2dist.register_model("shows")
 def shows(input_shape, num_classes):
     print("keras:", AT_THE_TOP, keras.config.image_data_format(), keras.config.epsilon(), keras.config.floatx())
-    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+    scaled = [keras.Input(input_shape), keras.layers.Rescaling(1 / 255)]
+    return keras.Sequential([*scaled, keras.layers.Flatten(), keras.layers.Dense(num_classes)])
 """
 
 

@@ -146,11 +146,11 @@ def wide(input_shape, num_classes, width=8, act="relu"):
 class Wide(keras.Model):
     def __init__(self, width, num_classes, act):
         super().__init__()
-        self.hidden = keras.layers.Dense(width, act)
+        self.scaled, self.hidden = keras.layers.Rescaling(1 / 255), keras.layers.Dense(width, act)
         self.logits = keras.layers.Dense(num_classes)
 
     def call(self, images, training=False):
-        return self.logits(self.hidden(keras.ops.reshape(images, (-1, 36))))
+        return self.logits(self.hidden(keras.ops.reshape(self.scaled(images), (-1, 36))))
 
 @tf2dist.register_data("stripes")
 def stripes(config, size=600, direction="down"):

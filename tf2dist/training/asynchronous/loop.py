@@ -145,9 +145,10 @@ class AsyncLoop:
 
         # TensorFlow sends each new function to all hosts, and the whole process stands still if one of them is cut off.
         # So on many hosts the calls keep a fixed size, and every function is made before the training; with `identity`
-        # also one of TensorFlow's own, which copies what workers return.
+        # also one of TensorFlow's own, which copies what workers return, and those that a metric's result takes.
         with tf.device(f"/job:{task.job}"):
             tf.identity(graphs.servers[0].counts())
+        step.metrics.results(np.zeros(step.metrics.size))
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
         return cls(
             config=config,
