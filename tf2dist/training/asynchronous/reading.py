@@ -16,18 +16,20 @@ MAX_PACKED_BYTES = 64 << 20  # of a ps; more is read one by one, since a packed 
 class PackedRead:
     """Reads the variables of a run while no task trains.
 
-    The functions are made at once: on many hosts none may be made during the training.
+    The functions are made at once: on many hosts none may be made during the training, not even those of TensorFlow's
+    own that would take a vector apart.
     """
 
     def __init__(self, named: Named, servers: list[ParameterServer]) -> None:
         self._rest = dict(named)
-        self._parts: list[tuple[list[str], Packing, Any]] = []
+        self._parts: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         for server in servers:
             own = {name: found[0] for name, found in named.items() if _is_packed(found[0], server.device)}
             packing = Packing(list(own.values()))
             if not own or 4 * packing.size > MAX_PACKED_BYTES:
                 continue
-            self._parts.append((list(own), packing, server.on_device(_packer(packing, list(own.values())))))
+            shapes = {name: tuple(variable.shape) for name, variable in own.items()}
+            self._parts.append((shapes, packing, server.on_device(_packer(packing, list(own.values())))))
             for name in own:
                 del self._rest[name]
 
@@ -38,9 +40,9 @@ class PackedRead:
             NotFiniteError: one is not finite.
         """
         found = values(self._rest)
-        for names, packing, read in self._parts:
-            tensors, _ = packing.unpack(read())
-            found |= finite({name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)})
+        for shapes, packing, read in self._parts:
+            parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
+            found |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
         return found
 
 
