@@ -10,7 +10,9 @@ import keras
 import numpy as np
 import pytest
 
-from tf2dist.errors import CheckpointError, TrainingError
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import CheckpointError, FitError, TrainingError
+from tf2dist.fitting import shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
@@ -19,7 +21,7 @@ from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.inbox import Inbox
-from tf2dist.process.tf_internals import fresh_names
+from tf2dist.process.tf_internals import fresh_names, seeds_of
 from tf2dist.training.hooks import Change
 from tf2dist.training.launcher_hooks import LauncherHooks
 
@@ -181,6 +183,43 @@ def test_only_what_a_callback_has_changed_goes_back(tmp_path: Path) -> None:
     assert int(leader.model.optimizer.iterations) == 10
     assert leader.callbacks.history.history["several"][0].tolist() == [1.0, 2.0]
     assert list(tmp_path.iterdir()) == [], "files go when they are read"
+
+
+class BeforeValidation(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.model.layers[0].bias.assign([4.0])
+
+
+class Counts(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.iterations.assign(3)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [(BeforeValidation, "on_test_begin has changed weights"), (Counts, "iterations was 10 and is 3 now")],
+)
+def test_what_the_cluster_could_not_do_in_time_is_refused(callback: Any, words: str, tmp_path: Path) -> None:
+    def script(leader: Leader) -> None:
+        leader.call("begin", 0, 0)
+        leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, 0.5, lambda: leader.arrays, {})
+        assert leader.hooks.answer(5.0) is None, "the caller has refused it"
+
+    with pytest.raises(FitError, match=words):
+        Leader(tmp_path, [callback()]).run(script)
+
+
+def test_the_states_of_random_generators_travel_with_a_model(tmp_path: Path) -> None:
+    """Keras does not save them, so a layer without a seed would draw other numbers in each process."""
+    layers = [keras.Input([2]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    data = Arrays(np.zeros((4, 2), np.float32), np.zeros(4, np.float32))
+    shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
+    model(np.ones((1, 2), np.float32), training=True)
+    wanted, found = (np.array(seeds_of(each)[0].value) for each in (model, shipping.sent_model(tmp_path)))
+    assert found[0] == wanted[0]
+    assert (found[1], wanted[1]) == (0, 1), "what the model draws later is its own"
 
 
 def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> None:

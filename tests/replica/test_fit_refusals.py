@@ -68,6 +68,11 @@ def unloadable() -> keras.Model:
     return made
 
 
+class LooksAtValidationBatches(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
 calls = keras.callbacks
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "fast"}, "mode (fast): must be 'async' or 'sync'"),
@@ -90,6 +95,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such option": ({"options": {"checkpoint.often": 1}}, "checkpoint.often"),
     "a text of options": ({"options": "seed=1"}, "options (seed=1): must be a list or a dict"),
     "callbacks": ({"callbacks": [print]}, "callbacks: holds a builtin_function_or_method"),
+    "a hook of validation batches": (
+        {"callbacks": [LooksAtValidationBatches()]},
+        "on_test_batch_end, which is not called, since all workers validate at once; use on_test_begin and on_test_end",
+    ),
     "a backup": ({"callbacks": [calls.BackupAndRestore("b")]}, "BackupAndRestore is not needed; name a run_dir"),
     "swapping": ({"callbacks": [calls.SwapEMAWeights()]}, "leave it out: with use_ema=True"),
     "swapping in sync": ({"callbacks": [calls.SwapEMAWeights()], "mode": "sync"}, "leave it out"),

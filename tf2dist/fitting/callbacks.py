@@ -5,7 +5,9 @@ from typing import Any
 
 import keras
 
+from tf2dist.errors import FitError
 from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.refusals import is_own_hook
 from tf2dist.fitting.state import changes_since, give_back, state_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
@@ -91,6 +93,11 @@ class Callbacks:
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if validation:
             self._list.on_test_begin()
+            if any(is_own_hook(each, "on_test_begin") for each in self._list.callbacks) and self._mirror.changes()[0]:
+                raise FitError(
+                    "callbacks: on_test_begin has changed weights, and the validation was made with those of the "
+                    "cluster; change them in on_epoch_begin or on_epoch_end"
+                )
             self._list.on_test_end(validation)
         self._list.on_epoch_end(epoch, self._logs)
         stop = self.wants_to_stop

@@ -5,7 +5,7 @@ import numpy as np
 
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.layout import Layout
-from tf2dist.errors import TrainingError
+from tf2dist.errors import FitError, TrainingError
 from tf2dist.process.tf_internals import build_metrics, learning_rate_of
 from tf2dist.training.hooks import NamedArrays
 
@@ -25,6 +25,7 @@ class Mirror:
         self._put: NamedArrays = {}
         self._earlier_updates = int(self.optimizer.iterations.numpy())  # of an earlier training
         self._rate: float | None = None
+        self._step = self._earlier_updates
 
     @property
     def optimizer(self) -> keras.Optimizer:
@@ -43,7 +44,8 @@ class Mirror:
                     "it must give the same layers at each call"
                 )
             self._named[name].assign(array)
-        self.optimizer.iterations.assign(self._earlier_updates + step)
+        self._step = self._earlier_updates + step
+        self.optimizer.iterations.assign(self._step)
         if isinstance(learning_rate_of(self.optimizer), keras.Variable):
             self.optimizer.learning_rate = learning_rate
         self.settle()
@@ -54,7 +56,16 @@ class Mirror:
         self._rate = self._learning_rate()
 
     def changes(self) -> tuple[NamedArrays, float | None]:
-        """The arrays that differ from what the cluster has, and the learning rate if that does."""
+        """The arrays that differ from what the cluster has, and the learning rate if that does.
+
+        Raises:
+            FitError: the number of updates differs, which the cluster alone counts.
+        """
+        if (found := int(self.optimizer.iterations.numpy())) != self._step:
+            raise FitError(
+                f"callbacks: optimizer.iterations was {self._step} and is {found} now, and the cluster counts the "
+                "updates itself; leave that out"
+            )
         now = self._values()
         changed = {name: now[name] for name in now if not np.array_equal(now[name], self._put[name], equal_nan=True)}
         rate = self._learning_rate()

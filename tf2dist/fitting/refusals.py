@@ -31,6 +31,7 @@ INSTEAD = {
     "validation_split": "give validation_data",
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
+BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 OF_THE_COMMAND = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
 
 
@@ -125,7 +126,20 @@ def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
                 "callbacks: SwapEMAWeights exchanges the weights around a validation, which the cluster makes with its "
                 "own; leave it out: with use_ema=True of the optimizer the finished model has the averages"
             )
+        if own := [name for name in BATCH_HOOKS_OF_TEST if is_own_hook(each, name)]:
+            raise FitError(
+                f"callbacks: {kind_of(each)} has {own[0]}, which is not called, since all workers validate at once; "
+                "use on_test_begin and on_test_end"
+            )
     return found
+
+
+def is_own_hook(callback: keras.callbacks.Callback, name: str) -> bool:
+    """Whether a callback of the user's has a hook; those of Keras' callbacks do what is done here anyway."""
+    if name in vars(callback):
+        return True
+    hook = getattr(type(callback), name)
+    return hook is not getattr(keras.callbacks.Callback, name) and not hook.__module__.startswith("keras.")
 
 
 def check_validation_freq(freq: Any) -> int | tuple[int, ...]:

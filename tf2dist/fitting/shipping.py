@@ -6,6 +6,7 @@
     build.pickle    a function that tasks cannot import, by cloudpickle
     load.pickle     likewise the one that makes the streams of data
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
+    seeds.json      the states of the random generators in a compiled model
 
 What is unpickled here has been written by the same user's process on this host, into a folder that nobody else can
 write. Nothing of it goes to other hosts: there the same script makes its own.
@@ -23,6 +24,7 @@ from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout
@@ -31,9 +33,10 @@ from tf2dist.errors import FitError, TrainingError, first_line, kind_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import functions, inputs, mirror
 from tf2dist.model.plan import EpochPlan
-from tf2dist.process.tf_internals import fresh_names
+from tf2dist.process.tf_internals import fresh_names, seeds_of
 
 JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
+SEEDS = "seeds.json"
 OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")  # not the user's own code
 is_task = False  # whether this process is a task that has got a job
 
@@ -87,6 +90,8 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
             "instead"
         ) from None
     write_whole(folder / CUSTOM, cloudpickle.dumps(custom_objects(model)))
+    # Keras does not save the states of random generators; without a seed of the user's they differ in each process.
+    write_whole(folder / SEEDS, json.dumps([np.array(seed.value).tolist() for seed in seeds_of(model)]))
     try:
         sent_model(folder)
     except Exception as error:
@@ -101,7 +106,10 @@ def sent_model(folder: Path) -> keras.Model:
     """The compiled model of a job, with the names that it has in each of its processes."""
     custom = {name: cloudpickle.loads(data) for name, data in cloudpickle.loads((folder / CUSTOM).read_bytes()).items()}
     with fresh_names():
-        return keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
+        model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
+    for seed, value in zip(seeds_of(model), json.loads((folder / SEEDS).read_bytes()), strict=True):
+        seed.assign(value)
+    return model
 
 
 def custom_objects(model: keras.Model) -> dict[str, bytes]:

@@ -45,7 +45,8 @@ def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
 
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
     """What summary.json holds of the last evaluations."""
-    found: dict[str, Any] = {"validation_accuracy": None}
+    classifies = test is not None and "accuracy" in test.metrics
+    found: dict[str, Any] = {"validation_accuracy": None} if classifies else {}
     for split, evaluation in (("test", test), ("validation", validation)):
         if evaluation:
             found |= {f"{split}_{name}": value for name, value in evaluation.metrics.items()}
