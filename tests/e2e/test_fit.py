@@ -1,6 +1,7 @@
 """`tf2dist.fit` on real clusters, held against `keras.Model.fit` with the same callbacks."""
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ def test_callbacks_do_what_they_do_in_keras(mode: str, tmp_path: Path) -> None:
     assert list((tmp_path / "a/board").rglob("events.*"))
     assert weights_agree(result.model, tf2dist.load_model(tmp_path / "run"))
     assert float(result.model.optimizer.learning_rate) == pytest.approx(float(model.optimizer.learning_rate))
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates[-1] < 0.02, "the curve follows what callbacks set"
 
 
 def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ class EpochDriver:
         if change.learning_rate is not None:
             self._state.learning_rate = change.learning_rate
             self._rate = LearningRate(self._loop.optimizer, self._loop.earlier_updates)
+            self._reporter.set_learning_rate(self._rate)
 
     def _answer(self) -> Change:
         """What the leader's callbacks want. All tasks hear every second that they are still at work."""

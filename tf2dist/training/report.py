@@ -60,6 +60,9 @@ class NoReporter:
     def set_target(self, step: int) -> None:
         """The run ends at another step than was planned."""
 
+    def set_learning_rate(self, rate: LearningRate) -> None:
+        """A callback has set another learning rate."""
+
     def follow(self, loop: Loop, config: RunConfig) -> None:
         """Reports on this loop from now on."""
 
@@ -126,6 +129,9 @@ class Reporter(NoReporter):
 
     def set_target(self, step: int) -> None:
         self.target_step = step
+
+    def set_learning_rate(self, rate: LearningRate) -> None:
+        self._rate = rate
 
     def on_progress(self, progress: Progress) -> None:
         # The time and the work since the last report.
