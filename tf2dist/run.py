@@ -75,7 +75,7 @@ def run_task(
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
     splits = source.load()
-    if not splits.stream:
+    if source.plan is None:  # `fit` takes small data, too, as Keras does: then a step is smaller than asked for
         check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "evaluator":
         split = "validation" if "validation" in splits.sizes() else "test"

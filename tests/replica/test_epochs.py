@@ -91,7 +91,7 @@ def recurrent() -> keras.Model:
     inside = [layers.Embedding(50, 8), layers.GRU(6), layers.Dense(2)]
     model = keras.Sequential([keras.Input((7,), dtype="int32"), *inside])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.5), loss, metrics=["accuracy"])
     return model
 
 
@@ -192,6 +192,17 @@ def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
     ]
+
+
+def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
+    given, config, hooks = source("regression"), config_of(500), Recording()
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    expected = keras_fit(given, 500)
+    assert_same((hooks.history(), weights_of(loop.model)), expected)
+    found, *_ = sync_workers(drive_in_sync, num_workers=3, args=("regression", 200))
+    assert_same(found, expected)
 
 
 def trained_before(folder: Path) -> Given:

@@ -77,7 +77,7 @@ calls = keras.callbacks
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "fast"}, "mode (fast): must be 'async' or 'sync'"),
     "batch_size": ({"batch_size": 0}, "batch_size (0): must be a whole number"),
-    "a large batch": ({"batch_size": 20}, "batch_size (20): each of 3 workers has only 13"),
+    "few examples": ({"x": X[:2], "y": Y[:2]}, "x: has 2 examples to train on, for 3 workers; use fewer workers"),
     "epochs": ({"epochs": 2.0}, "epochs (2.0): must be a whole number"),
     "initial_epoch": ({"initial_epoch": 1}, "initial_epoch (1): must be a whole number from 0 to 0"),
     "steps_per_epoch": ({"steps_per_epoch": -1}, "steps_per_epoch (-1)"),

@@ -148,14 +148,10 @@ def configuration(
     return config, host_task
 
 
-def check_share(batch_size: int, num_examples: int, num_workers: int) -> None:
-    share = num_examples // num_workers
-    if batch_size > share:
-        way_out = f"give at most {share}, or use fewer workers" if share else "use fewer workers"
-        raise FitError(
-            f"batch_size ({batch_size}): each of {num_workers} workers has only {share} of the {num_examples} examples "
-            f"to train on; {way_out}"
-        )
+def check_share(num_examples: int, num_workers: int) -> None:
+    """Raises FitError: a worker would have nothing to train on."""
+    if num_examples < num_workers:
+        raise FitError(f"x: has {num_examples} examples to train on, for {num_workers} workers; use fewer workers")
 
 
 def name_of(model: Model | Load) -> str:

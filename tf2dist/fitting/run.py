@@ -66,7 +66,7 @@ class Run:
     def to_its_end(self) -> Result:
         """Raises what `fit` raises."""
         if not self.splits.stream:
-            check_share(self.config.train.batch_size_per_worker, len(self.splits.train), self.num_workers)
+            check_share(len(self.splits.train), self.num_workers)
         leave_gpus_to_tasks()
         own = own_model(self.model, self.splits.layout)
         name = name_of(self.model)
