@@ -5,7 +5,7 @@
 
     @tf2dist.register_model("mine")
     def mine(input_shape, num_classes, width=64):
-        return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(),
+        return keras.Sequential([keras.Input(input_shape), keras.layers.Rescaling(1 / 255), keras.layers.Flatten(),
                                  keras.layers.Dense(width, "relu"), keras.layers.Dense(num_classes)])
 
 trains with ``python -m tf2dist plugins=[mine.py] model=mine +model.width=128``.
@@ -54,10 +54,11 @@ def _decorator(registry: Registry, option: str, name: str, override: bool) -> Ca
 
 
 def register_model(name: str, *, override: bool = False) -> Callable[[Function], Function]:
-    """Registers ``function(input_shape, num_classes, **arguments) -> keras.Model`` that gives logits.
+    """Registers ``function(input_shape, num_classes, **arguments) -> keras.Model``, compiled or not.
 
-    The images reach the model as float32 from 0 to 1: the bytes of the data divided by 255. A model
-    that wants other inputs begins with a layer of its own, such as ``keras.layers.Rescaling(255.0)``.
+    A compiled model is trained with its own loss, metrics and optimizer. One that is not compiled gives the logits of
+    the classes. The inputs are those of the data, so images are bytes from 0 to 255; a model that wants them from 0
+    to 1 begins with ``keras.layers.Rescaling(1 / 255)``.
 
     Args:
         name: the value of ``model=`` that chooses it; its arguments are options, as in ``+model.width=128``.
@@ -70,7 +71,7 @@ def register_model(name: str, *, override: bool = False) -> Callable[[Function],
 
 
 def register_data(name: str, *, override: bool = False) -> Callable[[Function], Function]:
-    """Registers ``function(data_config, **arguments) -> tf2dist.data.Splits``, with images of bytes (uint8).
+    """Registers ``function(data_config, **arguments) -> tf2dist.data.Splits``.
 
     Args:
         name: the value of ``data=`` that chooses it; its arguments are options, as in ``+data.size=1000``.
