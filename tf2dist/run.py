@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import keras
@@ -134,12 +134,7 @@ def train(
         loop = LOOPS[config.mode](config, cluster, task, source, splits, start, on_progress, strategy)
         reporter.follow(loop, config)
         if task == cluster.leader:
-            if loop.advice:
-                to_launcher.warn(loop.advice)
-            to_launcher.began(loop.progress.global_step)
-            describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
-        if start and task == cluster.leader:
-            to_launcher.note(loop.restored_from)
+            announce(loop, run_dir, to_launcher)
 
         def write_finished_model() -> None:
             if task == cluster.leader:
@@ -149,27 +144,37 @@ def train(
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
+        given = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
         wants_profile = config.profile and task == cluster.leader
-        try:
-            with (
-                profiling.of_run(cluster, task, run_dir, to_launcher.warn)
-                if wants_profile
-                else contextlib.nullcontext()
-            ):
-                if source.plan is None:
-                    drive(config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model)
-                else:
-                    of_leader = hooks if task == cluster.leader else NoHooks()
-                    sizes = splits.sizes()
-                    EpochDriver(
-                        config, cluster, source.plan, loop, saver, reporter, of_leader, sizes, write_finished_model
-                    ).drive()
-        except Interrupted:
-            raise  # `drive` has ended the training on all tasks
-        except Exception as error:
-            if config.cluster.kind != "local":  # or the launcher stops the others, with a better reason
-                loop.abandon(first_line(str(error)))
-            raise
+        profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
+        with abandoning(loop, config), profile or contextlib.nullcontext():
+            if source.plan is None:
+                drive(*given)
+            else:
+                EpochDriver(*given, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
+
+
+def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
+    """Tells the launcher where the run begins, and describes its model in the run directory."""
+    if loop.advice:
+        to_launcher.warn(loop.advice)
+    to_launcher.began(loop.progress.global_step)
+    describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
+    if loop.restored_from:
+        to_launcher.note(loop.restored_from)
+
+
+@contextlib.contextmanager
+def abandoning(loop: Loop, config: RunConfig) -> Iterator[None]:
+    """Tells the other tasks when an error ends the training in this one."""
+    try:
+        yield
+    except Interrupted:
+        raise  # the training has been ended on all tasks
+    except Exception as error:
+        if config.cluster.kind != "local":  # or the launcher stops the others, with a better reason
+            loop.abandon(first_line(str(error)))
+        raise
 
 
 def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | Weights | None:

@@ -147,7 +147,8 @@ def config_of(batch_size: int) -> RunConfig:
 def drive(loop: Any, config: RunConfig, given: Given, hooks: Recording) -> None:
     assert given.plan
     splits = given.load().sizes()
-    EpochDriver(config, None, given.plan, loop, NoSaver(), NoReporter(), hooks, splits, lambda: None).drive()  # type: ignore[arg-type]
+    known = NoSaver(), NoReporter(), splits, lambda: None
+    EpochDriver(config, None, loop, *known, given.plan, hooks).drive()  # type: ignore[arg-type]
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:

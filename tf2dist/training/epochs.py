@@ -81,13 +81,13 @@ class EpochDriver:
         self,
         config: RunConfig,
         cluster: Cluster,
-        plan: EpochPlan,
         loop: Loop,
         saver: NoSaver,
         reporter: NoReporter,
-        hooks: Hooks,
         splits: Collection[str],
         write_finished_model: Callable[[], None],
+        plan: EpochPlan,
+        hooks: Hooks,
     ) -> None:
         self._config, self._cluster, self._plan, self._loop = config, cluster, plan, loop
         self._saver, self._reporter, self._hooks, self._splits = saver, reporter, hooks, splits
