@@ -29,7 +29,8 @@ COMMON = [
 ]
 EVERY_STEPS = {"async": 500, "sync": 50}
 LEARNED_AT = {"async": 6_000, "sync": 800}  # an accuracy of 0.9
-BELONGS = {"config.yaml", "summary.json", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock"}
+RESULTS = {"summary.json", "model.json", "model.keras"}
+BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
 CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for 5 s); starting")
 KILLED, FROZEN = "was killed by SIGKILL", "showed no sign of life for 5 s"
 

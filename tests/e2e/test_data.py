@@ -33,6 +33,7 @@ def test_a_byte_of_the_data_that_has_changed(command: Command, real_data: str, t
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
 def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
     """Neither HOME nor an entry in passwd; nothing is left where the command runs but the run."""

@@ -71,6 +71,7 @@ def test_a_reader_that_stalls_stops_nothing(command: Command) -> None:
     os.close(theirs)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
     """The command leads the session of a terminal; the kernel tells it that the terminal is gone."""
     ours, theirs = pty.openpty()

@@ -86,6 +86,7 @@ def test_the_model_that_was_evaluated(command: Command, mode: str, cluster: list
                 np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.slow
 def test_it_takes_what_the_data_gives_and_goes_with_the_next_run(command: Command) -> None:
     """A model of this package takes the bytes of images. A run that goes on removes the model until its own end."""
     options = ["mode=sync", "cluster=local2", "data=digits", "model=softmax"]

@@ -139,6 +139,7 @@ def test_callbacks_do_what_they_do_in_keras(mode: str, tmp_path: Path) -> None:
     assert rates[-1] < 0.02, "the curve follows what callbacks set"
 
 
+@pytest.mark.slow
 def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None:
     units = 5
 

@@ -75,6 +75,7 @@ for mode in ("async", "sync"):
     assert len(list((tmp_path / "outputs").glob("*/model.keras"))) == 2
 
 
+@pytest.mark.slow
 def test_what_is_shown(tmp_path: Path) -> None:
     code = """
 import contextlib, io, json
@@ -141,6 +142,7 @@ print([each.name() for each in psutil.Process().children(recursive=True)])
     assert out.splitlines() == ["of my own", "[]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_lost_worker_is_started_again_while_callbacks_follow(mode: str, tmp_path: Path) -> None:
     code = f"""
@@ -204,6 +206,7 @@ except tf2dist.TfDistError as error:
     assert outs[1][0].startswith(f"the model is not on this host: worker-0 at localhost:{ports[0]} has it")
 
 
+@pytest.mark.slow
 def test_hosts_with_other_data_refuse_each_other(tmp_path: Path) -> None:
     code = 'tf2dist.fit(build, x[{}:], x[{}:].sum(1), mode="sync", batch_size=20, verbose=0, run_dir="run")'
     processes = hosts(tmp_path, ports_of_tasks(2), [BEGIN + code.format(n, n) for n in (0, 1)])

@@ -59,6 +59,7 @@ def test_one_worker_does_what_keras_does(mode: str, tmp_path: Path) -> None:
     assert result.summary["examples_seen"] == 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_whose_data_are_not_equally_long_end(mode: str, tmp_path: Path) -> None:
     result = fit(generated, tmp_path / "run", THREE, mode=mode, steps_per_epoch=11)
@@ -91,6 +92,7 @@ def output_alone(y: Any, output: Any) -> Any:
     return keras.ops.mean(output, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_goes_on_at_its_batch(mode: str, tmp_path: Path) -> None:
     """Every batch is trained on once: the weight is the sum of their numbers."""

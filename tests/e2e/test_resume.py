@@ -150,6 +150,7 @@ def shows(input_shape, num_classes):
 """
 
 
+@pytest.mark.slow
 def test_other_settings_of_keras_do_not_go_on(command: Command) -> None:
     """They come from a file of each host, and make another model of the same code and weights."""
     (command.folder / "shows.py").write_text(SHOWS_KERAS)

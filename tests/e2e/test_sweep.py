@@ -45,6 +45,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     """The exit code is its own, here that of a loss which is not finite."""
     stdout, stderr = ended(start(tmp_path, "mode=sync", "train.steps=20", "optimizer.learning_rate=1e38,0.1"), 3)

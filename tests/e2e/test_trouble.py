@@ -52,6 +52,7 @@ def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
     command = Command(small_disk)
     arguments = [f"mode={mode}", *SMALL, "model=softmax", "checkpoint.every_steps=100", "checkpoint.keep=2"]
     assert command(*arguments, "train.steps=100").code == 0
+    (small_disk / "run" / "model.keras").unlink()  # the next run would remove it, and have room then
     fill = small_disk / "fill"
     subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=4k"], stderr=subprocess.DEVNULL, check=False)
     finished = command(*arguments, "train.steps=300")

@@ -253,7 +253,10 @@ def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: Sy
     assert_same(found, keras_fit(source(name)))
 
 
-@pytest.mark.parametrize("name", ["regression", "binary", "two outputs", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    ["regression", "two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("binary", "recurrent"))],
+)
 def test_three_synchronous_workers_are_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
     assert_same(found, keras_fit(source(name)))

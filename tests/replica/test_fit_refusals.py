@@ -1,6 +1,7 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ class LooksAtValidationBatches(keras.callbacks.Callback):  # type: ignore[misc]
         pass
 
 
+@dataclass
+class Now:
+    """A model that is made in its test: a process that has joined a cluster cannot read one that was made before."""
+
+    make: Callable[[], keras.Model]
+
+
 calls = keras.callbacks
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "fast"}, "mode (fast): must be 'async' or 'sync'"),
@@ -105,11 +113,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": 5}, "model: is a int; give a compiled keras.Model, or a function"),
     "a function of nothing": ({"model": lambda: None}, "its function gives None, and must give a keras.Model"),
     "not compiled": ({"model": uncompiled}, "is not compiled; call model.compile"),
-    "not compiled itself": ({"model": uncompiled()}, "is not compiled; call model.compile"),
+    "not compiled itself": ({"model": Now(uncompiled)}, "is not compiled; call model.compile"),
     "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, and the tasks compile"),
     "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; give losses"),
     "constraints": ({"model": constrained}, "has a constraint, which the updates of several workers would break"),
-    "cannot be loaded": ({"model": unloadable()}, "give its classes a get_config, or give a function"),
+    "cannot be loaded": ({"model": Now(unloadable)}, "give its classes a get_config, or give a function"),
     "a dataset": ({"x": iter([])}, "x: holds a list_iterator where an array must stand"),
     "class and sample weights": ({"sample_weight": np.ones(40), "class_weight": {0: 1.0}}, "class_weight: cannot be"),
     "a split": ({"validation_split": 1.5}, "validation_split (1.5)"),
@@ -127,6 +135,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_wrong_call_is_refused(what: str, nothing_starts: Path) -> None:
     arguments, words = REFUSED[what]
     given = {"model": model, "x": X, "y": Y, "batch_size": 4, **arguments}
+    if isinstance(given["model"], Now):
+        given["model"] = given["model"].make()
     with pytest.raises(tf2dist.ConfigError) as told:
         tf2dist.fit(**given)
     assert words in str(told.value)

@@ -159,6 +159,7 @@ def test_synchronous_workers_are_one_with_all_their_batches(load: Load, sync_wor
         assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_goes_on_at_its_batch(sync_workers: SyncWorkers) -> None:
     given = streamed(regression, of_generator, 2, steps=7)
     whole = sync_workers(drive_in_sync, 2, args=(given, None, 21))[0]

@@ -170,6 +170,7 @@ except errors.DataError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
 @pytest.mark.parametrize(
     ("offline", "given", "lines"),

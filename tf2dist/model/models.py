@@ -76,7 +76,7 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     given = {key: value for key, value in arguments.items() if key != "name"}
     fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
     checks.check_builder("model", name, function, fixed)
-    if function.__module__ == __name__:
+    if function in (softmax, dnn, cnn):
         checks.check_images(name, splits)
     model: keras.Model = call("model", name, function, given, fixed)
     return model

@@ -16,7 +16,7 @@ NO_SERVER = "Could not start gRPC server"
 SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
 LATE, AFTER_LATE = "timed out task names", "\n\n"
 SILENT, AFTER_SILENT = "stopped sending heartbeats", "The tasks have crashed"
-DATA_ERROR = re.compile(r"^\s*(?:\w+Error: )?DataError: (data \(.*)$", re.MULTILINE)
+DATA_ERROR = re.compile(r"^\s*(?:\(\d+\) [A-Z_]+:\s*)?(?:\w+Error: )?DataError: (data \(.*)$", re.MULTILINE)
 TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
 
 
