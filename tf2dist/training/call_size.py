@@ -7,8 +7,7 @@ TRIAL_STEPS = 3  # of each worker
 # With mode=async, measured with models of 2 to 158 trainable variables, on two cores:
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
 IDLE_SECS = 0.03  # between two updates of the cluster; if it is longer, a call costs less than a tenth of it
-CONNECTING_SECS = 0.5  # of the first call of one step, for what does not grow with the graph
-UNROLLED_SHARE = 0.1  # for every further step, of the rest of that time
+UNROLLED_SHARE = 0.1  # for every further step, of the time to prepare the first call of one step
 
 
 def steps_of_a_call(secs_per_step: float) -> int:
@@ -20,7 +19,7 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     """The number of unrolled steps in a call that gains most in the rest of the run, less the time to prepare them.
 
     Args:
-        secs_per_step: of one worker, in calls of one step.
+        secs_per_step: of one worker.
         num_workers: that take part.
         first_call_secs: how long the first call of one step took, nearly all of it to prepare the graph.
         steps_left: of the whole cluster, to the end of the run.
@@ -28,15 +27,13 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     secs_per_update = secs_per_step / num_workers
     if secs_per_update > IDLE_SECS:
         return 1
-    graph_secs = max(first_call_secs - CONNECTING_SECS, first_call_secs / 10)
     saved_secs = steps_left * min(SAVED_SECS, secs_per_update)
 
     def net_gain(size: int) -> float:
-        ready_secs = first_call_secs + UNROLLED_SHARE * graph_secs * (size - 1) if size > 1 else 0.0
+        ready_secs = first_call_secs * (1 + UNROLLED_SHARE * (size - 1)) if size > 1 else 0.0
         return saved_secs * (1 - 1 / size) - ready_secs
 
-    # Calls of one step have shown how long a step takes together with a call; in a longer call it takes less.
-    longest = steps_of_a_call(max(secs_per_step - num_workers * SAVED_SECS, secs_per_step / 10))
+    longest = steps_of_a_call(secs_per_step)
     best = max(range(1, longest + 1), key=net_gain)
     # The estimate is rough: if the longest calls gain nearly as much as the best, take them for their higher rate.
     return longest if net_gain(longest) > 0.8 * net_gain(best) > 0 else best
