@@ -38,8 +38,8 @@ class Metrics:
         """What the variables hold before the first example."""
         return [tf.zeros(v.shape, v.dtype) for v in self.variables]
 
-    def changes(self, scope: keras.StatelessScope, share: tf.Tensor | None = None) -> tf.Tensor:
-        """What has been added in a scope that began with `zeros`, float32 [size].
+    def changes(self, scope: keras.StatelessScope, share: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """What has been added in a scope that began with `zeros`: float32 vectors of `size` numbers together.
 
         Args:
             share: of this part of a batch in the whole batch; None if it is the whole.
@@ -48,7 +48,7 @@ class Metrics:
         for variable in self.variables:
             change = tf.reshape(tf.cast(scope.get_current_value(variable), tf.float32), [-1])
             parts.append(change if share is None or id(variable) not in self._of_batches else change * share)
-        return tf.concat(parts, 0)
+        return parts
 
     def results(self, totals: np.ndarray) -> Results:
         """The metrics by name, the loss among them, in the order of the names, which is that of Keras' History.

@@ -82,6 +82,7 @@ class ModelStep:
         self._others = list(model.non_trainable_variables)
         self._seeds = [v for v in self._others if id(v) in set(map(id, seeds_of(model)))]
         self._seed_values = [np.array(v.value) for v in self._seeds]
+        self._draws = [0] * len(self._seeds)  # of a step; known once one has been traced
         self._takes_training = "training" in inspect.signature(model.call).parameters
         of_seeds = set(map(id, self._seeds))
         self.state = [v for v in self._others if id(v) not in of_seeds]
@@ -89,6 +90,7 @@ class ModelStep:
         self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in losses_of(model))
         self.metrics = Metrics(model)
         self.trial = self._try()
+        self._draws = self.trial.draws
         self.state += self.trial.assigned
 
     @property
@@ -142,7 +144,7 @@ class ModelStep:
             whole = loss / share if self.sums_losses and share is not None else loss
             count = self._update_metrics(x, y, outputs, sample_weight, whole)
             changes = self.metrics.changes(scope, share)
-        sums = tf.concat([[tf.cast(part, tf.float32), count], changes], 0)
+        sums = tf.concat([[tf.cast(part, tf.float32), count], *changes], 0)
         if share is not None:  # what padding counts is left out, even if it is not a number
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         return StepOutput(gradients, new_state, sums)
@@ -155,7 +157,7 @@ class ModelStep:
             outputs = self._outputs(x, training=False)
             loss = self._loss(x, y, outputs, sample_weight, training=False)
             count = self._update_metrics(x, y, outputs, sample_weight, loss)
-            return tf.cast(tf.concat([[count], self.metrics.changes(scope)], 0), tf.float64)
+            return tf.cast(tf.concat([[count], *self.metrics.changes(scope)], 0), tf.float64)
 
     def evaluate_function(self) -> Any:
         """`evaluate`, traced once for any number of examples: Keras' metrics ask whether that number is fixed."""
@@ -185,11 +187,9 @@ class ModelStep:
         if not self._seeds:
             return {}
         worker, step = tf.unstack(place)
-        draws = getattr(self, "trial", None)
         found = {}
-        for number, (variable, value) in enumerate(zip(self._seeds, self._seed_values, strict=True)):
-            each = draws.draws[number] if draws else 1
-            before = tf.cast(tf.stack([worker * WORKER_STRIDE, step * each]), variable.dtype)
+        for variable, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True):
+            before = tf.cast(tf.stack([worker * WORKER_STRIDE, step * draws]), variable.dtype)
             found[id(variable)] = tf.constant(value, variable.dtype) + before
         return found
 
