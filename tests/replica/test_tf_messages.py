@@ -119,3 +119,12 @@ def test_a_worker_that_sends_no_heartbeats(sync_workers: SyncWorkers) -> None:
     with pytest.raises(WorkerError) as error:
         sync_workers(freeze_one, num_workers=2, timeout_secs=60)
     assert tf_messages.silent_tasks(str(error.value)) == [Task("worker", 1)], error.value
+
+
+def test_what_data_say_is_found_among_several_errors() -> None:
+    """As TensorFlow tells it of two workers at once; alone it has another beginning."""
+    told = "data (load): shard 1 of 2: KeyError: 'no such file'"
+    several = "2 root error(s) found.\n  (0) UNKNOWN:   "
+    for text in (f"UnknownError: DataError: {told}", f"{several}DataError: {told}\nTraceback (most recent call last):"):
+        assert tf_messages.data_error(text) == told
+    assert tf_messages.data_error(f"{several}KeyError: 1") == ""

@@ -164,7 +164,7 @@ def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
 
 
 def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
-    """Each leaf with its place, such as "x['image']"."""
+    """Each leaf with its place, such as "x[1]"; the number counts the leaves of its part."""
     found = []
     for part in ("x", "y", "sample_weight"):
         leaves = leaves_of(getattr(arrays, part))

@@ -21,6 +21,7 @@ class PackedRead:
     """
 
     def __init__(self, named: Named, servers: list[ParameterServer]) -> None:
+        self._names = list(named)
         self._rest = dict(named)
         self._parts: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         for server in servers:
@@ -43,7 +44,7 @@ class PackedRead:
         for shapes, packing, read in self._parts:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             found |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
-        return found
+        return {name: found[name] for name in self._names}
 
 
 def _is_packed(variable: keras.Variable, device: str) -> bool:
