@@ -219,7 +219,8 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert not np.isfinite(result.history["loss"][-1])
 
 
-def test_hooks_of_batches_change_the_run_at_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
 
     class Stop(keras.callbacks.Callback):
@@ -230,7 +231,7 @@ def test_hooks_of_batches_change_the_run_at_one_step(tmp_path: Path) -> None:
             if len(seen) == 4:
                 self.model.stop_training = True
 
-    result = on_one_worker(regression, tmp_path / "run", epochs=100_000, callbacks=[Stop()])
+    result = on_one_worker(regression, tmp_path / "run", mode=mode, epochs=100_000, callbacks=[Stop()])
     steps, sums = zip(*seen, strict=True)
     assert sorted(set(steps)) == list(steps)
     assert sums[0] != sums[1], "the weights are those of the step"

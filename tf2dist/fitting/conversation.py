@@ -122,7 +122,9 @@ class Conversation(Generic[T]):
                 self._on_progress(message, self._callbacks)
 
     def _answer(self, call: HookCall, callbacks: Callbacks) -> None:
-        self._wants_pause, self.step = False, call.step
+        self.step = call.step
+        if call.kind in ("begin", "pause"):  # a leader that begins again does not know what the one before was asked
+            self._wants_pause = False
         arrays, state = (self._read(path) for path in (call.arrays, call.state))
         logs = {name: np.array(value) if isinstance(value, list) else value for name, value in call.logs.items()}
         put = arrays, call.learning_rate, call.step

@@ -35,7 +35,7 @@ class LauncherHooks:
         self._posted_at = self._told_at = 0.0
 
     def wanted(self) -> bool:
-        """Whether a pause is wanted since the last call."""
+        """Whether a pause is wanted since the last one."""
         return self._inbox.pause_wanted.is_set()
 
     def post(
@@ -51,7 +51,8 @@ class LauncherHooks:
         """Calls; see `hooks.Hooks`."""
         self._number, self._posted_at = next(self._numbers), time.monotonic()
         self._told_at = self._posted_at
-        self._inbox.pause_wanted.clear()
+        if kind == "pause":
+            self._inbox.pause_wanted.clear()
         files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
         self._to_launcher.hook_call(self._number, kind, epoch, step, logs, learning_rate, *files)
 

@@ -52,7 +52,7 @@ Report = Callable[[Progress], None]
 
 
 class PauseRequest(enum.Flag):
-    """Why a training should pause."""
+    """Why a training should pause: for a change only after a step, since callbacks come after batches."""
 
     NOTHING = 0
     SAVE = enum.auto()
@@ -225,7 +225,7 @@ class Loop(Protocol):
             pause_request: called every now and then; a request makes all tasks pause soon, at the same step.
 
         Returns:
-            What any of the tasks has requested; nothing if `until_step` was reached.
+            What any of the tasks has requested, also if `until_step` was reached.
         """
 
     def combine(self, request: PauseRequest) -> PauseRequest:

@@ -171,8 +171,14 @@ class AsyncLoop:
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
+        began_at = self.progress.global_step
+
+        def requests() -> PauseRequest:
+            found = pause_request()
+            return found if self.progress.global_step > began_at else found & ~PauseRequest.CHANGE
+
         try:
-            requested = self._train(until_step, pause_request)
+            requested = self._train(until_step, requests)
         except WorkersAway:
             shut(self._graphs.servers, until_step)
             self._read()
@@ -183,7 +189,7 @@ class AsyncLoop:
         return requested
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
-        scheduler, requested, seen = self._scheduler, PauseRequest.NOTHING, (0, 0)
+        scheduler, seen = self._scheduler, (0, 0)
         scheduler.begin(until_step)
         self._changed_at = time.monotonic()
         scheduler.finish(pause_request)  # the last call of an evaluation may have its result and not be done yet
@@ -192,7 +198,8 @@ class AsyncLoop:
             before, seen = seen, (self._read(), self.progress.global_step)
             admitted, applied = seen
             missing = until_step - applied
-            if missing <= 0 or (requested := pause_request()):
+            requested = pause_request()  # at the end of an epoch too: a short one may have no other look
+            if missing <= 0 or requested:
                 break
             if idle and admitted > applied and seen != before:
                 time.sleep(POLL_SECS)  # a worker that TensorFlow has given up may still push
