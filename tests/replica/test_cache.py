@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tf2dist.data import arrays as data
-from tf2dist.data import cache
+from tf2dist.data import cache, mnist
 from tf2dist.data.arrays import Arrays
 
 
@@ -27,13 +26,13 @@ class Decode:
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decode:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "_decode", made := Decode())
+    monkeypatch.setattr(mnist, "_decode", made := Decode())
     (tmp_path / "mnist-train.tfrecord").touch()
     return made
 
 
 def cached(tmp_path: Path) -> Arrays:
-    arrays = data._cached(tmp_path / "mnist-train.tfrecord")
+    arrays = mnist.decoded(tmp_path / "mnist-train.tfrecord")
     assert isinstance(arrays.x, np.memmap), "a copy of its own"
     np.testing.assert_array_equal(arrays.x, np.full((500, 2, 2), 7))
     np.testing.assert_array_equal(arrays.y, np.arange(500) % 10)
@@ -95,5 +94,5 @@ def test_without_a_place_for_it_it_is_decoded_each_time(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        assert len(data._cached(tmp_path / "mnist-train.tfrecord")) == 500
+        assert len(mnist.decoded(tmp_path / "mnist-train.tfrecord")) == 500
     assert decode.times == 2

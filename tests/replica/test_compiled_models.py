@@ -11,7 +11,8 @@ import pytest
 
 from tests.replica.given import Given
 from tests.replica.small_runs import run_config, source_and_splits
-from tf2dist.data import arrays as data
+from tf2dist import data
+from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.source import MakeOptimizer, build_step
@@ -28,7 +29,7 @@ def dense(outputs: int = 10) -> keras.Model:
 
 def built(make: Callable[[], keras.Model]) -> tuple[ModelStep, MakeOptimizer]:
     """A model for the digits, whose classes are wanted of each of its outputs."""
-    digits = data.load_digits(run_config().data)
+    digits = load_digits(run_config().data)
     has_two_ends = len(make().outputs) == 2
     splits = data.Splits(data.Arrays(digits.train.x, [digits.train.y] * 2) if has_two_ends else digits.train)
     return build_step(Given(make, splits), splits, run_config(), contextlib.nullcontext())

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tests.replica.small_runs import split_of
 from tests.tfds import record, write_mnist
 from tests.unit.test_saving import facts
-from tf2dist import registry
+from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, input_positions
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import arrays as data
 from tf2dist.data import location, pipeline
+from tf2dist.data.arrays import checked
+from tf2dist.data.loading import load_mnist
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import DataError
 
@@ -155,7 +156,7 @@ def test_data_of_any_structure(dtype: Any) -> None:
     x = {"words": np.array(words, dtype), "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS))}
     y = [np.arange(8.0).reshape(4, 2), None]
     given = data.Arrays(x, y, sample_weight=[np.ones(4), None])
-    splits = data.checked("data (mine)", data.Splits(given, num_classes=None))
+    splits = checked("data (mine)", data.Splits(given, num_classes=None))
     found = splits.train
     assert keras.tree.map_structure(lambda leaf: leaf is None, (found.x, found.y, found.sample_weight)) == (
         {"words": False, "table": (False, False)},
@@ -200,7 +201,7 @@ def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None
         assert found == (None if version == "3.0.0" else tuple(tmp_path / "mnist" / "3.0.1" / n for n in names[:2]))
     (tmp_path / "mnist" / "3.0.1" / names[0]).unlink()
     with pytest.raises(DataError, match="not in"):
-        data.load_mnist(DataConfig(dir=str(tmp_path)))
+        load_mnist(DataConfig(dir=str(tmp_path)))
 
 
 def picture(label: int, png: bytes | None = None) -> bytes:

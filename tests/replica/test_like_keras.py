@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config, source_and_splits, split_of
-from tf2dist import registry
+from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
-from tf2dist.data import arrays as data
 from tf2dist.data import pipeline
 from tf2dist.errors import ConfigError
 from tf2dist.model import models

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tests.conftest import Command
 from tests.replica.small_runs import run_config, source_and_splits, split_of
-from tf2dist import registry
-from tf2dist.data import arrays as data
+from tf2dist import data, registry
+from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.model import checks, models
 from tf2dist.model.source import build_step
@@ -164,7 +164,7 @@ def test_xla_and_layers_that_talk_to_other_workers() -> None:
 
 
 def test_data_of_another_type(registered: Callable[..., None]) -> None:
-    digits = data.load_digits(run_config().data)
+    digits = load_digits(run_config().data)
     test = split_of(digits, "test")
     config = run_config().data
     config.name = "mine"
@@ -194,7 +194,7 @@ def test_a_worker_without_examples_in_the_last_step() -> None:
 PLUGIN = """
 import keras
 import tensorflow as tf
-from tf2dist import registry
+from tf2dist import data, registry
 
 class NotForXla(keras.layers.Layer):
     def call(self, inputs):

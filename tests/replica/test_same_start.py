@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.replica.small_runs import run_config, source_and_splits
-from tf2dist import registry
+from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
-from tf2dist.data import arrays as data
+from tf2dist.data.loading import load_digits
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 from tf2dist.training.synchronous import same_start
 
@@ -40,7 +40,7 @@ def own_rate(learning_rate: float) -> keras.Optimizer:
 
 @registry.register_data("own_examples")
 def own_examples(config: Any) -> data.Splits:
-    splits, number = data.load_digits(config), int(UNSEEDED().integers(500, 1000))
+    splits, number = load_digits(config), int(UNSEEDED().integers(500, 1000))
     return data.Splits(splits.train[:number], splits.validation, splits.test)
 
 

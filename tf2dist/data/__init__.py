@@ -4,17 +4,24 @@ A plugin's data function returns `Arrays` in `Splits`. These are imported on fir
 process does not need them.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tf2dist.data.arrays import Arrays, Splits, load
+    from tf2dist.data.arrays import Arrays, Splits
+    from tf2dist.data.loading import load
 
 __all__ = ["Arrays", "Splits", "load"]
 
+# All of these import TensorFlow.
+MODULES = {
+    "Arrays": "tf2dist.data.arrays",
+    "Splits": "tf2dist.data.arrays",
+    "load": "tf2dist.data.loading",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from tf2dist.data import arrays
-
-        return getattr(arrays, name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

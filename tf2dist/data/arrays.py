@@ -1,32 +1,17 @@
-"""The data as trees of arrays in memory, by name."""
+"""The data as trees of arrays in memory: the types that a data function returns, and the check of what it returns."""
 
-import contextlib
 import functools
-import gzip
-import os
-import re
-import tempfile
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tf2dist.config.schema import DataConfig
-from tf2dist.data import cache, location
 from tf2dist.data.layout import Layout, Tree, leaves_of
-from tf2dist.data.location import mnist_dir, mnist_files
-from tf2dist.errors import DataError, first_line, kind_of
-from tf2dist.registry import DATA, call, look_up, register_data
+from tf2dist.errors import DataError, kind_of
 
 if TYPE_CHECKING:
     from tf2dist.data.stream import Stream
-
-# AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
-NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 
 
 @dataclass(frozen=True)
@@ -99,25 +84,6 @@ class Splits:
         return {name: len(arrays) for name, arrays in found.items() if arrays is not None and len(arrays)}
 
 
-def load(config: DataConfig) -> Splits:
-    """Loads the data set that `config.name` chooses.
-
-    Raises:
-        ConfigError: nothing is registered under that name, or it takes no such arguments.
-        DataError: it is missing, or is not as `Splits` and `Arrays` describe it.
-    """
-    function, name = look_up(DATA, "data", config.name), f"data ({config.name})"
-    splits: Splits = call("data", config.name, functools.partial(function, config), config.arguments, {})
-    if not isinstance(splits, Splits):
-        raise DataError(
-            f"{name}: its function gives {kind_of(splits)}, and must give tf2dist.data.Splits of three Arrays"
-        )
-    splits = checked(name, splits)
-    if "test" not in splits.sizes():
-        raise DataError(f"{name}: test has no examples, and the result is that of a test; give it some")
-    return splits
-
-
 def checked(name: str, splits: Splits) -> Splits:
     """The data as the tasks use it: arrays in one piece, floats of Keras' type.
 
@@ -187,121 +153,3 @@ def _standard(name: str, leaf: Any) -> np.ndarray:
         as_bytes = [word.encode() if isinstance(word, str) else word for word in words]
         array = np.array(as_bytes, np.bytes_).reshape(array.shape)
     return np.ascontiguousarray(array) if not array.flags.c_contiguous else array
-
-
-@register_data("mnist")
-def load_mnist(config: DataConfig) -> Splits:
-    """MNIST as prepared by tensorflow-datasets; its first training examples become the validation set."""
-    files = mnist_files(mnist_dir(config))
-    if files is None:
-        raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
-    train, test = map(_cached, files)
-    n = config.num_validation
-    return Splits(train[n:], train[:n], test)
-
-
-@register_data("digits")
-def load_digits(config: DataConfig) -> Splits:
-    """The UCI digits that scikit-learn ships: 8x8, each pixel drawn as 3x3 with a margin of 2."""
-    # Read from the package's own file: importing sklearn.datasets takes longer than training on it.
-    with (
-        resources.files("sklearn.datasets.data").joinpath("digits.csv.gz").open("rb") as packed,
-        gzip.open(packed) as file,
-    ):
-        table = np.loadtxt(file, delimiter=",", dtype=np.int32)
-    table = np.random.default_rng(0).permutation(table)  # the file is ordered by writer
-    pixels = (table[:, :-1].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
-    images = np.pad(pixels.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))[..., None]
-    labels = table[:, -1].astype(np.uint8)
-    test, validation = 360, 360 + config.num_validation
-    parts = [
-        Arrays(*pair) for pair in zip(*(np.split(part, [test, validation]) for part in (images, labels)), strict=True)
-    ]
-    return Splits(train=parts[2], validation=parts[1], test=parts[0])
-
-
-@register_data("parabola")
-def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> Splits:
-    """Points of y = x^2 + normal noise, x and y float32 [n, 1]; those of the test are as many others."""
-    x = np.linspace(-1, 1, points, dtype=np.float32)[:, None]
-    train, test = (x**2 + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
-    return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None)
-
-
-def _cached(path: Path) -> Arrays:
-    """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
-
-    Decoding 60,000 PNG images takes a second in every worker. If the cache cannot be written, every run does it.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    try:
-        folder = cache.folder_of(path)
-    except OSError as error:
-        raise location.damaged(path, f"cannot be read: {error.strerror}") from None
-    if folder is None:
-        return _decode(path)
-    with contextlib.suppress(OSError, ValueError, EOFError):  # missing or incomplete
-        return _mapped(folder)
-    is_broken, arrays = os.path.exists(folder), _decode(path)
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            made = Path(temporary, "made")
-            made.mkdir()
-            for name, array in zip(cache.ARRAYS, arrays.leaves, strict=True):
-                np.save(made / name, array)
-            cache.seal(made)
-            if is_broken:
-                folder.rename(Path(temporary, "broken"))
-            with contextlib.suppress(OSError):  # another task was faster, and its files may be mapped already
-                made.rename(folder)
-        return _mapped(folder)
-    return arrays
-
-
-def _mapped(folder: Path) -> Arrays:
-    """The arrays in a folder of the cache, which the launching process has compared with their hashes.
-
-    Raises:
-        OSError, ValueError, EOFError: they are missing or incomplete.
-    """
-    if not cache.is_sealed(folder):
-        raise ValueError(f"{folder} has no hashes")
-    return Arrays(*(np.load(folder / name, mmap_mode="r") for name in cache.ARRAYS))
-
-
-def _decode(path: Path) -> Arrays:
-    """The images and labels of a TFRecord file of tensorflow-datasets.
-
-    Raises:
-        DataError: it is damaged, or does not hold as many examples as it should.
-    """
-    expected = location.num_examples(path)
-    try:
-        arrays = _decode_records(path)
-    except tf.errors.OpError as error:
-        reason = re.sub(r"\{\{.*?\}\}\s*", "", first_line(str(error)))  # without the names of nodes
-        raise location.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
-    if len(arrays) != expected:
-        raise location.damaged(path, f"has {len(arrays):,} of {expected:,} examples")
-    return arrays
-
-
-def _decode_records(path: Path) -> Arrays:
-    """Four times as fast as `tfds.load`, which also has to import more."""
-    features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
-
-    @NO_AUTOGRAPH
-    def decode(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        examples = tf.io.parse_example(records, features)
-        image = tf.TensorSpec([28, 28, 1], tf.uint8)
-        images = tf.map_fn(lambda png: tf.io.decode_png(png, 1), examples["image"], fn_output_signature=image)
-        return images, tf.cast(examples["label"], tf.uint8)
-
-    with tf.device("CPU:0"):
-        records = tf.data.TFRecordDataset(str(path), buffer_size=1 << 20).batch(2000)
-        none = np.empty([0, 28, 28, 1], np.uint8), np.empty([0], np.uint8)
-        blocks = [none, *records.map(decode, num_parallel_calls=2).as_numpy_iterator()]
-    return Arrays(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))

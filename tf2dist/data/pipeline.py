@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import NO_AUTOGRAPH, Arrays
+from tf2dist.data.arrays import Arrays
 
+# AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
+NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 ALIGNMENT = 64  # of a tensor's memory, bytes
 Take = Callable[[tf.Tensor], list[tf.Tensor]]  # the leaves of some examples, by their indices
 

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import NO_AUTOGRAPH, Arrays, Splits
+from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.pipeline import NO_AUTOGRAPH, Sharding
 from tf2dist.errors import DataError, first_line, kind_of
 
 PARTS = ("x", "y", "sample_weight")

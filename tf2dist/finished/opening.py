@@ -6,13 +6,13 @@ from typing import Any
 
 import keras
 
-from tf2dist import data as data_sets
 from tf2dist import registry
 from tf2dist.config import schema
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
 from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.loading import load as load_data
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
 from tf2dist.finished.loading import UnknownCode, load_model
@@ -69,7 +69,7 @@ def data_of(request: Request) -> tuple[str, Splits]:
                 f"files with plugins=[{', '.join(config.plugins) or 'FILE.py'}], or give data=NAME"
             )
     data = location.resolve(replace(data, offline="fail"), warn)
-    return data.name, data_sets.load(data)
+    return data.name, load_data(data)
 
 
 def split_of(name: str, splits: Splits, split: str) -> Arrays:

@@ -15,7 +15,7 @@ import json, os, sys
 from tf2dist.linux import die_with_parent
 die_with_parent(os.getppid())
 from tf2dist import registry
-from tf2dist.data import arrays
+from tf2dist.data import loading
 from tf2dist.model import models
 from tf2dist.errors import RequestError, first_line
 for path in sys.argv[1:]:

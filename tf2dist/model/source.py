@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import keras
 
-from tf2dist import data
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
+from tf2dist.data.loading import load
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.models import build_model, build_optimizer
@@ -48,7 +48,7 @@ class Registered:
         self.name = str(config.model["name"])
 
     def load(self) -> Splits:
-        return data.load(self._config.data)
+        return load(self._config.data)
 
     def build(self, splits: Splits) -> keras.Model:
         return build_model(self._config.model, splits)

@@ -1,0 +1,94 @@
+"""Reads the TFRecord files in which tensorflow-datasets keeps MNIST, and keeps what was decoded for later runs."""
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.data import cache, location
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.pipeline import NO_AUTOGRAPH
+from tf2dist.errors import first_line
+
+
+def decoded(path: Path) -> Arrays:
+    """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
+
+    Decoding 60,000 PNG images takes a second in every worker. If the cache cannot be written, every run does it.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        folder = cache.folder_of(path)
+    except OSError as error:
+        raise location.damaged(path, f"cannot be read: {error.strerror}") from None
+    if folder is None:
+        return _decode(path)
+    with contextlib.suppress(OSError, ValueError, EOFError):  # missing or incomplete
+        return _mapped(folder)
+    is_broken, arrays = os.path.exists(folder), _decode(path)
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            made = Path(temporary, "made")
+            made.mkdir()
+            for name, array in zip(cache.ARRAYS, arrays.leaves, strict=True):
+                np.save(made / name, array)
+            cache.seal(made)
+            if is_broken:
+                folder.rename(Path(temporary, "broken"))
+            with contextlib.suppress(OSError):  # another task was faster, and its files may be mapped already
+                made.rename(folder)
+        return _mapped(folder)
+    return arrays
+
+
+def _mapped(folder: Path) -> Arrays:
+    """The arrays in a folder of the cache, which the launching process has compared with their hashes.
+
+    Raises:
+        OSError, ValueError, EOFError: they are missing or incomplete.
+    """
+    if not cache.is_sealed(folder):
+        raise ValueError(f"{folder} has no hashes")
+    return Arrays(*(np.load(folder / name, mmap_mode="r") for name in cache.ARRAYS))
+
+
+def _decode(path: Path) -> Arrays:
+    """The images and labels of a TFRecord file of tensorflow-datasets.
+
+    Raises:
+        DataError: it is damaged, or does not hold as many examples as it should.
+    """
+    expected = location.num_examples(path)
+    try:
+        arrays = _decode_records(path)
+    except tf.errors.OpError as error:
+        reason = re.sub(r"\{\{.*?\}\}\s*", "", first_line(str(error)))  # without the names of nodes
+        raise location.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
+    if len(arrays) != expected:
+        raise location.damaged(path, f"has {len(arrays):,} of {expected:,} examples")
+    return arrays
+
+
+def _decode_records(path: Path) -> Arrays:
+    """Four times as fast as `tfds.load`, which also has to import more."""
+    features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
+
+    @NO_AUTOGRAPH
+    def decode(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        examples = tf.io.parse_example(records, features)
+        image = tf.TensorSpec([28, 28, 1], tf.uint8)
+        images = tf.map_fn(lambda png: tf.io.decode_png(png, 1), examples["image"], fn_output_signature=image)
+        return images, tf.cast(examples["label"], tf.uint8)
+
+    with tf.device("CPU:0"):
+        records = tf.data.TFRecordDataset(str(path), buffer_size=1 << 20).batch(2000)
+        none = np.empty([0, 28, 28, 1], np.uint8), np.empty([0], np.uint8)
+        blocks = [none, *records.map(decode, num_parallel_calls=2).as_numpy_iterator()]
+    return Arrays(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
