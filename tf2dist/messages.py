@@ -1,18 +1,17 @@
-"""What the processes of one host say to each other: each message a class of its own, matched by class.
+"""What a task and its launcher say to each other: each message a class of its own, matched by class.
 
-    a task            -> its launcher       `FromTask`, a packet each, by `ToLauncher`
-    the fork server   -> its launcher       `FromServer`, a packet each
-    a launcher        -> its fork server    `ToServer`, a packet each
-    a launcher        -> a task             `ToTask`, a line each on the task's standard input
+    a task          -> its launcher     `FromTask`, a packet each, by `ToLauncher`
+    a launcher      -> a task           `ToTask`, a line each on the task's standard input
 
-See `packing` for the packets, and `control.messages` for what hosts say to each other.
+See `packing` for their form on the way, `launch.messages` for what a launcher and its fork server say to each other,
+and `control.messages` for what hosts say.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# From a task. Each begins with the name of the task that says it.
+# From a task to its launcher.
 
 
 @dataclass(frozen=True)
@@ -133,71 +132,7 @@ class Done:
     task: str
 
 
-# From the fork server.
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Tasks can be forked.
-
-    Attributes:
-        isolated: whether they have a private network.
-        ports: free ports for them.
-    """
-
-    isolated: bool
-    ports: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Started:
-    """A task has a process."""
-
-    task: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A task's process has ended.
-
-    Attributes:
-        code: its exit code; negative for the signal that killed it.
-        time: when, by `time.time()`.
-    """
-
-    task: str
-    code: int
-    time: float
-
-
-# To the fork server, and to tasks.
-
-
-@dataclass(frozen=True)
-class Start:
-    """Fork a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``.
-
-    Attributes:
-        env: environment variables that the task alone has.
-        log: the file that takes its output.
-        sys_path: instead of the fork server's own; None to keep that.
-    """
-
-    task: str
-    target: str
-    payload: Any
-    env: dict[str, str]
-    log: str
-    sys_path: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Hand a line, a packed `ToTask`, to a task."""
-
-    task: str
-    line: str
+# From a launcher to a task.
 
 
 @dataclass(frozen=True)
@@ -232,11 +167,10 @@ class PauseWanted:
 FromTask = (
     Alive | Silence | Standing | Stalled | Began | Progress | Status | Note | Warned | Saved | HookCall | Result | Done
 )
-FromServer = Ready | Started | Exited
-ToServer = Start | Forward
 ToTask = PeerGone | HookAnswer | PauseWanted
-Event = FromTask | FromServer
-OF_A_MOMENT = Alive | Progress  # said again soon: a task must not wait for a launcher that is suspended
+DROPPABLE = (
+    Alive | Progress
+)  # repeated soon: sent without waiting, and dropped while a suspended launcher reads nothing
 
 
 class ToLauncher:

@@ -37,8 +37,9 @@ from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.files import write_whole
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.messages import Exited
 from tf2dist.linux import unused_ports
-from tf2dist.messages import Exited, ToLauncher
+from tf2dist.messages import ToLauncher
 
 COORDINATOR = Task("chief", 0)
 

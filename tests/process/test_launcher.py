@@ -17,7 +17,8 @@ import pytest
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
-from tf2dist.messages import Exited, PeerGone, Ready, Result
+from tf2dist.launch.messages import Exited, Ready
+from tf2dist.messages import PeerGone, Result
 
 Message = TypeVar("Message")
 

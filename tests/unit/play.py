@@ -12,9 +12,10 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.messages import MeetingEvent
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.launch.console import Console
+from tf2dist.launch.messages import Exited
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_state import Tasks
-from tf2dist.messages import Alive, Done, Exited, Result
+from tf2dist.messages import Alive, Done, Result
 
 TASKS = ["worker-0", "worker-1"]
 COMPLAINT = "lost another task: Error from /job:worker"

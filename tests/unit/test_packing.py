@@ -7,19 +7,8 @@ from typing import Any
 import pytest
 
 from tf2dist import messages
-from tf2dist.messages import (
-    Alive,
-    Event,
-    Progress,
-    Ready,
-    Result,
-    Saved,
-    Stalled,
-    Standing,
-    Start,
-    ToLauncher,
-    ToServer,
-)
+from tf2dist.launch.messages import Event, Ready, Start, ToServer
+from tf2dist.messages import Alive, Progress, Result, Saved, Stalled, Standing, ToLauncher
 from tf2dist.packing import VERSION, MessageError, VersionError, pack, unpack
 
 MESSAGES = [

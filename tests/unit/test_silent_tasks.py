@@ -11,7 +11,8 @@ import pytest
 from tests.unit.play import COMPLAINT, TASKS, Play, ended, follow, start_with_complaint, warnings_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.messages import Result, Stalled, Standing, Started
+from tf2dist.launch.messages import Started
+from tf2dist.messages import Result, Stalled, Standing
 
 
 def test_a_task_that_never_shows_up_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
-from tf2dist.messages import OF_A_MOMENT, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer
+from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
+from tf2dist.messages import DROPPABLE, ToLauncher
 from tf2dist.packing import pack, unpack
 
 MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
@@ -39,7 +40,7 @@ def poster(sock: socket.socket) -> Post:
     """
 
     def post(message: Any) -> None:
-        flags = socket.MSG_DONTWAIT if isinstance(message, OF_A_MOMENT) else 0
+        flags = socket.MSG_DONTWAIT if isinstance(message, DROPPABLE) else 0
         with contextlib.suppress(BlockingIOError):
             sock.send(pack(message), flags)
 

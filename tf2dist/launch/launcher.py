@@ -28,8 +28,9 @@ from tf2dist.interpreter import child_environment, module_command
 from tf2dist.launch import deaths
 from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
+from tf2dist.launch.messages import Event, Exited, Forward, Ready, Start, Started
 from tf2dist.launch.run_dir import log_path, open_log
-from tf2dist.messages import Event, Exited, Forward, Ready, Start, Started, ToTask
+from tf2dist.messages import ToTask
 from tf2dist.packing import pack, unpack
 
 SERVER = "forkserver"  # the name of its log
