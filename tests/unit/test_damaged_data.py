@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_removed_and_told(tmp_path: Path, damage: Callable[[Pa
     warned: list[str] = []
     for _ in range(2):
         location.resolve(DataConfig(dir=str(tmp_path)), warned.append)
-    assert warned == [f"what was kept of {files[1].name} when it was decoded is damaged; it is decoded again"]
+    assert warned == [f"the cached copy of the decoded {files[1].name} is damaged; the file is decoded again"]
     assert list((tmp_path / "cache" / "tf2dist").iterdir()) == [whole]
 
 

@@ -1,6 +1,6 @@
 """The examples: found or downloaded once for all tasks, then cut and shuffled as a pure function of the seed.
 
-A plugin's data function returns `Arrays` in `Splits`. These are imported on first use, since the launching
+A plugin's data function returns `Arrays` in `Splits`. These names are imported on first use, since the launching
 process does not need them.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrays", "Splits", "load"]
 
-# All of these import TensorFlow.
+# Importing any of these modules imports TensorFlow, which takes seconds.
 MODULES = {
     "Arrays": "tf2dist.data.arrays",
     "Splits": "tf2dist.data.arrays",

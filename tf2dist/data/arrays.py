@@ -57,10 +57,10 @@ class Splits:
     """The data of a run.
 
     Attributes:
-        train: without examples if they come from `stream`.
+        train: has no examples if they come from `stream`.
         validation, test: None, or without examples, if there is no such split.
         num_classes: of a classification; None for other data.
-        stream: gives the training set in batches, for data that do not fit into memory.
+        stream: yields the training set in batches, for data that do not fit into memory.
     """
 
     train: Arrays
@@ -79,19 +79,19 @@ class Splits:
         return self.train.layout
 
     def sizes(self) -> dict[str, int]:
-        """The number of examples of those splits that can be evaluated."""
+        """The number of examples in each split that can be evaluated."""
         found = {"validation": self.validation, "test": self.test}
         return {name: len(arrays) for name, arrays in found.items() if arrays is not None and len(arrays)}
 
 
 def checked(name: str, splits: Splits) -> Splits:
-    """The data as the tasks use it: arrays in one piece, floats of Keras' type.
+    """The data as the tasks use it: contiguous arrays, floats of Keras' default type.
 
     Args:
         name: of the data, for messages.
 
     Raises:
-        DataError: a split is not as `Arrays` describes it, or not of the same kind as the training set.
+        DataError: a split is not as `Arrays` describes it, or has another structure than the training set.
     """
     num_classes = splits.num_classes
     train = _checked(f"{name}: train", splits.train, num_classes)
@@ -100,6 +100,7 @@ def checked(name: str, splits: Splits) -> Splits:
         if arrays is None:
             continue
         others[split] = found = _checked(f"{name}: {split}", arrays, num_classes)
+        # A split without examples says nothing, and its empty arrays may have any shape.
         if len(found) and found.layout != train.layout:
             raise DataError(f"{name}: {split} is {found.layout}, and train is {train.layout}; give both the same kind")
     return Splits(train, others["validation"], others["test"], num_classes)
@@ -114,9 +115,12 @@ def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
     if len({len(leaf) for leaf in leaves}) > 1:
         shown = ", ".join(f"{path}: {len(leaf)}" for (path, _), leaf in zip(_paths(arrays), leaves, strict=True))
         raise DataError(f"{name} has arrays of several lengths ({shown}); give each one the same number of examples")
-    left, tree = iter(leaves), (arrays.x, arrays.y, arrays.sample_weight)
+    # The tree again with the converted arrays. None has its place in it, but not among the leaves.
+    left = iter(leaves)
+    tree = (arrays.x, arrays.y, arrays.sample_weight)
     found = Arrays(*keras.tree.map_structure(lambda leaf: None if leaf is None else next(left), tree))
     y = found.y
+    # Only a vector can hold the numbers of classes. A one-hot matrix is left to the loss, which knows what it wants.
     if num_classes and isinstance(y, np.ndarray) and y.ndim == 1 and len(y):
         if not np.issubdtype(y.dtype, np.integer):
             raise DataError(
@@ -130,7 +134,7 @@ def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
 
 
 def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
-    """Each leaf with its place, such as "x[1]"; the number counts the leaves of its part."""
+    """Each leaf with its name for messages, such as "x[1]"; the number counts the leaves of its part."""
     found = []
     for part in ("x", "y", "sample_weight"):
         leaves = leaves_of(getattr(arrays, part))
@@ -140,13 +144,15 @@ def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
 
 
 def _standard(name: str, leaf: Any) -> np.ndarray:
-    """An array in one piece; floats as Keras' floatx, words as bytes, which TensorFlow's strings are."""
+    """A contiguous array; floats as Keras' floatx, strings as bytes, as in TensorFlow."""
+    # Subclasses stay what they are: an array that is mapped from a file must not become a copy in memory.
     array = np.asanyarray(leaf)
     if array.ndim < 1 or array.dtype.kind not in "biufSUO":
         raise DataError(f"{name} ({array.dtype} {array.shape}): must be an array of numbers or strings [n, ...]")
     if array.dtype.kind == "f":
         array = array.astype(keras.config.floatx(), copy=False)
     elif array.dtype.kind in "UO":
+        # The strings of a pandas table come in an object array, which may hold anything else, too.
         words = array.ravel().tolist()
         if not all(isinstance(word, str | bytes) for word in words):
             raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings")

@@ -1,4 +1,4 @@
-"""A cache on disk of decoded data for later runs, with hashes that reveal damage. Never imports TensorFlow."""
+"""The cache of decoded data on disk, with hashes that reveal damage. Never imports TensorFlow."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ HASHES = "sha256.json"
 
 
 def folder_of(source: Path) -> Path | None:
-    """The folder for the decoded arrays of a file, one for each user; None if the user has no home directory.
+    """The folder for the decoded arrays of a file, which each user has for himself; None without a home directory.
 
     Raises:
         OSError: the file does not exist, or may not be read.
@@ -23,6 +23,7 @@ def folder_of(source: Path) -> Path | None:
     root = paths.expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if root is None:
         return None
+    # A file that was replaced gets another folder; hashing its content would take longer than the cache saves.
     status = source.stat()
     key = hashlib.sha256(f"{source.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     return root / "tf2dist" / f"{source.name.split('.')[0]}-{key}"
@@ -40,7 +41,7 @@ def is_sealed(folder: Path) -> bool:
 def discard_damaged(source: Path) -> bool:
     """Removes the cached arrays of a file if they no longer match their hashes.
 
-    All of them are read, which takes a tenth of a second for 60,000 small images. So this is done once for each
+    All of them are read, which takes a tenth of a second for 60,000 small images, so this is done once for each
     run, before its tasks start.
 
     Returns:
@@ -52,6 +53,8 @@ def discard_damaged(source: Path) -> bool:
     folder = folder_of(source)
     if folder is None or not os.path.exists(folder) or _is_whole(folder):
         return False
+    # Renamed before anything is removed: a task of another run sees the whole folder or none, and one that has mapped
+    # the arrays keeps them.
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             folder.rename(Path(temporary, "damaged"))
@@ -66,7 +69,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         hashes = json.loads((folder / HASHES).read_bytes())
         return all(hashes[name] == _sha256(folder / name) for name in ARRAYS)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):  # whatever has become of the hashes' own file
         return False
 
 

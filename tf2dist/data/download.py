@@ -1,6 +1,6 @@
-"""Has tensorflow-datasets prepare MNIST, in a process of its own with the arguments DIR PARENT.
+"""Lets tensorflow-datasets prepare MNIST, in a process of its own with the arguments DIR PARENT_PID.
 
-If it fails, the last line on stdout is the reason.
+If that fails, the last line on stdout is the reason.
 """
 
 import os
@@ -15,10 +15,11 @@ from tf2dist.linux import die_with_parent
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
+    # Otherwise TensorFlow asks metadata.google.internal for credentials, on machines that are not Google's, too.
     os.environ.setdefault("NO_GCE_CHECK", "true")
     import tensorflow_datasets as tfds
 
-    # Without a network it would retry for minutes: every file, and the look for a prepared copy.
+    # Without a network tensorflow-datasets retries for minutes. Behind a proxy the name may be unknown here.
     host = urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname
     if host and not set(urllib.request.getproxies()) - {"no"}:
         try:
@@ -26,8 +27,10 @@ def main() -> None:
         except OSError:
             print(f"no network: the name {host} is unknown")
             sys.exit(1)
+    # By default tensorflow-datasets accepts a file for which it has no checksum.
     config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)
     try:
+        # Otherwise a prepared copy is looked for first, on another host than the one that the doctor names.
         with tfds.testing.disable_gcs_access():
             tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
     except Exception as error:

@@ -9,12 +9,13 @@ Tree = Any  # an array, or dicts, lists and tuples of arrays; None where there i
 
 
 def leaves_of(tree: Tree) -> list[Any]:
-    """What stands at the ends of a tree, without None; dicts in the order of their sorted keys, as in Keras."""
+    """The leaves of a tree, without None; those of a dict in the order of its sorted keys, as in Keras."""
+    # Keras keeps None as a leaf, where TensorFlow and the transport of batches have nothing.
     return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
 
 
 class Layout:
-    """Where the leaves of an example stand in (x, y, sample_weight).
+    """The structure of an example, (x, y, sample_weight), and the shapes and types of its leaves.
 
     Attributes:
         specs: of each leaf of one example, without the dimension of the batch.
@@ -28,7 +29,7 @@ class Layout:
         self.specs = [tf.TensorSpec(leaf.shape[1:], _dtype_of(leaf)) for leaf in leaves_of(examples)]
 
     def pack(self, leaves: list[Any]) -> tuple[Tree, Tree, Tree]:
-        """The tree (x, y, sample_weight) of these leaves."""
+        """The tree (x, y, sample_weight) with these leaves, given in the order of `specs`."""
         left = iter(leaves)
         x, y, sample_weight = keras.tree.map_structure(lambda is_leaf: next(left) if is_leaf else None, self._tree)
         return x, y, sample_weight
@@ -48,10 +49,12 @@ class Layout:
         shown = [f"{spec.dtype.name} [{', '.join(map(str, ['n', *spec.shape]))}]" for spec in self.specs]
         return str(self.pack(shown))
 
+    # Equal layouts are equal by their trees, and dicts have no hash.
     __hash__ = None  # type: ignore[assignment]
 
 
 def _dtype_of(array: Any) -> tf.DType:
     if isinstance(array.dtype, tf.DType):
         return array.dtype
+    # numpy's strings of up to 5 bytes have the type S5; TensorFlow knows them as strings of any length.
     return tf.string if array.dtype.kind in "SU" else tf.as_dtype(array.dtype)

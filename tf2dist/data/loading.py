@@ -19,7 +19,7 @@ def load(config: DataConfig) -> Splits:
 
     Raises:
         ConfigError: nothing is registered under that name, or it takes no such arguments.
-        DataError: it is missing, or is not as `Splits` and `Arrays` describe it.
+        DataError: the data is missing, or is not as `Splits` and `Arrays` describe it.
     """
     function, name = look_up(DATA, "data", config.name), f"data ({config.name})"
     splits: Splits = call("data", config.name, functools.partial(function, config), config.arguments, {})
@@ -28,6 +28,7 @@ def load(config: DataConfig) -> Splits:
             f"{name}: its function gives {kind_of(splits)}, and must give tf2dist.data.Splits of three Arrays"
         )
     splits = checked(name, splits)
+    # A run of the command ends with a test. `fit` does not, so `checked` lets the split be missing.
     if "test" not in splits.sizes():
         raise DataError(f"{name}: test has no examples, and the result is that of a test; give it some")
     return splits
@@ -36,6 +37,7 @@ def load(config: DataConfig) -> Splits:
 @register_data("mnist")
 def load_mnist(config: DataConfig) -> Splits:
     """MNIST as prepared by tensorflow-datasets; its first training examples become the validation set."""
+    # Nothing is downloaded here: the launching process has done that, before any task has started.
     files = mnist_files(mnist_dir(config))
     if files is None:
         raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
@@ -46,7 +48,7 @@ def load_mnist(config: DataConfig) -> Splits:
 
 @register_data("digits")
 def load_digits(config: DataConfig) -> Splits:
-    """The UCI digits that scikit-learn ships: 8x8, each pixel drawn as 3x3 with a margin of 2."""
+    """The UCI digits that scikit-learn ships: 8x8 pixels, each drawn as 3x3, with a margin of 2 pixels."""
     # Read from the package's own file: importing sklearn.datasets takes longer than training on it.
     with (
         resources.files("sklearn.datasets.data").joinpath("digits.csv.gz").open("rb") as packed,
@@ -54,6 +56,7 @@ def load_digits(config: DataConfig) -> Splits:
     ):
         table = np.loadtxt(file, delimiter=",", dtype=np.int32)
     table = np.random.default_rng(0).permutation(table)  # the file is ordered by writer
+    # The file has grey levels from 0 to 16.
     pixels = (table[:, :-1].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
     images = np.pad(pixels.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))[..., None]
     labels = table[:, -1].astype(np.uint8)
@@ -66,7 +69,7 @@ def load_digits(config: DataConfig) -> Splits:
 
 @register_data("parabola")
 def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> Splits:
-    """Points of y = x^2 + normal noise, x and y float32 [n, 1]; those of the test are as many others."""
+    """Points of y = x^2 + normal noise, x and y float32 [n, 1]; the test set has the same x and noise of its own."""
     x = np.linspace(-1, 1, points, dtype=np.float32)[:, None]
     train, test = (x**2 + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
     return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None)

@@ -1,4 +1,4 @@
-"""Decides which data all tasks use and where it is, before any of them starts. Never imports TensorFlow."""
+"""Decides which data all tasks use and where it lies, before any of them starts. Never imports TensorFlow."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.interpreter import child_environment, module_command
 
-NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # before the validation examples are taken off
+NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # the validation examples, taken from these, included
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
-DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # the fallback if MNIST cannot be had
+DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # the fallback without MNIST; needs no network
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 
@@ -35,7 +35,7 @@ def mnist_dir(config: DataConfig) -> Path:
 
 def mnist_files(folder: Path) -> tuple[Path, Path] | None:
     """The TFRecord files of the training and test set of the newest whole MNIST below `folder`; None without one."""
-    if not os.path.isdir(folder):  # nor for a folder that this user may not enter, where `glob` would fail
+    if not os.path.isdir(folder):  # false, too, for a folder that this user may not enter, where `glob` would fail
         return None
     for info in sorted(folder.glob("mnist/3.*/dataset_info.json"), reverse=True):
         files = [next(info.parent.glob(f"mnist-{split}.tfrecord*"), None) for split in ("train", "test")]
@@ -65,6 +65,7 @@ def check_mnist(file: Path) -> None:
             size = os.fstat(opened.fileno()).st_size
     except OSError as error:
         raise damaged(file, f"cannot be read: {error.strerror}") from None
+    # The recorded size leaves out the headers of the records, so a whole file is larger.
     if size < num_bytes:
         raise damaged(file, f"has {size:,} bytes of at least {num_bytes:,}")
 
@@ -79,6 +80,7 @@ def _split_info(file: Path) -> tuple[int, int]:
     """The number of examples in a file, and of their bytes without the record headers; 0 if that is not known."""
     about, name = file.parent / "dataset_info.json", file.name.split(".")[0].partition("-")[2]
     try:
+        # JSON of protocol buffers has numbers of 64 bits as strings; a size of 0, which means unknown, is left out.
         (split,) = (each for each in json.loads(about.read_bytes())["splits"] if each["name"] == name)
         return sum(map(int, split["shardLengths"])), int(split.get("numBytes", 0))
     except OSError as error:
@@ -97,13 +99,13 @@ def check_dir(config: DataConfig) -> None:
 
 
 def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
-    """The data that every task will use: as asked for, or `digits` with a warning.
+    """The data that every task will use: what was asked for, or `digits` with a warning.
 
     If MNIST is missing, it is downloaded here, by one process, within `download_timeout_secs`.
 
     Raises:
         ConfigError: `data.dir` is given and does not exist.
-        DataError: the data cannot be had and `data.offline` is fail, or it is damaged.
+        DataError: the data is missing, cannot be downloaded and `data.offline` is fail; or it is damaged.
     """
     check_dir(config)
     if config.name != "mnist":
@@ -125,12 +127,13 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
     for file in mnist_files(folder) or ():
         check_mnist(file)
         if cache.discard_damaged(file):
-            warn(f"what was kept of {file.name} when it was decoded is damaged; it is decoded again")
+            warn(f"the cached copy of the decoded {file.name} is damaged; the file is decoded again")
+    # The tasks get the folder that was found and checked here: they do not look for one again.
     return replace(config, dir=str(folder))
 
 
 def check_batch_size(config: RunConfig, num_workers: int) -> None:
-    """Every worker's share of the training set must fill at least one batch.
+    """Checks, for data of known size, that every worker's share of the training set fills at least one batch.
 
     Raises:
         ConfigError: it does not.
@@ -145,6 +148,7 @@ def check_batch_size(config: RunConfig, num_workers: int) -> None:
 
 
 def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
+    """Raises ConfigError if a worker's share of the training set does not fill a batch."""
     share = max(0, num_examples) // num_workers
     if batch_size > share:
         way_out = f"give at most {share}" if share else "use fewer workers"
@@ -155,8 +159,9 @@ def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
 
 
 def _download(folder: Path, timeout_secs: float) -> str:
-    """Downloads MNIST with a progress bar. Returns the reason if that failed."""
+    """Downloads MNIST with a progress bar; returns why that failed, or ""."""
     print(f"Downloading MNIST to {folder} (at most {timeout_secs:g} s) ...", file=sys.stderr, flush=True)
+    # In a process of its own: it imports TensorFlow, and can be killed at the deadline whatever it is doing.
     environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
         module_command("tf2dist.data.download", str(folder), str(os.getpid())),
@@ -172,6 +177,6 @@ def _download(folder: Path, timeout_secs: float) -> str:
             process.kill()
             return f"not done after {timeout_secs:g} s"
     if process.returncode == 0:
-        return "" if mnist_files(folder) else f"what is there is not whole: remove {folder / 'mnist'}"
+        return "" if mnist_files(folder) else f"the folder is incomplete: remove {folder / 'mnist'}"
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1].strip()[:120] if lines else f"exit code {process.returncode}"

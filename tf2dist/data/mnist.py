@@ -1,4 +1,4 @@
-"""Reads the TFRecord files in which tensorflow-datasets keeps MNIST, and keeps what was decoded for later runs."""
+"""Reads MNIST from the TFRecord files of tensorflow-datasets, and caches the decoded arrays for later runs."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from tf2dist.errors import first_line
 def decoded(path: Path) -> Arrays:
     """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
 
-    Decoding 60,000 PNG images takes a second in every worker. If the cache cannot be written, every run does it.
+    Decoding 60,000 PNG images would take a second in every worker. Without a cache that can be written, it does.
 
     Raises:
         DataError: the file is damaged.
@@ -31,7 +31,9 @@ def decoded(path: Path) -> Arrays:
         return _decode(path)
     with contextlib.suppress(OSError, ValueError, EOFError):  # missing or incomplete
         return _mapped(folder)
-    is_broken, arrays = os.path.exists(folder), _decode(path)
+    is_broken = os.path.exists(folder)
+    arrays = _decode(path)
+    # Complete in a folder beside it, then renamed: other tasks see all of the arrays or none. A full disk is no error.
     with contextlib.suppress(OSError, ValueError, EOFError):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -40,6 +42,7 @@ def decoded(path: Path) -> Arrays:
             for name, array in zip(cache.ARRAYS, arrays.leaves, strict=True):
                 np.save(made / name, array)
             cache.seal(made)
+            # A rename replaces no folder that has files in it, so the broken one is moved into the one that is removed.
             if is_broken:
                 folder.rename(Path(temporary, "broken"))
             with contextlib.suppress(OSError):  # another task was faster, and its files may be mapped already
@@ -49,13 +52,14 @@ def decoded(path: Path) -> Arrays:
 
 
 def _mapped(folder: Path) -> Arrays:
-    """The arrays in a folder of the cache, which the launching process has compared with their hashes.
+    """The arrays in a folder of the cache, whose hashes the launching process has compared.
 
     Raises:
         OSError, ValueError, EOFError: they are missing or incomplete.
     """
     if not cache.is_sealed(folder):
         raise ValueError(f"{folder} has no hashes")
+    # Mapped, so that all tasks of a host share one copy in the kernel's page cache.
     return Arrays(*(np.load(folder / name, mmap_mode="r") for name in cache.ARRAYS))
 
 
@@ -77,7 +81,7 @@ def _decode(path: Path) -> Arrays:
 
 
 def _decode_records(path: Path) -> Arrays:
-    """Four times as fast as `tfds.load`, which also has to import more."""
+    """Decodes whole blocks of records: four times as fast as `tfds.load`, which also has to import more."""
     features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
     @NO_AUTOGRAPH
@@ -89,6 +93,7 @@ def _decode_records(path: Path) -> Arrays:
 
     with tf.device("CPU:0"):
         records = tf.data.TFRecordDataset(str(path), buffer_size=1 << 20).batch(2000)
+        # An empty file must give empty arrays: the message about it says how many examples there are.
         none = np.empty([0, 28, 28, 1], np.uint8), np.empty([0], np.uint8)
         blocks = [none, *records.map(decode, num_parallel_calls=2).as_numpy_iterator()]
     return Arrays(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))

@@ -23,6 +23,7 @@ def without_padding(batch: Batch) -> Batch:
 
     In Keras, too, the last batch of an epoch is shorter. XLA must not compile this: it needs fixed shapes.
     """
+    # The mean of no examples would be NaN, in moving averages for good; one of weight 0 only costs time.
     count = tf.maximum(tf.math.count_nonzero(batch.weights, dtype=tf.int32), 1)
     return Batch([leaf[:count] for leaf in batch.leaves], batch.weights[:count])
 
@@ -37,4 +38,5 @@ def batches_without_padding(element: tuple[tf.Tensor, ...], num_steps: int) -> I
     counts = tf.maximum(tf.math.count_nonzero(weights, axis=1, dtype=tf.int32), 1)
     ends = tf.unstack(tf.stack([tf.range(1, num_steps + 1), counts], axis=1), num_steps)
     for number in range(num_steps):
+        # One operation for what leaf[number, :count] would take several: pack its limits, and slice.
         yield [tf.strided_slice(leaf, [number, 0], ends[number], [1, 1], shrink_axis_mask=0b01) for leaf in leaves]

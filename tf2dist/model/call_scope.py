@@ -1,4 +1,4 @@
-"""What a call of a model assigns and what its losses give, caught while it is traced."""
+"""What a call of a model assigns and what its losses return, caught while the call is traced."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,28 +9,30 @@ import tensorflow as tf
 
 
 @contextlib.contextmanager
-def noting(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
-    """Notes what the losses give before it is reduced to a number."""
+def recording(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
+    """Records what the losses return in the block, before Keras reduces it to a number."""
     found: list[tuple[keras.losses.Loss, tf.Tensor]] = []
 
-    def noting(loss: keras.losses.Loss) -> Any:
+    def recorded(loss: keras.losses.Loss) -> Any:
         call = loss.call
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             value = call(*args, **kwargs)
             found.append((loss, value))
             return value
 
-        return noted
+        return wrapper
 
-    each = {id(loss): loss for loss in losses}.values()  # one may serve several outputs
+    # One object may serve several outputs; wrapped twice, it would be recorded twice.
+    each = {id(loss): loss for loss in losses}.values()
     for loss in each:
-        loss.call = noting(loss)
+        # Python looks up `call` on the object first, but `__call__`, which reduces the values, on the class alone.
+        loss.call = recorded(loss)
     try:
         yield found
     finally:
         for loss in each:
-            del loss.call
+            del loss.call  # the method of the class shows again
 
 
 class CallScope(keras.StatelessScope):  # type: ignore[misc]
@@ -40,9 +42,9 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
     the gradients by its value before the call and by the assigned values, each taken as independent.
 
     Attributes:
-        assigned: the values that the call assigns to each trainable variable, by the variable's id.
+        assigned: the values that the call assigns to each trainable variable, by the variable's id; needs a tape.
         num_updates: how often the call assigns each variable, by its id.
-        strangers: the paths of assigned variables that have no value here.
+        foreign: the paths of assigned variables that have no value here.
     """
 
     def __init__(
@@ -51,19 +53,22 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         trainable: list[keras.Variable],
         tape: tf.GradientTape | None,
     ) -> None:
+        # Without a scope that collects them, layers drop what the call gives to `add_loss`.
         super().__init__(mapping, collect_losses=True)
         self._known = {id(variable) for variable, _ in mapping}
         self._trainable, self._tape = set(map(id, trainable)), tape
         self.assigned: dict[int, list[tf.Tensor]] = {}
         self.num_updates: dict[int, int] = {}
-        self.strangers: list[str] = []
+        self.foreign: list[str] = []
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Keras calls this in place of each assignment."""
         variable, value = update
+        # Here the value is an ordinary tensor, through which a gradient would flow to what it was computed from.
         value = tf.stop_gradient(value)
         self.num_updates[id(variable)] = self.num_updates.get(id(variable), 0) + 1
         if id(variable) not in self._known:
-            self.strangers.append(variable.path)
+            self.foreign.append(variable.path)
         if self._tape and id(variable) in self._trainable:
             self._tape.watch(value)
             self.assigned.setdefault(id(variable), []).append(value)

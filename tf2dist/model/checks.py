@@ -1,6 +1,6 @@
 """Checks of the user's model and optimizer before any training; a refusal is one line.
 
-What is refused because it is not supported yet stands in `check_model`, `check_inputs` and `check_outputs`.
+What could be supported and is not yet is refused in `check_model`, `check_inputs` and `check_outputs`.
 """
 
 import inspect
@@ -13,17 +13,18 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
-from tf2dist.model.step import MEANS, ModelStep, Trial
+from tf2dist.model.step import MEANS, ModelStep, Trace
 from tf2dist.process.tf_internals import layers_of, losses_of
 
-OWN_STEPS = ("train_step", "test_step", "compute_metrics")
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
+# Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
 PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
 
 
 def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) -> None:
-    """Refuses a builder that does not take the arguments that every builder of its kind is given."""
+    """Refuses a builder that does not take the arguments (`fixed`) that every builder of its kind is given."""
     parameters = inspect.signature(function).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -33,7 +34,7 @@ def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) 
 
 
 def check_images(name: str, splits: Splits) -> None:
-    """Refuses data that is not one array with classes, for one of our own models."""
+    """Refuses data that is not one array with classes, for one of the built-in classifiers."""
     shape = splits.input_shape
     if not splits.num_classes or not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
         raise ConfigError(
@@ -56,16 +57,17 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_inputs(name: str, model: keras.Model, layout: Layout) -> None:
-    """Refuses a model that takes more or fewer inputs than the data has, or one of another shape."""
+    """Refuses a model that takes more or fewer inputs than the data has, or a single one of another shape."""
     inputs = getattr(model, "inputs", None)
-    if inputs is None:  # a subclass of keras.Model, whose shapes are not known before its first call
+    if inputs is None:  # a subclass of keras.Model declares no inputs; its first call shows what fits
         return
     given = leaves_of(layout.symbolic()[0])
     if len(inputs) != len(given):
         raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and x of the data has {len(given)}")
     if len(given) > 1:
         return
-    shape, wanted = list(given[0].shape[1:]), list(inputs[0].shape[1:])
+    shape = list(given[0].shape[1:])
+    wanted = list(inputs[0].shape[1:])
     # Keras itself adds or removes a last dimension of 1.
     fits = (wanted, [*wanted, 1], wanted[:-1] if wanted[-1:] == [1] else wanted)
     if not any(tf.TensorShape(each).is_compatible_with(shape) for each in fits):
@@ -100,10 +102,10 @@ def check_outputs(name: str, outputs: Any, num_classes: int) -> None:
 
 
 def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
-    """Refuses losses whose gradient over all replicas is not made of those of the replicas.
+    """Refuses losses whose gradient over a whole step does not follow from the gradients of the replicas.
 
     Args:
-        num_replicas: that share a step; 1 with mode=async, where every step is of one worker's batch.
+        num_replicas: how many share a step; 1 with mode=async, where every step is of one worker's batch.
     """
     kinds = {getattr(loss, "reduction", None) for loss in losses_of(step.model)}
     if None in kinds or "none" in kinds:
@@ -122,17 +124,20 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
             f"model ({name}): the loss has reduction={odd.pop()}, whose divisor no synchronous worker knows alone; "
             "use sum_over_batch_size, or mode=async"
         )
-    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trial.has_penalties):
+    # A mean is weighted by the replica's share of the step, a sum is not: their total cannot be treated as either.
+    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trace.has_penalties):
         raise ConfigError(
             f"model ({name}): a loss with reduction=sum beside others cannot be shared by synchronous workers; use "
             "sum_over_batch_size, or mode=async"
         )
-    if step.trial.scalar_losses:
+    # Neither the mean nor the sum of the replicas' numbers need be what the function gives for all their examples.
+    if step.trace.scalar_losses:
         raise ConfigError(
-            f"model ({name}): its loss {step.trial.scalar_losses[0]} gives one number for a whole batch, and several "
+            f"model ({name}): its loss {step.trace.scalar_losses[0]} gives one number for a whole batch, and several "
             "synchronous workers cannot know how to add that up; give the loss of each example, or use mode=async"
         )
-    if step.trial.is_masked:
+    # With a mask Keras divides by the parts that are left, whose number differs between the replicas.
+    if step.trace.is_masked:
         raise ConfigError(
             f"model ({name}): its loss leaves out parts of the outputs, so no synchronous worker alone knows what it "
             "is divided by; give sample_weight instead of a mask, or use mode=async"
@@ -141,7 +146,8 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
 
 def check_metrics(name: str, step: ModelStep) -> None:
     """Refuses metrics whose variables are not sums over the examples."""
-    odd = list(step.trial.not_added_up)
+    odd = list(step.trace.not_additive)
+    # A step begins with zeros in all of these (see `Metrics`), so a metric must, too.
     step.model.reset_metrics()
     odd += [v for v in step.metrics.variables if np.any(v.numpy())]
     if odd:
@@ -151,26 +157,26 @@ def check_metrics(name: str, step: ModelStep) -> None:
         )
 
 
-def check_strangers(name: str, trial: Trial) -> None:
-    """Refuses a call that changes what is not the model's own: Keras' global random generator, above all."""
-    if trial.strangers:
+def check_foreign(name: str, trace: Trace) -> None:
+    """Refuses a call that assigns variables outside of the model, such as Keras' global random generator."""
+    if trace.foreign:
         raise ConfigError(
-            f"model ({name}): its call changes {trial.strangers[0]}, which is no variable of the model, so every step "
+            f"model ({name}): its call changes {trace.foreign[0]}, which is no variable of the model, so every step "
             "would find it unchanged; give random functions a keras.random.SeedGenerator that belongs to a layer"
         )
 
 
-def check_assigned(name: str, trial: Trial) -> None:
+def check_assigned(name: str, trace: Trace) -> None:
     """Refuses, for mode=async, a model that assigns trainable variables: updates of other workers would be lost."""
-    if trial.assigned:
+    if trace.assigned:
         raise ConfigError(
-            f"model ({name}): its call assigns {trial.assigned[0].path}, which is trained: with mode=async the updates "
+            f"model ({name}): its call assigns {trace.assigned[0].path}, which is trained: with mode=async the updates "
             "that other workers made meanwhile would be lost; use mode=sync"
         )
 
 
 def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
-    """Refuses, for mode=async, to clip the norm over all ps together of gradients that each ps accumulates alone."""
+    """Refuses, for mode=async, to clip by the norm over all ps what each ps has accumulated by itself."""
     if optimizer.global_clipnorm and optimizer.gradient_accumulation_steps:
         raise ConfigError(
             f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
@@ -180,6 +186,7 @@ def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
 
 def check_state(name: str, state: list[keras.Variable]) -> None:
     """Refuses, for mode=sync, state whose change has no mean over the workers."""
+    # What workers add up are differences, new value less old value, and these types have no negative ones.
     odd = [variable for variable in state if variable.dtype == "bool" or variable.dtype.startswith("uint")]
     if odd:
         raise ConfigError(
@@ -191,7 +198,7 @@ def check_state(name: str, state: list[keras.Variable]) -> None:
 def check_last_batch(name: str, model: keras.Model, last_batch: int, num_workers: int) -> None:
     """Refuses synchronized layers if a worker has no example in the last step of a pass over the data.
 
-    Such layers would make that worker take part.
+    That worker computes an example of padding, with weight 0. A synchronized layer would count it like the others.
 
     Args:
         last_batch: examples in that step, of all workers together; 0 if it is as large as the others.
@@ -218,12 +225,12 @@ def _synchronized(model: keras.Model) -> list[keras.Layer]:
 
 
 def advice_on_outputs(step: ModelStep) -> str:
-    """A warning if the outputs of a classifier are taken for logits and look like probabilities; empty otherwise."""
+    """A warning if the loss takes outputs for logits that look like probabilities; empty otherwise."""
     losses = [loss for loss in losses_of(step.model) if isinstance(loss, CROSSENTROPIES)]
-    if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(step.trial.outputs)):
+    if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(step.trace.outputs)):
         return ""
-    tensor = step.trial.outputs
-    while tensor.op.type in KEEP_VALUES:  # look through operations that keep the values
+    tensor = step.trace.outputs
+    while tensor.op.type in KEEP_VALUES:  # for example a cast to float32 at the end of a model in bfloat16
         tensor = tensor.op.inputs[0]
     if tensor.op.type not in PROBABILITIES:
         return ""
@@ -236,6 +243,8 @@ def advice_on_outputs(step: ModelStep) -> str:
 
 def advice_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
     """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
+    # On TensorFlow Keras' gradient of a table is sparse, with an entry for each look-up; the packed one is dense. For
+    # an update that is linear in the gradient, as SGD's is, that is the same.
     tables = [layer for layer in layers_of(step.model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
     if not tables or isinstance(optimizer, keras.optimizers.SGD):
         return ""
@@ -252,6 +261,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             f"optimizer ({name}): its function gives {kind_of(optimizer)}, and must give a keras.optimizers.Optimizer; "
             "return the optimizer"
         )
+    # It skips the updates whose gradients overflow, and every update here counts as a step.
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "

@@ -11,12 +11,12 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
 
 MAX_CHUNK = 1000  # examples for each forward pass
-MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; a model needs some ten times as much
+MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; the activations of a model take some ten times as much
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a split gives.
+    """The result over a split.
 
     Attributes:
         metrics: by name, "loss" among them.
@@ -33,6 +33,7 @@ class Evaluation:
             NotFiniteError: the loss is not finite.
             TrainingError: not every example was counted exactly once.
         """
+        # A chunk that was lost, or computed twice by workers that came back, must not pass for a result.
         counted, *totals = sums
         if counted != num_examples:
             raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
@@ -49,7 +50,7 @@ class Evaluation:
 
 
 def chunk_size(batch_size: int, step: ModelStep, plan: EpochPlan | None = None) -> int:
-    """Examples for each forward pass: a training step's, which surely fit into memory, or more if they are small.
+    """Examples for each forward pass: as many as in a training step, which fit into memory, or more if they are small.
 
     If the result depends on this number, it is the one that Keras would take.
     """

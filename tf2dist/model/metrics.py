@@ -1,8 +1,8 @@
 """The metrics of a compiled model as sums, which workers can add up.
 
-A Keras metric keeps sums over the examples in its variables. A worker begins every step with zeros there, so what
-stands there after its update is what the step has added. Added up over all workers and given back to the metric,
-they yield the result over all examples, whoever has seen them.
+A Keras metric keeps sums over the examples in its variables. A worker begins every step with zeros in them, so after
+the update they hold what the step has added. The sums over all workers, given back to the metric, yield its result
+over all examples, whichever worker has seen them.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class Metrics:
         self.variables: list[keras.Variable] = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
-        # Keras averages the losses of single outputs over batches, whatever their sizes.
+        # Keras averages the losses of single outputs over batches, whatever their sizes, instead of over examples.
         self._of_batches = {id(v) for tracker in output_trackers_of(model) for v in tracker.variables}
 
     def zeros(self) -> list[tf.Tensor]:
@@ -42,11 +42,12 @@ class Metrics:
         """What has been added in a scope that began with `zeros`: float32 vectors of `size` numbers together.
 
         Args:
-            share: of this part of a batch in the whole batch; None if it is the whole.
+            share: the part of the whole step's batch that was seen here; None if it was all of it.
         """
         parts = []
         for variable in self.variables:
             change = tf.reshape(tf.cast(scope.get_current_value(variable), tf.float32), [-1])
+            # All workers together count one batch in each step, of which this one has its share.
             parts.append(change if share is None or id(variable) not in self._of_batches else change * share)
         return parts
 
@@ -54,12 +55,13 @@ class Metrics:
         """The metrics by name, the loss among them, in the order of the names, which is that of Keras' History.
 
         Args:
-            totals: the sums over some examples, [size]; 0 for none, which gives NaN or what the metric itself gives.
+            totals: the sums over some examples, [size]. Zeros, for none, give what the metric makes of them: often NaN.
         """
         parts = np.split(totals, np.cumsum(self._sizes)[:-1])
         mapping = [
             (v, tf.constant(part.reshape(v.shape), v.dtype)) for v, part in zip(self.variables, parts, strict=True)
         ]
+        # The metric computes its result from these values; its own variables stay as they are.
         with keras.StatelessScope(mapping):
             found = self._model.get_metrics_result()
         return {name: _plain(value) for name, value in sorted(found.items())}

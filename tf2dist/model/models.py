@@ -1,4 +1,4 @@
-"""The models and optimizers by name. A model takes the bytes of images and gives logits."""
+"""The built-in models and optimizers by name. The classifiers take images as bytes and return logits."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,7 @@ from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
 
 OPTIMIZERS.update(
     sgd=keras.optimizers.SGD,
-    momentum=keras.optimizers.SGD,
+    momentum=keras.optimizers.SGD,  # conf/optimizer/momentum.yaml gives it a momentum
     adam=keras.optimizers.Adam,
     adamw=keras.optimizers.AdamW,
     adagrad=keras.optimizers.Adagrad,
@@ -60,6 +60,7 @@ def tanh(
     input_shape: tuple[int, ...], num_classes: int | None, units: int = 10, learning_rate: float = 0.1
 ) -> keras.Model:
     layers = keras.layers
+    # Compiled, since the loss of a model that is not is that of a classifier. `num_classes` is None here.
     hidden = layers.Dense(units, "tanh", name="hidden1")
     model = keras.Sequential([keras.Input(input_shape), hidden, layers.Dense(1, name="output")])
     model.compile(keras.optimizers.SGD(learning_rate), "mse")
@@ -67,7 +68,7 @@ def tanh(
 
 
 def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
-    """Calls the function that is registered for the model that `arguments` names.
+    """Calls the registered function of the model that `arguments["name"]` names, with the other arguments.
 
     Raises:
         ConfigError: unknown name or argument.
@@ -76,6 +77,7 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     given = {key: value for key, value in arguments.items() if key != "name"}
     fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
     checks.check_builder("model", name, function, fixed)
+    # A user's model may fit any data, and a plugin may have replaced a model under one of these names.
     if function in (softmax, dnn, cnn):
         checks.check_images(name, splits)
     model: keras.Model = call("model", name, function, given, fixed)
@@ -83,7 +85,7 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
 
 
 def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimizer:
-    """Builds the optimizer that `arguments` names, for a run of `total_steps` updates.
+    """Builds the optimizer that `arguments["name"]` names, for a run of `total_steps` updates.
 
     A plugin's function that has a parameter `total_steps` gets them, unless the user gives another number.
 
@@ -91,7 +93,7 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
         ConfigError: unknown name or argument, or a value that Keras refuses.
     """
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
-    arguments = dict(arguments)
+    arguments = dict(arguments)  # it is called again for each ps
     name = arguments.pop("name")
     if arguments.pop("schedule", "constant") == "cosine":
         # Warm up from 0: the first steps of Adam are as large as the rate, and stale ones of several workers add up.
@@ -106,7 +108,7 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     try:
         optimizer: keras.Optimizer = call("optimizer", name, function, arguments, fixed)
     except ValueError as error:
-        if function.__module__.startswith("keras."):
+        if function.__module__.startswith("keras."):  # it refuses a value of the user's
             raise ConfigError(f"optimizer ({name}): {first_line(str(error))}") from None
         raise  # an error of the user's code
     checks.check_optimizer(name, optimizer)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 
 class Packing:
-    """Packs tensors of the shapes of some variables into one float32 vector."""
+    """Packs tensors with the shapes of some variables into one float32 vector."""
 
     def __init__(self, variables: list[keras.Variable]) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
@@ -27,5 +27,6 @@ class Packing:
 
 
 def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
-    """Casts, and rounds for an integer type: a whole number that was summed up from parts is inexact in float32."""
+    """Casts a tensor; for an integer type it is rounded first."""
+    # A whole number that was added up from weighted parts is inexact in float32, and a cast cuts 2.9999998 to 2.
     return tf.cast(tf.round(tensor) if dtype.is_integer else tensor, dtype)

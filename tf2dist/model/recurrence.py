@@ -1,12 +1,12 @@
 """How a step changes the model's own state, read from its graph: ``new = decay * old + term``.
 
-A worker computes the new state from the one that it has pulled; by the time of its push other workers have
-changed it. The parameter server knows `decay` and `term`, so it can apply the step to the present state, as
-if one process took all steps one after the other:
+A worker computes the new state from the one that it has pulled. By the time of its push other workers may have
+changed it. The parameter server knows `decay` and `term`, so it can apply the step to the present state, as if one
+process took all steps one after the other:
 
-    counters      decay 1    nothing that is added is lost
-    averages      momentum   the average stays between what the workers saw
-    the rest      0          it is assigned, and the last push wins
+    counters            decay 1           nothing that is added is lost
+    moving averages     their momentum    the average stays within the values that the workers saw
+    everything else     0                 it is assigned, and the last push wins
 """
 
 import math
@@ -20,7 +20,8 @@ def decay_of(new: tf.Tensor, old: tf.Tensor) -> float:
     """The constant factor of `old` in `new`, two tensors of one shape in one graph; 0 if there is none."""
     shares = dict.fromkeys(_reached_from(old), math.nan) | {old.name: 1.0}
     decay = _share(new, shares)
-    is_kept = new.dtype.is_floating or decay == 1  # integers are added to or assigned
+    # The ps applies the factor in the type of the state, and an integer has no fractions.
+    is_kept = new.dtype.is_floating or decay == 1
     return decay if math.isfinite(decay) and is_kept else 0.0
 
 
@@ -41,11 +42,13 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
         shares: this factor by name, for the tensors that depend on the old state; NaN where it has to be found, and
             is then filled in.
     """
+    # What does not depend on the old state, and so is not among them, has none of it.
     known = shares.get(tensor.name, 0.0)
     if not math.isnan(known):
         return known
     operation, inputs = tensor.op, list(tensor.op.inputs)
     share = math.nan
+    # A cast from a float to an integer rounds, so a cast keeps the factor only within one kind of numbers.
     if operation.type in UNCHANGED and inputs[0].dtype.is_floating == tensor.dtype.is_floating:
         share = _share(inputs[0], shares)
     elif operation.type in ("Add", "AddV2", "AddN"):
@@ -59,6 +62,7 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
         share = _share(one, shares) * _constant(other)
     elif operation.type == "RealDiv":
         share = _share(inputs[0], shares) / _constant(inputs[1])
+    # Any other operation, such as a maximum, leaves NaN: the old value has no constant factor there.
     shares[tensor.name] = share
     return share
 

@@ -25,7 +25,7 @@ class Source(Protocol):
 
     Attributes:
         name: of the model, for messages.
-        plan: of the epochs; None for a run of so many steps.
+        plan: of the epochs; None for a run whose length is given in steps.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Source(Protocol):
         """The data, or this task's view of it."""
 
     def build(self, splits: Splits) -> keras.Model:
-        """A new model, compiled or not; of equal weights in every process that has set the same random seed."""
+        """A new model, compiled or not; with equal weights in every process that has set the same random seed."""
 
 
 class Registered:
@@ -57,7 +57,7 @@ class Registered:
 def build_step(
     source: Source, splits: Splits, config: RunConfig, scope: AbstractContextManager[Any]
 ) -> tuple[ModelStep, MakeOptimizer]:
-    """Builds the model within `scope`, which places its variables, and checks what a traced step of it shows.
+    """Builds the model within `scope`, which places its variables, and checks what the trace of a step shows.
 
     Raises:
         ConfigError: unknown name or argument, or the model does not fit the data.
@@ -68,19 +68,22 @@ def build_step(
     if is_compiled:
         make_optimizer = _copies_of(model.optimizer, source.name)
     else:
-        compile_classifier(source.name, model, splits.num_classes, "sgd")  # it has to be some optimizer, not used here
+        # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off below, unused.
+        compile_classifier(source.name, model, splits.num_classes, "sgd")
         x, _, _ = splits.layout.symbolic()
         checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
 
         def make_optimizer(total_steps: int) -> keras.Optimizer:
             return build_optimizer(config.optimizer, total_steps)
 
-    optimizer, model.optimizer = model.optimizer, None  # its variables would count as those of the model
+    # The variables of an optimizer that the model has would count as those of the model.
+    optimizer, model.optimizer = model.optimizer, None
     step = ModelStep(model, splits.layout)
+    # A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`.
     if is_compiled and optimizer.built and int(optimizer.iterations.numpy()):
-        step.earlier = optimizer
+        step.earlier_optimizer = optimizer
     checks.check_metrics(source.name, step)
-    checks.check_strangers(source.name, step.trial)
+    checks.check_foreign(source.name, step.trace)
     return step, make_optimizer
 
 
@@ -90,6 +93,7 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     Raises:
         ConfigError: it is no model that can be trained here.
     """
+    # Seeds Python and numpy, too, since a builder may draw its weights from those.
     keras.utils.set_random_seed(seed)
     model = source.build(splits)
     checks.check_model(source.name, model)
@@ -101,13 +105,13 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
 
 
 def _call_symbolically(model: keras.Model, layout: Layout) -> None:
-    """Makes the variables of a subclass and its layers."""
+    """Makes the variables of a subclass of `keras.Model` and of its layers, as its first call does."""
     x, _, _ = layout.symbolic()
     model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
 
 
 def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callable[[], keras.Optimizer]) -> keras.Model:
-    """A compiled model of the run with plain variables in this process, for what is done outside of the cluster.
+    """A compiled model of the run with variables in this process, for what is done outside of the cluster.
 
     Args:
         new_optimizer: for a model that its builder has not compiled.
@@ -145,5 +149,6 @@ def _copies_of(optimizer: keras.Optimizer, name: str) -> MakeOptimizer:
     config = optimizer.get_config()
     schedule = learning_rate_of(optimizer)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = schedule  # the object itself: its class may be the user's own
+        config["learning_rate"] = schedule  # the object itself: Keras could not make one of the user's own class again
+    # A copy of the configuration each time, since `from_config` may replace entries of the one that it is given.
     return lambda total_steps: type(optimizer).from_config(dict(config))

@@ -8,13 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, noting
+from tf2dist.model.call_scope import CallScope, recording
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
-WORKER_STRIDE = 1 << 32  # between the seeds of two workers; those of the layers are smaller
+WORKER_STRIDE = 1 << 32  # between the seeds of two workers; the seeds of a model's layers are smaller
 
 
 class StepOutput(NamedTuple):
@@ -23,7 +23,8 @@ class StepOutput(NamedTuple):
     Attributes:
         gradients: one for each trainable variable, of the worker's share of the loss.
         state: the new values of `ModelStep.state`, such as moving averages.
-        sums: float32 [2 + Metrics.size]: the worker's share of the loss, the examples, the changes of the metrics.
+        sums: float32 [2 + Metrics.size]: the worker's share of the loss, the number of its examples, and what they
+            add to the metrics.
     """
 
     gradients: list[tf.Tensor]
@@ -31,16 +32,16 @@ class StepOutput(NamedTuple):
     sums: tf.Tensor
 
 
-class Trial(NamedTuple):
-    """What a call of the model in training shows when it is traced; it is not run.
+class Trace(NamedTuple):
+    """What a call of the model in training shows when it is traced, without being run.
 
     Attributes:
-        outputs: symbolic tensors, in whatever structure the model gives them.
+        outputs: symbolic tensors, in whatever structure the model returns them.
         assigned: the trainable variables that the call assigns.
         draws: how often the call draws from each of its random generators.
-        not_added_up: the metrics' variables that a step does not only add to.
-        strangers: what the call assigns and is not the model's own, by name.
-        scalar_losses: the names of the losses that give one number for a whole batch.
+        not_additive: the variables of metrics to which a step does more than add.
+        foreign: the paths of variables that the call assigns and that do not belong to the model.
+        scalar_losses: the names of the losses that return one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         has_penalties: whether layers add losses, such as those of regularizers.
     """
@@ -48,11 +49,21 @@ class Trial(NamedTuple):
     outputs: Any
     assigned: list[keras.Variable]
     draws: list[int]
-    not_added_up: list[keras.Variable]
-    strangers: list[str]
+    not_additive: list[keras.Variable]
+    foreign: list[str]
     scalar_losses: list[str]
     is_masked: bool
     has_penalties: bool
+
+
+class ForwardPass(NamedTuple):
+    """A batch as the model takes it, the model's outputs, and the loss of the batch."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    outputs: Any
+    loss: tf.Tensor
 
 
 class ModelStep:
@@ -62,36 +73,39 @@ class ModelStep:
         model: the model.
         layout: of the data.
         metrics: of the model.
-        trial: what a call of it shows.
+        trace: what a call of it shows.
         trainable: the variables that receive gradients.
         state: the variables to which a call gives new values: the non-trainable ones, and those trainable ones
             that the call assigns, as spectral normalization does. The states of random generators are left out:
-            they follow from the worker and the step, so a resumed run repeats them. Those of worker 0 are what
-            they would be in plain Keras at this step.
-        loss_scale: what the optimizer wants the loss multiplied by, against underflow; the gradients are divided
-            by it again.
-        earlier: the optimizer that has trained the model before; None for a new model.
-        sums_losses: whether the losses are sums over the batch, not means.
+            they follow from the worker and the step, so a resumed run repeats them. Worker 0 has those that plain
+            Keras would have at this step.
+        loss_scale: the factor by which the optimizer wants the loss scaled up, against underflow; the gradients
+            are divided by it again.
+        earlier_optimizer: the optimizer that has trained the model before; None for a new model.
+        sums_losses: whether the losses are sums over the batch instead of means.
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self.trainable = list(model.trainable_variables)
         self.loss_scale: float | None = None
-        self.earlier: keras.Optimizer | None = None
+        self.earlier_optimizer: keras.Optimizer | None = None
         self._others = list(model.non_trainable_variables)
-        self._seeds = [v for v in self._others if id(v) in set(map(id, seeds_of(model)))]
+        # Variables are looked up by id, here and below: == of Keras variables compares what they hold.
+        of_seeds = set(map(id, seeds_of(model)))
+        self._seeds = [v for v in self._others if id(v) in of_seeds]
+        # Read once, to become constants of the graph: the variables may lie on a ps, and no step changes them.
         self._seed_values = [np.array(v.value) for v in self._seeds]
         self._draws = [0] * len(self._seeds)  # of a step; known once one has been traced
         self._takes_training = "training" in inspect.signature(model.call).parameters
-        of_seeds = set(map(id, self._seeds))
         self.state = [v for v in self._others if id(v) not in of_seeds]
+        # A compiled model knows its losses and the variables of its metrics only when these are built.
         build_metrics(model, layout.symbolic())
         self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in losses_of(model))
         self.metrics = Metrics(model)
-        self.trial = self._try()
-        self._draws = self.trial.draws
-        self.state += self.trial.assigned
+        self.trace = self._trace()
+        self._draws = self.trace.draws
+        self.state += self.trace.assigned
 
     @property
     def depends_on_batches(self) -> bool:
@@ -100,14 +114,14 @@ class ModelStep:
         return (
             len(losses) > 1
             or any(getattr(loss, "reduction", "") not in MEANS for loss in losses)
-            or bool(self.trial.scalar_losses)
-            or self.trial.is_masked
+            or bool(self.trace.scalar_losses)
+            or self.trace.is_masked
         )
 
     @property
     def variables(self) -> list[keras.Variable]:
         """Every variable once; at the end of `state` stand trainable ones again."""
-        return [*self.trainable, *self.state[: len(self.state) - len(self.trial.assigned)]]
+        return [*self.trainable, *self.state[: len(self.state) - len(self.trace.assigned)]]
 
     def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What the trainable variables and the state hold now."""
@@ -128,44 +142,48 @@ class ModelStep:
 
         Args:
             leaves: of the worker's batch, see `Layout`.
-            place: of this step, int64 [2]: the worker, and the steps before.
-            share: of the examples of the whole step that stand in this batch; 0 if they are padding. None: all.
+            place: int64 [2]: the worker, and the number of steps before this one.
+            share: the part of the whole step's examples that is in this batch; 0 if they are padding. None: all.
         """
-        with tf.GradientTape() as tape:  # noqa: SIM117
-            with self._calling(trainable, state, self.metrics.zeros(), place, tape) as scope:
-                x, y, sample_weight = self.layout.pack(leaves)
-                outputs = self._outputs(x, training=True)
-                loss = self._loss(x, y, outputs, sample_weight, training=True)
-                part = loss if share is None or self.sums_losses else loss * share
-                scaled = part * self.loss_scale if self.loss_scale else part
+        with (
+            tf.GradientTape() as tape,
+            self._scope(trainable, state, self.metrics.zeros(), place, tape) as scope,
+        ):
+            forward = self._forward(leaves, training=True)
+            # The workers' parts add up to the loss of the whole step: sums as they are, means weighted by the shares.
+            part = forward.loss if share is None or self.sums_losses else forward.loss * share
+            # Scaled on the tape, so that the backward pass itself computes with the larger numbers.
+            scaled = part * self.loss_scale if self.loss_scale else part
         gradients = self._gradients(tape, scaled, trainable, scope)
         new_state = [scope.get_current_value(variable) for variable in self.state]
+
+        # The metrics come after the tape has ended: no gradient flows through them, so nothing of them is recorded.
         with scope:
-            whole = loss / share if self.sums_losses and share is not None else loss
-            count = self._update_metrics(x, y, outputs, sample_weight, whole)
+            # The metric of the loss averages over examples. There a worker's sum has to stand for the whole step's.
+            whole = forward.loss / share if self.sums_losses and share is not None else forward.loss
+            count = self._update_metrics(forward, whole)
             changes = self.metrics.changes(scope, share)
         sums = tf.concat([[tf.cast(part, tf.float32), count], *changes], 0)
-        if share is not None:  # what padding counts is left out, even if it is not a number
+        if share is not None:  # what padding counts is left out by a choice: a product with 0 would keep a NaN
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         return StepOutput(gradients, new_state, sums)
 
     def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
-        """The sums over some examples, float64 [1 + Metrics.size]: the examples, the changes of the metrics."""
+        """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics."""
+        # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
-        with self._calling(trainable, state, self.metrics.zeros(), place, None) as scope:
-            x, y, sample_weight = self.layout.pack(leaves)
-            outputs = self._outputs(x, training=False)
-            loss = self._loss(x, y, outputs, sample_weight, training=False)
-            count = self._update_metrics(x, y, outputs, sample_weight, loss)
+        with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
+            forward = self._forward(leaves, training=False)
+            count = self._update_metrics(forward, forward.loss)
+            # float64, since the caller adds up a whole split: float32 counts examples only up to 2^24.
             return tf.cast(tf.concat([[count], *self.metrics.changes(scope)], 0), tf.float64)
 
     def evaluate_function(self) -> Any:
         """`evaluate`, traced once for any number of examples: Keras' metrics ask whether that number is fixed."""
-        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in (self.trainable, self.state)]
-        signature = (*specs, self.layout.batched(None))
+        signature = (*self._specs(self.trainable, self.state), self.layout.batched(None))
         return tf.function(self.evaluate, autograph=False, input_signature=signature)
 
-    def _calling(
+    def _scope(
         self,
         trainable: list[tf.Tensor],
         state: list[tf.Tensor],
@@ -173,9 +191,9 @@ class ModelStep:
         place: tf.Tensor,
         tape: tf.GradientTape | None,
     ) -> CallScope:
-        """In this scope the model's variables have the given values, and random generators those of the step."""
+        """The scope in which the variables of the model have the given values, and random generators the step's."""
         if tape:
-            tape.watch(trainable)
+            tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
         values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
         others = [(variable, values[id(variable)]) for variable in self._others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
@@ -189,25 +207,27 @@ class ModelStep:
         worker, step = tf.unstack(place)
         found = {}
         for variable, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True):
+            # Another seed for each worker, or all would drop the same units; Keras adds 1 to the count for each draw.
             before = tf.cast(tf.stack([worker * WORKER_STRIDE, step * draws]), variable.dtype)
             found[id(variable)] = tf.constant(value, variable.dtype) + before
         return found
 
-    def _outputs(self, x: Any, training: bool) -> Any:
-        return self.model(x, training=training) if self._takes_training else self.model(x)
-
-    def _loss(self, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tf.Tensor:
-        """The loss of the batch as Keras computes it in a single process."""
+    def _forward(self, leaves: list[tf.Tensor], training: bool) -> ForwardPass:
+        """Calls the model on a batch, and computes the loss as Keras does in a single process."""
+        x, y, sample_weight = self.layout.pack(leaves)
+        outputs = self.model(x, training=training) if self._takes_training else self.model(x)
         loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        # Keras divides every mean by the number of replicas, since it adds them up.
-        return loss if self.sums_losses or replicas == 1 else loss * tf.cast(replicas, loss.dtype)
+        # Under a strategy Keras divides every mean by the number of replicas. Here the shares weight the replicas.
+        if replicas > 1 and not self.sums_losses:
+            loss *= tf.cast(replicas, loss.dtype)
+        return ForwardPass(x, y, sample_weight, outputs, loss)
 
-    def _update_metrics(self, x: Any, y: Any, outputs: Any, sample_weight: Any, loss: tf.Tensor) -> tf.Tensor:
+    def _update_metrics(self, forward: ForwardPass, loss: tf.Tensor) -> tf.Tensor:
         """Gives the batch to all metrics, as Keras' own steps do; returns its number of examples, float32."""
-        count = tf.shape(leaves_of(x)[0])[0]
+        count = tf.shape(leaves_of(forward.x)[0])[0]
         self.metrics.loss_tracker.update_state(loss, sample_weight=count)
-        self.model.compute_metrics(x, y, outputs, sample_weight)
+        self.model.compute_metrics(forward.x, forward.y, forward.outputs, forward.sample_weight)
         return tf.cast(count, tf.float32)
 
     def _gradients(
@@ -215,49 +235,50 @@ class ModelStep:
     ) -> list[tf.Tensor]:
         """The gradients of the loss, each summed over a variable's value before the call and the assigned ones."""
         leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
+        # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
         found = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in found]
         return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
 
-    def _try(self) -> Trial:
+    def _trace(self) -> Trace:
         """Traces one step, to see what the model returns, assigns and draws, and what its metrics do."""
-        found: list[Trial] = []
+        found: list[Trace] = []
 
+        # The values come as arguments of a graph, in which `decay_of` can follow what becomes of the metrics'.
         def call(
             trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
         ) -> None:
             with (
-                tf.GradientTape() as tape,
-                self._calling(trainable, state, metrics, tf.zeros([2], tf.int64), tape) as scope,
+                tf.GradientTape() as tape,  # without it no assigned values are noted
+                self._scope(trainable, state, metrics, tf.zeros([2], tf.int64), tape) as scope,
             ):
-                x, y, sample_weight = self.layout.pack(leaves)
-                outputs = self._outputs(x, training=True)
-                with noting(losses_of(self.model)) as found_losses:
-                    loss = self._loss(x, y, outputs, sample_weight, training=True)
-                self._update_metrics(x, y, outputs, sample_weight, loss)
+                with recording(losses_of(self.model)) as loss_values:
+                    forward = self._forward(leaves, training=True)
+                self._update_metrics(forward, forward.loss)
                 has_penalties = bool(self.model.losses)
-                is_masked = any(
-                    mask_of(each) is not None for each in [*leaves_of(outputs), *(value for _, value in found_losses)]
-                )
+                maskable = [*leaves_of(forward.outputs), *(value for _, value in loss_values)]
                 news = [scope.get_current_value(v) for v in self.metrics.variables]
             kept = zip(self.metrics.variables, metrics, news, strict=True)
             found.append(
-                Trial(
-                    outputs=outputs,
+                Trace(
+                    outputs=forward.outputs,
                     assigned=[v for v in self.trainable if id(v) in scope.assigned],
                     draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
-                    not_added_up=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
-                    strangers=scope.strangers,
-                    scalar_losses=[loss.name for loss, value in found_losses if not value.shape.rank],
-                    is_masked=is_masked,
+                    not_additive=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
+                    foreign=scope.foreign,
+                    scalar_losses=[loss.name for loss, value in loss_values if not value.shape.rank],
+                    is_masked=any(mask_of(each) is not None for each in maskable),
                     has_penalties=has_penalties,
                 )
             )
 
-        parts = (self.trainable, self.state, self.metrics.variables)
-        specs = [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
-        tf.function(call, autograph=False).get_concrete_function(*specs, self.layout.batched(None))
+        signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
+        tf.function(call, autograph=False).get_concrete_function(*signature)
         return found[0]
+
+    @staticmethod
+    def _specs(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:
+        return [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
 
 
 def step_place(worker: tf.Tensor, step: tf.Tensor) -> tf.Tensor:

@@ -127,18 +127,18 @@ class AsyncLoop:
 
         # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
         step, make_optimizer = build_step(source, splits, config, strategy.scope())
-        check_assigned(source.name, step.trial)
+        check_assigned(source.name, step.trace)
         check_losses(source.name, step, num_replicas=1)
         origin = Origin.of(resumed, sharding, step.metrics.size)
         offsets = list(map(int, origin.offsets))
-        earlier = earlier_updates(step.earlier, resumed)
+        earlier = earlier_updates(step.earlier_optimizer, resumed)
         graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
         named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
-        if step.earlier is not None:
-            take_over(named, step.model, variables, step.earlier)
+        if step.earlier_optimizer is not None:
+            take_over(named, step.model, variables, step.earlier_optimizer)
         restored_from = restore(named, start, config)
         for server in graphs.servers:
             server.restore(origin.counts)

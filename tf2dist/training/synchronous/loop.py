@@ -139,10 +139,10 @@ class SyncLoop:
         # The same values everywhere: those of worker 0, then those of the snapshot.
         named = named_variables(step.model, step.variables, [optimizer])
         begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
-        if step.earlier is not None:
-            take_over(named, step.model, step.variables, step.earlier)
+        if step.earlier_optimizer is not None:
+            take_over(named, step.model, step.variables, step.earlier_optimizer)
         restored_from = restore(named, start, config)
-        earlier = earlier_updates(step.earlier, resumed)
+        earlier = earlier_updates(step.earlier_optimizer, resumed)
         counter_of(optimizer).assign(origin.step + earlier)
 
         # The graph of the steps.
