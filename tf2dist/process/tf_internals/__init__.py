@@ -1,0 +1,54 @@
+"""What this project uses of TensorFlow and Keras beyond their public names, each behind a function with a name of ours.
+
+Another release may rename any of it, and an assignment to an attribute that nobody reads any more has no effect. So
+each function checks that what it touches exists and has the expected type; all of them raise `InstallationError`,
+which gives the name and the installed version. `missing` tries them all.
+"""
+
+from tf2dist.process.tf_internals.of_keras import (
+    as_one_node,
+    build_metrics,
+    count_updates_in,
+    fix_learning_rate,
+    fresh_names,
+    keep_threads_from_spinning,
+    layers_of,
+    learning_rate_of,
+    loss_tracker_of,
+    losses_of,
+    mask_of,
+    missing,
+    momentums,
+    output_trackers_of,
+    place_of,
+    publish_functions,
+    seeds_of,
+    trained_variables,
+    use_coordination_service,
+    velocities,
+    wait_at_barrier,
+)
+
+__all__ = [
+    "as_one_node",
+    "build_metrics",
+    "count_updates_in",
+    "fix_learning_rate",
+    "fresh_names",
+    "keep_threads_from_spinning",
+    "layers_of",
+    "learning_rate_of",
+    "loss_tracker_of",
+    "losses_of",
+    "mask_of",
+    "missing",
+    "momentums",
+    "output_trackers_of",
+    "place_of",
+    "publish_functions",
+    "seeds_of",
+    "trained_variables",
+    "use_coordination_service",
+    "velocities",
+    "wait_at_barrier",
+]
