@@ -6,28 +6,30 @@ which gives the name and the installed version. `missing` tries them all.
 """
 
 from tf2dist.process.tf_internals.of_keras import (
-    as_one_node,
     build_metrics,
     count_updates_in,
     fix_learning_rate,
     fresh_names,
-    keep_threads_from_spinning,
     layers_of,
     learning_rate_of,
     loss_tracker_of,
     losses_of,
     mask_of,
-    missing,
     momentums,
     output_trackers_of,
     place_of,
-    publish_functions,
     seeds_of,
     trained_variables,
-    use_coordination_service,
     velocities,
+)
+from tf2dist.process.tf_internals.of_tensorflow import (
+    as_one_node,
+    keep_threads_from_spinning,
+    publish_functions,
+    use_coordination_service,
     wait_at_barrier,
 )
+from tf2dist.process.tf_internals.probes import missing
 
 __all__ = [
     "as_one_node",

@@ -1,0 +1,90 @@
+"""Private names of TensorFlow: its context, its coordination service, and how functions are called in graphs."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tf2dist.process.tf_internals.lacks import attribute, module_of, relying_on
+
+CONTEXT = "tensorflow.python.eager.context"
+PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
+# An attribute of functions: TensorFlow refuses names that are not on its list, so a renamed one is noticed.
+NO_INLINE = "_noinline"
+
+
+def keep_threads_from_spinning(context: Any = None) -> None:
+    """Lets idle threads of this process sleep. Must be called before TensorFlow initializes its devices.
+
+    Args:
+        context: for tests and probes; by default that of this process.
+    """
+    context = context or this_context()
+    attribute(tf, context, "_config", tf.compat.v1.ConfigProto | None)
+    # `tf.config` has no setter for this field. The context merges `_config` into the configuration that it builds when
+    # it is initialized, so that thread counts set through `tf.config` stay as they are.
+    options = tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True)
+    context._config = tf.compat.v1.ConfigProto(experimental=options)
+
+
+def use_coordination_service(
+    leader: str, num_tasks: Mapping[str, int], register_secs: float, heartbeat_secs: float, context: Any = None
+) -> None:
+    """Makes the next synchronous strategy wait for all workers, and detect workers that are lost.
+
+    Args:
+        leader: TensorFlow's name of the task that runs the service.
+        num_tasks: the number of tasks by job.
+        register_secs: how long it waits for them to register.
+        heartbeat_secs: a task without a sign of life for this long counts as lost.
+        context: for tests and probes; by default that of this process.
+    """
+    context = context or this_context()
+    configure = attribute(tf, context, "configure_coordination_service", Callable)
+    with relying_on(tf, "Context.configure_coordination_service"):
+        configure(
+            service_type="standalone",
+            service_leader=leader,
+            cluster_register_timeout_in_ms=int(register_secs * 1000),
+            heartbeat_timeout_in_ms=int(heartbeat_secs * 1000),
+        )
+    with relying_on(tf, "Context.coordination_service"):
+        service = context.coordination_service
+        for job, number in num_tasks.items():
+            service.coordinated_job_list.add(name=job, num_tasks=number)
+        # Without a barrier the timeout applies to the other workers only: the leader itself would wait for an hour.
+        # The function of TensorFlow above has no parameter for it.
+        service.cluster_register_with_barrier = True
+        # What is set in a copy is lost; a release that returns one must not bring the hour back unnoticed.
+        if context.coordination_service != service:
+            raise ValueError("it is a copy, which nobody reads")
+
+
+def wait_at_barrier(name: str, timeout_secs: float) -> None:
+    """Waits until every task of the coordination service has come to the barrier of this name."""
+    attribute(tf, this_context(), "wait_at_barrier", Callable)(name, int(timeout_secs * 1000))
+
+
+def as_one_node(function: Callable[..., Any]) -> Any:
+    """A `tf.function` whose call stays a single node in the calling graph, however many operations it has."""
+    # TensorFlow inlines calls by default. The operations of a ps would then stand in the worker's graph one by one,
+    # which doubles the time of a step.
+    with relying_on(tf, NO_INLINE):
+        return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
+
+
+def publish_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Makes functions of this process callable from graphs, by ``tf.raw_ops.PyFunc`` with their names as tokens.
+
+    The caller must keep the functions alive, since TensorFlow holds them by weak references.
+    """
+    # `tf.numpy_function` generates a token that is known only in the process that makes the graph. The coordinator
+    # makes the graphs that run on the workers, so both must know the token in advance.
+    registry = attribute(tf, module_of(PYTHON_FUNCTIONS), "_py_funcs", object)
+    attribute(tf, registry, "_funcs", weakref.WeakValueDictionary).update(functions)
+
+
+def this_context() -> Any:
+    """The eager context of this process."""
+    return attribute(tf, module_of(CONTEXT), "context", Callable)()
