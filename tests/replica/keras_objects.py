@@ -1,0 +1,43 @@
+"""Keras objects on which the tests of private names try their functions."""
+
+import functools
+from collections.abc import Callable
+
+import keras
+
+from tf2dist.process import tf_internals
+
+# The classes of Keras, not public, that define these names for all optimizers and models.
+BASE = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))
+TRAINER = next(kind for kind in keras.Model.__mro__ if "_symbolic_build" in vars(kind))
+
+
+def built(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam) -> keras.Optimizer:
+    optimizer = kind(learning_rate=0.5)
+    optimizer.build([keras.Variable([1.0, 2.0])])
+    return optimizer
+
+
+def random_model() -> keras.Model:
+    inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    return keras.Sequential([keras.Input([3]), inner, keras.layers.GaussianNoise(0.1)])
+
+
+def compiled() -> keras.Model:
+    """A model with two outputs, a loss for each, and a metric."""
+    inputs = keras.Input([3])
+    model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(2)(inputs)])
+    model.compile("sgd", ["mse", keras.losses.MeanSquaredError(reduction="sum")], metrics=[["mae"], []])
+    return model
+
+
+BATCH = tuple(keras.KerasTensor((None, size)) for size in (3, 1, 2))
+
+
+def with_metrics() -> keras.Model:
+    model = compiled()
+    tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
+    return model
+
+
+one_model = functools.cache(random_model)

@@ -1,0 +1,223 @@
+"""A private name that is missing, or means something else, is named in the error, and by the doctor's probes."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import keras
+import pytest
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import attributes
+from tensorflow.python.ops import script_ops
+
+from tests.replica.keras_objects import BASE, BATCH, TRAINER, built, compiled, one_model, random_model, with_metrics
+from tf2dist.errors import InstallationError
+from tf2dist.process import tf_internals
+
+SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
+
+
+def test_nothing_is_missing() -> None:
+    assert tf_internals.missing() == []
+
+
+class Lack(NamedTuple):
+    """What breaks when a private name moves.
+
+    Attributes:
+        breaks: the consequence for the user of this project, if nothing checked the name.
+        owner: makes the object that has the name.
+        name: the private name.
+        use: calls our function that needs the name, with that object.
+    """
+
+    breaks: str
+    owner: Callable[[], Any]
+    name: str
+    use: Callable[[Any], Any]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.breaks}"
+
+
+LACKS = [
+    Lack(
+        "idle tasks would spin on the cores that others need",
+        context.Context,
+        "_config",
+        tf_internals.keep_threads_from_spinning,
+    ),
+    Lack(
+        "the first worker would wait an hour for the others",
+        lambda: context.Context,
+        "configure_coordination_service",
+        lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
+    ),
+    Lack(
+        "the first worker would wait an hour for the others",
+        lambda: context.Context,
+        "coordination_service",
+        lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
+    ),
+    Lack(
+        "a worker that is done would exit while the others are in the middle of a step",
+        lambda: context.Context,
+        "wait_at_barrier",
+        lambda _: tf_internals.wait_at_barrier("end", 1.0),
+    ),
+    Lack(
+        "workers could not read their own examples",
+        lambda: script_ops,
+        "_py_funcs",
+        lambda _: tf_internals.publish_functions({}),
+    ),
+    Lack(
+        "workers could not read their own examples",
+        lambda: script_ops._py_funcs,
+        "_funcs",
+        lambda _: tf_internals.publish_functions({}),
+    ),
+    Lack(
+        "a checkpoint could not name the optimizer's variables",
+        built,
+        "_trainable_variables",
+        tf_internals.trained_variables,
+    ),
+    Lack("concurrent updates of Adam would interleave on a ps", built, "_momentums", tf_internals.momentums),
+    Lack("concurrent updates of Adam would interleave on a ps", built, "_velocities", tf_internals.velocities),
+    Lack(
+        "a fused kernel would not find the slots of a weight",
+        lambda: BASE,
+        "_get_variable_index",
+        lambda _: tf_internals.place_of(built(), None),
+    ),
+    Lack(
+        "Adam's bias correction would follow a wrong number of updates",
+        built,
+        "_iterations",
+        lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
+    ),
+    Lack("the reported learning rate would be wrong", built, "_learning_rate", tf_internals.learning_rate_of),
+    Lack("each update would read the learning rate", built, "_learning_rate", tf_internals.fix_learning_rate),
+    Lack(
+        "synchronized layers would be overlooked",
+        lambda: (one_model(), keras.Layer)[1],
+        "_flatten_layers",
+        lambda _: tf_internals.layers_of(one_model()),
+    ),
+    Lack(
+        "dropout would drop the same units on every worker, or fail",
+        random_model,
+        "_seed_generators",
+        tf_internals.seeds_of,
+    ),
+    Lack(
+        "the metrics would have no variables to sum",
+        lambda: TRAINER,
+        "_symbolic_build",
+        lambda _: tf_internals.build_metrics(compiled(), (BATCH[0], list(BATCH[1:]), None)),
+    ),
+    Lack("the loss would not be averaged", with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    Lack(
+        "losses that cannot be split among workers would be accepted",
+        with_metrics,
+        "_compile_loss",
+        tf_internals.losses_of,
+    ),
+    Lack(
+        "the losses of single outputs would be averaged wrongly",
+        with_metrics,
+        "_compile_loss",
+        tf_internals.output_trackers_of,
+    ),
+    Lack(
+        "losses that cannot be split among workers would be accepted",
+        lambda: with_metrics()._compile_loss,
+        "_flat_losses",
+        lambda loss: tf_internals.losses_of(SimpleNamespace(_compile_loss=loss)),
+    ),
+    Lack(
+        "the caller's model and those of its tasks would have different names",
+        lambda: global_state,
+        "get_global_attribute",
+        lambda _: tf_internals.fresh_names().__enter__(),
+    ),
+]
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=str)
+def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, lack: Lack) -> None:
+    owner = lack.owner()
+    package = keras if "keras" in str(getattr(owner, "__module__", owner)) else tf
+    monkeypatch.delattr(owner, lack.name)
+    with pytest.raises(InstallationError) as error:
+        lack.use(owner)
+    told = str(error.value)
+    assert told.startswith(f"{package.__name__} {package.__version__}: has no "), told
+    assert f".{lack.name} of the kind that tf2dist uses; install {package.__name__}<" in told
+    assert error.value.exit_code == 2
+
+
+KINDS = [
+    (lambda: script_ops._py_funcs, "_funcs", lambda _: tf_internals.publish_functions({})),
+    (context.Context, "_config", tf_internals.keep_threads_from_spinning),
+    (built, "_momentums", tf_internals.momentums),
+    (built, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
+    (built, "_learning_rate", tf_internals.fix_learning_rate),
+    (with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    (with_metrics, "_compile_loss", tf_internals.losses_of),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "use"), KINDS, ids=[name for _, name, _ in KINDS])
+def test_a_name_with_another_meaning_is_reported(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], name: str, use: Callable[[Any], Any]
+) -> None:
+    owner = make()
+    for other in ({"another": "kind"}, [1, 2]):
+        monkeypatch.setattr(owner, name, other)
+        with pytest.raises(InstallationError, match=name):
+            use(owner)
+
+
+def test_an_unknown_function_attribute_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise TensorFlow would inline the operations of a ps into the worker's graph: twice the time of a step."""
+    known = attributes.POLYMORPHIC_FUNCTION_ALLOWLIST - {"_noinline"}
+    monkeypatch.setattr(attributes, "POLYMORPHIC_FUNCTION_ALLOWLIST", known)
+    with pytest.raises(InstallationError, match="has no _noinline "):
+        tf_internals.as_one_node(lambda: None)
+
+
+def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set in a copy is lost, and the first worker would wait an hour for the others."""
+    service = context.Context.coordination_service.fget
+
+    def copy_of(self: Any) -> Any:
+        copied = type(service(self))()
+        copied.CopyFrom(service(self))
+        return copied
+
+    monkeypatch.setattr(context.Context, "coordination_service", property(copy_of))
+    with pytest.raises(InstallationError, match=r"Context\.coordination_service"):
+        tf_internals.use_coordination_service(*SERVICE, context.Context())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (context, "Context"),
+        (context.Context, "wait_at_barrier"),
+        (script_ops, "_py_funcs"),
+        (BASE, "_get_variable_index"),
+        (TRAINER, "_symbolic_build"),
+    ],
+    ids=str,
+)
+def test_the_probes_report_what_is_missing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    monkeypatch.delattr(owner, name)
+    lines = tf_internals.missing()
+    assert lines
+    assert any(name in line for line in lines), lines
+    assert len(lines) <= 2, "everything else exists"
