@@ -97,7 +97,7 @@ def in_our_terms(error: BaseException) -> BaseException:
             f"plugins: TensorFlow has its devices before they are loaded ({first_line(text)}); leave that out of "
             "the plugin, and use the options devices.*"
         )
-    if tf_messages.is_of_xla(text):
+    if tf_messages.is_xla_failure(text):
         reason = tf_messages.xla_reason(text)
         return ConfigError(f"devices.xla (true): XLA cannot compile the model: {reason}; leave it out")
     if tf_messages.port_is_taken(text):

@@ -1,4 +1,4 @@
-"""What is told of real tasks that make no progress, and what is done about them, without TensorFlow."""
+"""Real tasks that make no progress, without TensorFlow: what the user reads, and how the run ends."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ from tf2dist.launch.run_state import Tasks
 def test_a_function_of_the_users_that_never_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_leftovers: Callable[[], None]
 ) -> None:
-    """It is named from the start on, in the end too, and not tried again."""
+    """It is named while it runs and in the final error, and the task is not restarted."""
     with Launcher(tmp_path, preload=(), grace_secs=0.0) as launcher:
 
         def start(task: str, restarts: int) -> None:
@@ -54,8 +54,8 @@ ready.wait()
 """
 
 
-def test_a_thread_of_the_users_may_wait(tmp_path: Path) -> None:
-    """It is no reason why the main thread makes no progress."""
+def test_a_waiting_thread_of_the_users_is_not_blamed(tmp_path: Path) -> None:
+    """It does not explain why the main thread makes no progress."""
     (tmp_path / "idle.py").write_text(IDLE)
     code = "import idle; from tf2dist.process.whereabouts import whereabouts; print(whereabouts())"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}

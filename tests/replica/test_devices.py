@@ -1,4 +1,4 @@
-"""Who gets which GPU, with a list of GPUs made up for the test."""
+"""Which task gets which GPU, with a made-up list of GPUs, and how tasks share cores."""
 
 import os
 import subprocess
@@ -23,22 +23,22 @@ def test_local_workers_get_gpus_round_robin() -> None:
         assert chosen == [["gpu0"], ["gpu1"], ["gpu0"]]
 
 
-def test_the_others_never_see_a_gpu() -> None:
+def test_coordinator_and_ps_get_no_gpu() -> None:
     for task in (Task("ps", 0), Task("chief", 0)):
         assert devices.choose_gpus(GPUS, ASYNC, task, share_host=True) == []
         assert devices.choose_gpus(GPUS, ASYNC, task, share_host=False) == []
 
 
-def test_a_worker_alone_on_its_host_gets_all() -> None:
+def test_a_worker_alone_on_its_host_gets_all_gpus() -> None:
     assert devices.choose_gpus(GPUS, SYNC, Task("worker", 1), share_host=False) == GPUS
 
 
-def test_without_gpus_there_is_nothing_to_choose() -> None:
+def test_without_gpus_a_worker_gets_none() -> None:
     assert devices.choose_gpus([], SYNC, Task("worker", 1), share_host=True) == []
 
 
 def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that the process may see; nvidia-smi itself knows the numbers 0 to 2."""
+    """CUDA_VISIBLE_DEVICES renumbers the GPUs; nvidia-smi itself knows the numbers 0 to 2."""
     script = tmp_path / "nvidia-smi"
     script.write_text('#!/bin/sh\ncase "$*" in *=0) echo 16384;; *=1) echo 24576;; *=2) echo 8192;; *) exit 6;; esac')
     script.chmod(0o700)
@@ -54,7 +54,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tasks_of_one_host_share_its_cores() -> None:
-    """In a process of its own: TensorFlow takes it only before its first operation."""
+    """In a process of its own: TensorFlow accepts the settings only before its first operation."""
     code = """if True:
         import tensorflow as tf
         from tensorflow.python.eager import context

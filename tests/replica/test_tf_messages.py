@@ -1,4 +1,4 @@
-"""The words by which TensorFlow's errors are told apart, in errors that it really raises here."""
+"""The wording by which TensorFlow's errors are told apart, in errors that it really raises here."""
 
 import subprocess
 import sys
@@ -14,8 +14,8 @@ from tf2dist.process.strategy import start_server
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
-def test_devices_that_are_in_use() -> None:
-    tf.constant(0)  # so that there are some
+def test_devices_in_use_are_recognized() -> None:
+    tf.constant(0)  # initializes the devices
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     with pytest.raises(RuntimeError) as error:
         tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
@@ -25,16 +25,16 @@ def test_devices_that_are_in_use() -> None:
     assert tf_messages.devices_are_in_use(str(error.value))
 
 
-def test_what_xla_cannot_compile() -> None:
+def test_a_failure_of_xla_is_recognized() -> None:
     function = tf.function(lambda x: tf.strings.as_string(x), autograph=False, jit_compile=True)
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         function(tf.constant(1.0))
-    assert tf_messages.is_of_xla(str(error.value))
+    assert tf_messages.is_xla_failure(str(error.value))
     assert tf_messages.xla_reason(str(error.value)).startswith("AsString (No registered")
 
 
-def test_a_port_that_is_taken(sync_workers: SyncWorkers) -> None:
-    """In a process of its own: the first server in one decides how many threads all servers there have."""
+def test_a_taken_port_is_recognized(sync_workers: SyncWorkers) -> None:
+    """In a process of its own: the first server in a process sets the number of threads for all its servers."""
 
     def start_twice(worker: SyncWorker) -> str:
         start_server(worker.cluster, worker.task, tf.compat.v1.ConfigProto())
@@ -71,7 +71,7 @@ ITS_CLIENT = """if True:
 """
 
 
-def test_a_server_that_is_gone() -> None:
+def test_a_lost_server_is_recognized() -> None:
     (port,) = unused_ports(1)
 
     def python(code: str) -> subprocess.Popen[str]:
@@ -86,10 +86,10 @@ def test_a_server_that_is_gone() -> None:
         server.kill()
         server.wait()
         told, _ = client.communicate(timeout=60)
-    assert told.strip(), "the message tells of no loss"
+    assert told.strip(), "the message is not recognized as a loss"
 
 
-def test_a_worker_that_never_comes(sync_workers: SyncWorkers) -> None:
+def test_a_worker_that_never_joins_is_named(sync_workers: SyncWorkers) -> None:
     def join_alone(worker: SyncWorker) -> str:
         from tf2dist.process.strategy import multi_worker_mirrored_strategy
 
@@ -104,7 +104,7 @@ def test_a_worker_that_never_comes(sync_workers: SyncWorkers) -> None:
     assert text == f"after 2 s still waiting for worker-1 at 127.0.0.1:{port}; see startup_timeout_secs"
 
 
-def test_a_worker_that_sends_no_heartbeats(sync_workers: SyncWorkers) -> None:
+def test_a_worker_without_heartbeats_is_named(sync_workers: SyncWorkers) -> None:
     def freeze_one(worker: SyncWorker) -> None:
         import os
         import signal
@@ -121,8 +121,8 @@ def test_a_worker_that_sends_no_heartbeats(sync_workers: SyncWorkers) -> None:
     assert tf_messages.silent_tasks(str(error.value)) == [Task("worker", 1)], error.value
 
 
-def test_what_data_say_is_found_among_several_errors() -> None:
-    """As TensorFlow tells it of two workers at once; alone it has another beginning."""
+def test_a_data_error_is_found_among_several_errors() -> None:
+    """TensorFlow words the error of two workers at once differently from that of one."""
     told = "data (load): shard 1 of 2: KeyError: 'no such file'"
     several = "2 root error(s) found.\n  (0) UNKNOWN:   "
     for text in (f"UnknownError: DataError: {told}", f"{several}DataError: {told}\nTraceback (most recent call last):"):

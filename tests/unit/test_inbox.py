@@ -1,4 +1,4 @@
-"""Cutting this process's own connections to a lost task."""
+"""Shutting down this process's own connections to a lost task."""
 
 import socket
 
@@ -8,16 +8,16 @@ from tf2dist.process.inbox import sever
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"], ids=["ipv4", "ipv4 by ipv6"])
-def test_connections_to_one_address_are_cut_and_no_others(host: str) -> None:
+def test_only_connections_to_the_lost_address_are_shut_down(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server(("127.0.0.1", 0)) as lost, socket.create_server(("127.0.0.1", 0)) as well:
+    with socket.create_server(("127.0.0.1", 0)) as lost, socket.create_server(("127.0.0.1", 0)) as healthy:
         calls = []
-        for server in (lost, well):
+        for server in (lost, healthy):
             call = socket.socket(family, socket.SOCK_STREAM)
             call.connect((host, server.getsockname()[1]))
             calls.append((call, server.accept()[0]))
         assert sever(f"127.0.0.1:{lost.getsockname()[1]}") == 1
-        assert calls[0][0].recv(1) == b"", "the one who waits for an answer learns it"
+        assert calls[0][0].recv(1) == b"", "a call that waits for an answer fails"
         calls[1][1].sendall(b"x")
         assert calls[1][0].recv(1) == b"x"
         for pair in calls:
@@ -25,5 +25,5 @@ def test_connections_to_one_address_are_cut_and_no_others(host: str) -> None:
                 end.close()
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_an_unknown_name_has_no_connections() -> None:
     assert sever("no-such-host.invalid:2222") == 0

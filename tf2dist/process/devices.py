@@ -1,4 +1,4 @@
-"""Which processors a task may use: the workers of a host get its GPUs round robin, and share its cores."""
+"""Which devices a task may use: local workers get the host's GPUs round robin, and share its cores."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process.tf_internals import keep_threads_from_spinning
 
-Gpu = Any  # tf.config.PhysicalDevice; a test's fake is as good
+Gpu = Any  # tf.config.PhysicalDevice; choosing needs nothing of it, so a test may pass any object
 
 
 def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bool) -> list[Gpu]:
@@ -22,6 +22,7 @@ def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bo
         share_host: whether all workers of the cluster are on this host (a local cluster); then
             each gets one, round robin. A worker that has the host for itself gets all.
     """
+    # The coordinator and a ps compute no gradients. TensorFlow in such a process would still reserve GPU memory.
     if task not in cluster.training_tasks or not gpus:
         return []
     if not share_host:
@@ -30,25 +31,26 @@ def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bo
 
 
 def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host: bool) -> tf.compat.v1.ConfigProto:
-    """Applies the choice to this process. To be called before TensorFlow touches a device.
+    """Applies the choice to this process. Must be called before TensorFlow initializes its devices.
 
     Args:
         share_host: whether all tasks of the cluster are on this host.
 
     Returns:
-        The same choice for `tf.distribute.Server`, which does not look at `tf.config`.
+        The same choice for `tf.distribute.Server`, which ignores `tf.config`.
 
     Raises:
-        ConfigError: a fixed share of a GPU whose size cannot be read.
+        ConfigError: a fixed share was asked of a GPU whose memory size cannot be read.
     """
     gpus = tf.config.list_physical_devices("GPU")
     mine = choose_gpus(gpus, cluster, task, share_host=share_host)
     tf.config.set_visible_devices(mine, "GPU")
     for gpu in mine:
-        # By default TensorFlow takes nearly all memory of a GPU at once.
+        # By default TensorFlow reserves nearly all memory of a GPU at once, so a second worker would find none.
         if config.gpu_memory_fraction is None:
             tf.config.experimental.set_memory_growth(gpu, True)
         else:
+            # TensorFlow takes a limit in MB only, while the option is a share.
             limit = int(config.gpu_memory_fraction * gpu_memory_mb(gpus.index(gpu)))
             tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
     options = tf.compat.v1.GPUOptions(
@@ -56,19 +58,22 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
         allow_growth=config.gpu_memory_fraction is None,
         per_process_gpu_memory_fraction=config.gpu_memory_fraction or 0.0,
     )
-    # An empty list of visible devices stands for all of them, so a task without GPUs is given a count of 0.
+    # An empty list of visible devices means all of them, so a task without GPUs gets a device count of 0.
     server_config = tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+    # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
+    # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:
-    """Leaves a task its share of the host's cores, in `server_config` and in this process.
+    """Limits a task to its share of the host's cores, in `server_config` and in this process.
 
-    By default every process has a thread for each core, which spin while they look for work: with
-    three workers on two cores that was a third of all the time of the cores.
+    By default every process has a thread for each core, and idle threads spin while they wait for work: with
+    three workers on two cores that took a third of all CPU time.
     """
+    # At least 1, since TensorFlow reads 0 as its default.
     num_threads = max(1, num_cores // num_workers)
     server_config.intra_op_parallelism_threads = num_threads
     server_config.experimental.disable_thread_spinning = True
@@ -77,15 +82,17 @@ def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_wor
 
 
 def gpu_memory_mb(index: int) -> int:
-    """The size of a GPU's memory in MB, as nvidia-smi tells it, which lists those too that this process may not see.
+    """The size of a GPU's memory in MB, as nvidia-smi reports it.
 
     Args:
         index: among the GPUs that this process sees.
 
     Raises:
-        ConfigError: nvidia-smi does not say.
+        ConfigError: nvidia-smi does not report it.
     """
+    # TensorFlow tells the size of a GPU only after it has initialized it, which is too late to set a limit.
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    # CUDA renumbers the GPUs in this list from 0; nvidia-smi ignores the variable and lists all GPUs of the host.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         which = visible.split(",")[index].strip() if visible else str(index)

@@ -1,6 +1,6 @@
 """Signs of life and of progress, by which the launcher finds tasks that are frozen or stuck.
 
-A thread reports every second that the process is alive; the launcher gives up a task that is silent
+A thread reports every second that the process is alive; the launcher gives up on a task that is silent
 for too long. The same thread watches the main thread. While that makes no progress, it reports every
 30 s in which function the main thread is. When the watchdog's time is over, it writes the stacks of
 all threads to the log and reports that the task is stalled.
@@ -22,6 +22,9 @@ LOG = 2  # a file descriptor, since a plugin may have replaced sys.stderr
 ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step, such as tracing and compiling
 STANDING_EVERY_SECS = 30.0
+
+# The main thread writes these, and the reporting thread reads them without a lock: each is one reference, which Python
+# replaces atomically, and a stale value only delays a report by one period.
 _deadline = float("inf")
 _progress_at = 0.0
 _extended_until = -float("inf")
@@ -36,13 +39,13 @@ def start(to_launcher: ToLauncher, watchdog_secs: float) -> None:
     _to_launcher = to_launcher
     progress(START_SECS)
     faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)
-    # Several signs fit into the shortest time after which a task counts as lost.
+    # Several signs of life must fit into the shortest time after which a task counts as lost, 0.6 of `watchdog_secs`.
     every_secs = min(ALIVE_EVERY_SECS, watchdog_secs / 10)
     threading.Thread(target=_report, args=(to_launcher, every_secs), name="heartbeat", daemon=True).start()
 
 
 def progress(allowance_secs: float = 0.0) -> None:
-    """Notes progress; what comes next may take `allowance_secs` more than usual."""
+    """Records progress; the next step may take `allowance_secs` longer than usual."""
     global _progress_at
     _progress_at = time.monotonic()
     _set_deadline(allowance_secs)
@@ -50,6 +53,7 @@ def progress(allowance_secs: float = 0.0) -> None:
 
 def _set_deadline(allowance_secs: float = 0.0) -> None:
     global _deadline
+    # An extension outlives progress: calls to a lost host may succeed again and again before one of them hangs.
     _deadline = max(time.monotonic() + _watchdog_secs + allowance_secs, _extended_until)
 
 
@@ -62,13 +66,19 @@ def extend_deadline(secs: float) -> None:
 
 @contextlib.contextmanager
 def announce_silence(secs: float) -> Iterator[None]:
-    """For a call of TensorFlow that waits for other tasks and keeps Python's lock, so that nothing can be reported."""
+    """Tells the launcher not to expect signs of life while the block runs, for at most `secs`.
+
+    For calls of TensorFlow that wait for other tasks and hold Python's global interpreter lock: the reporting
+    thread cannot run meanwhile.
+    """
     global _deadline
+    # When the lock is released the thread may run before the main thread, and must not find the deadline passed.
     _deadline = max(_deadline, time.monotonic() + _watchdog_secs + secs)
     _to_launcher.silence(secs)
     try:
         yield
     finally:
+        # From now on silence counts again, however much of the announced time is left.
         _to_launcher.silence(0.0)
 
 
@@ -79,7 +89,7 @@ def _report(to_launcher: ToLauncher, every_secs: float) -> None:
         secs = now - _progress_at
         if now > _deadline:
             _write_stacks(secs)
-            _set_deadline()  # it is reported again after as long a time
+            _set_deadline()  # so that the next report comes after a full period instead of every second
             to_launcher.stalled(secs, *whereabouts())
         elif now - max(reported_at, _progress_at) >= STANDING_EVERY_SECS:
             reported_at = now
@@ -90,6 +100,6 @@ def _report(to_launcher: ToLauncher, every_secs: float) -> None:
 
 
 def _write_stacks(secs: float) -> None:
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # a full disk must not end the thread that reports the stall
         os.write(LOG, f"no progress for {secs:.0f} s; the stacks of all threads:\n".encode())
     faulthandler.dump_traceback(LOG)

@@ -1,8 +1,8 @@
 """The launcher's messages to a running task, one per line on its standard input.
 
-One says that another task is gone. TensorFlow notices the end of a process when its connections close.
-When a whole host is cut off nothing closes them, and a call to it waits for ever. The others come from the
-caller of `fit`, for the leader.
+`PeerGone` says that another task is lost. TensorFlow notices the end of a process when its connections close.
+When a whole host is cut off nothing closes them, and a call to it waits for ever. The other messages come from
+the caller of `fit` and are for the leader.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ RECONNECT_SECS = 90.0  # TensorFlow calls the lost host a few more times, and ea
 
 @dataclass(frozen=True)
 class Inbox:
-    """What has come from the caller of `fit`.
+    """The messages from the caller of `fit`; a thread fills it, and the main thread reads it.
 
     Attributes:
-        answers: to the calls of this task.
-        pause_wanted: set when a pause is wanted.
+        answers: to this task's calls of hooks.
+        pause_wanted: set when the caller wants a pause.
     """
 
     answers: "queue.SimpleQueue[HookAnswer]" = field(default_factory=queue.SimpleQueue)
@@ -44,6 +44,7 @@ def listen(cluster: Cluster) -> Inbox:
     for ever.
     """
     copy = os.dup(0)
+    # Code of the user's that reads standard input finds its end there, and takes no message away from the thread.
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     inbox = Inbox()
@@ -60,12 +61,15 @@ def _listen(cluster: Cluster, pipe: int, inbox: Inbox) -> None:
                 inbox.pause_wanted.set()
             case PeerGone(gone):
                 address = cluster.address(Task.parse(gone))
+                # Before the cut: the calls that it fails may be repeated at once, and the watchdog must know.
                 heartbeat.extend_deadline(RECONNECT_SECS)
                 print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
 
 
 def _lines(pipe: int) -> Iterator[bytes]:
     rest = b""
+    # A pipe delivers bytes and not lines: one read may hold several of them, or a part of one. An empty read means
+    # that the launcher has closed its end, after which no message can come.
     while block := os.read(pipe, 4096):
         *lines, rest = (rest + block).split(b"\n")
         yield from lines
@@ -78,6 +82,8 @@ def sever(address: str) -> int:
         wanted = {(as_ipv4(ip_of(found)), port) for _, (found, _) in resolve(host, port)}
     except OSError:
         return 0
+    # TensorFlow has no call that closes a connection, and gRPC does not expose its sockets: so all descriptors of this
+    # process are searched.
     return sum(_shut_down(int(name), wanted) for name in os.listdir("/proc/self/fd"))
 
 
@@ -85,9 +91,11 @@ def _shut_down(number: int, wanted: set[tuple[Ip, int]]) -> bool:
     """Ends the connection behind a file descriptor, if it is one to a wanted peer."""
     with contextlib.suppress(OSError):  # not connected, or just closed
         if stat.S_ISSOCK(os.fstat(number).st_mode):
+            # Of a copy, since leaving the block closes it, and gRPC still owns the original: the number of a closed
+            # descriptor could be reused for a file while gRPC goes on writing to it.
             with socket.socket(fileno=os.dup(number)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and _peer(found) in wanted:
-                    found.shutdown(socket.SHUT_RDWR)  # ends the connection even if other descriptors refer to it
+                    found.shutdown(socket.SHUT_RDWR)  # acts on the connection itself, through any descriptor of it
                     return True
     return False
 

@@ -1,8 +1,8 @@
-"""``profile=true``: two seconds of the training, for TensorBoard's profiler.
+"""``profile=true``: a profile of two seconds of the training, for TensorBoard.
 
-The leader chooses the time. In mode async it asks the first worker and the first ps by a file in
+The leader chooses the time. In mode async it signals the first worker and the first ps by a file in
 their in-memory file systems, which is also how it announces the end of the run. Each task writes
-its profile into the run directory of its host.
+its profile into the run directory on its own host.
 """
 
 import threading
@@ -16,22 +16,29 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import first_line
 
 RAM_FILE = "ram://tf2dist/profile"
-AFTER_SECS = 4.0  # by then the number of steps in a call is settled
+AFTER_SECS = 4.0  # by then the number of steps in a call is chosen
 SECS = 2.0
-JOIN_SECS = 10.0  # the thread may wait for a lost task
+JOIN_SECS = 10.0  # the thread may be in a call to a lost task, which must not keep the run from ending
 
 
 def folder_of(run_dir: Path, task: Task) -> Path:
-    """Each task is a run of its own in TensorBoard; otherwise tasks of one host would write the same file."""
+    """The folder of a task's profile."""
+    # The profiler names its file after the host and the second, so tasks of one host would overwrite each other's.
     return run_dir / "tensorboard" / str(task)
 
 
 @contextmanager
 def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """On the leader: profiles a part of what runs in the block, here and on one task of each kind."""
+    """On the leader: profiles two seconds of the block, here and on one task of each kind.
+
+    Args:
+        warn: takes a line for the user if there is no profile.
+    """
     ended = threading.Event()
+    # Synchronous workers all do the same work, so the leader's profile stands for them.
     others = [Task("worker", 0), Task("ps", 0)] if cluster.mode == "async" else []
     arguments = (others, folder_of(run_dir, task), ended, warn)
+    # In a thread, since the training must go on meanwhile.
     thread = threading.Thread(target=_run, args=arguments, name="profile", daemon=True)
     thread.start()
     try:
@@ -47,6 +54,7 @@ def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callabl
         return
     for other in others:
         try:
+            # The operation runs in the process of that task, so it writes into the memory there.
             with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):
                 tf.io.write_file(RAM_FILE, "")
         except tf.errors.OpError as error:
@@ -61,20 +69,22 @@ def record(folder: Path, ended: threading.Event) -> None:
     tf.profiler.experimental.stop()
 
 
-class Answer:
-    """On a task that serves the coordinator: makes the profile when that asks for it; `look` is cheap."""
+class Responder:
+    """On a ps or worker that serves the coordinator: makes a profile when the coordinator asks for one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ended = folder, threading.Event()
         self._thread: threading.Thread | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
+        """Starts the profile if it has been asked for; cheap enough to be called several times a second."""
         if self._thread is None and tf.io.gfile.exists(RAM_FILE):
             arguments = (self._folder, self._ended)
             self._thread = threading.Thread(target=record, args=arguments, name="profile", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
+        """Ends a profile in progress, and waits until it is written."""
         self._ended.set()
         if self._thread:
             self._thread.join(JOIN_SECS)

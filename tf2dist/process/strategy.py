@@ -1,4 +1,4 @@
-"""The two strategies of TensorFlow, and its server, for a cluster of ours."""
+"""TensorFlow's two strategies and its server, made for a `Cluster`."""
 
 import os
 
@@ -22,8 +22,8 @@ def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.Cl
 def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto) -> None:
     """Starts the server of a ps or an asynchronous worker; it lasts as long as the process.
 
-    Every task that calls holds a thread of the server while it waits. With the default of one
-    thread a core, a ps with more workers than cores can stop for ever without a word.
+    Every call from another task holds a thread of the server while it waits. With the default of one
+    thread for each core, a ps with more workers than cores can deadlock silently.
     """
     config.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks) + 1)
     spec = tf.train.ClusterSpec(cluster.tf_jobs())
@@ -40,18 +40,18 @@ def multi_worker_mirrored_strategy(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Joins the other workers.
 
-    By default the first worker waits an hour for the others.
-
     Args:
-        heartbeat_secs: a worker that gives no sign of life for so long is lost to the others; a cut
-            link that heals before is not. TensorFlow's own limit is 10 s. Longer than the launchers'
-            patience, or the others complain before the lost one is known.
+        heartbeat_secs: a worker without a sign of life for this long is lost to the others; a link that
+            was cut and recovers earlier does no harm. TensorFlow's default is 10 s. It must be longer than the
+            launchers' limit for silence, or the survivors fail before the launcher knows which task was lost.
 
     Raises:
-        TaskLostError: naming the workers that did not come within `timeout_secs`.
+        TaskLostError: names the workers that did not come within `timeout_secs`.
     """
     leader = cluster.leader
     num_tasks = {job: len(addresses) for job, addresses in cluster.tf_jobs().items()}
+    # Before the strategy is made, which would otherwise start the service with its defaults: the first worker would
+    # wait an hour for the others.
     tf_internals.use_coordination_service(
         f"/job:{leader.job}/replica:0/task:{leader.index}", num_tasks, timeout_secs, heartbeat_secs
     )
@@ -59,19 +59,19 @@ def multi_worker_mirrored_strategy(
         with heartbeat.announce_silence(timeout_secs):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(_resolver(cluster, task))
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
-        # Only the leader knows the others; they know only that it does not answer.
+        # Only the leader's error names the missing tasks; the other workers see only that the leader does not answer.
         names = ", ".join(f"{other} at {cluster.address(other)}" for other in late_tasks(str(error)) or [leader])
         raise TaskLostError(still_waiting(timeout_secs, names)) from error
-    # Otherwise all workers ask each other in every step whether somebody's input is at its end, which ours never is.
+    # Otherwise the workers run a collective in every step to find out whether any input has ended, which never happens.
     strategy.extended.experimental_enable_get_next_as_optional = False
     return strategy
 
 
 def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:
-    """Gives every synchronous worker the leader's bytes; to be called by all.
+    """Sends the leader's bytes to every synchronous worker; all of them must call it.
 
-    The initial value of a variable is the first worker's, whatever the others ask for. Bytes
-    travel as float32, which every device and transport can send; nobody computes with them.
+    The strategy initializes a variable with the first worker's value on all workers. The bytes travel
+    as float32, which every device and transport can send; nothing computes with them.
     """
 
     def of_leader(value: np.ndarray) -> np.ndarray:
@@ -79,8 +79,9 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
             array: np.ndarray = tf.Variable(value, trainable=False).numpy()
         return array
 
+    # The size first: the variable must have the same shape on all workers, and only the leader knows it.
     size = int(of_leader(np.array(len(packed), np.int64)))
-    # The length rounded up to whole numbers of four bytes.
+    # Padded to a multiple of four bytes, the size of a float32. A worker's own bytes matter for their length alone.
     padded = packed[:size].ljust(-(-size // 4) * 4, b"\0")
     return of_leader(np.frombuffer(padded, np.float32)).tobytes()[:size] if size else b""
 
@@ -88,7 +89,8 @@ def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes
 def sum_over_workers(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, num_workers: int, values: tf.Tensor
 ) -> tf.Tensor:
-    """Adds up what every synchronous worker has; the first replica of each contributes it."""
+    """The sum over all synchronous workers of each worker's `values`."""
+    # A worker with several GPUs has as many replicas, all with the same values; only its first one contributes.
     replicas_per_worker = strategy.num_replicas_in_sync // num_workers
 
     def mine(tensor: tf.Tensor) -> tf.Tensor:
@@ -100,5 +102,6 @@ def sum_over_workers(
 
 def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
+    # The call holds Python's lock until all have come.
     with heartbeat.announce_silence(timeout_secs):
         tf_internals.wait_at_barrier(name, timeout_secs)

@@ -1,37 +1,47 @@
-"""What TensorFlow's error messages tell that the classes of its errors do not, by the words of the tested version.
+"""What TensorFlow's error messages say beyond the types of its errors, by the wording of the tested versions.
 
-A test provokes each of them. Where another version has other words, the user reads TensorFlow's own.
+A test provokes each of them. If another version words a message differently, the user reads TensorFlow's own text.
 """
 
 import re
 
 from tf2dist.cluster.spec import Task
 
+# From the setters of `tf.config`, which word it in two ways.
 TOO_LATE = re.compile(r"cannot be modified after (being )?initializ")
+
+# XLA wraps the reason: above the line of the failure stand the reason, then where the operation was made; around the
+# reason stand numbers of errors, the name of the device, and that of the node.
 XLA_FAILURE = "tf2xla conversion failed"
 XLA_PLACE = re.compile(r"The op is created at|File |dummy_file_name|\[\[")
 XLA_PREFIX = re.compile(r"^\s*(\(\d+\) [A-Z_]+:)?\s*(Detected unsupported operations .*? on XLA_\w+: )?")
 XLA_SUFFIX = re.compile(r"\{\{node \S+\}\}$")
+
 NO_SERVER = "Could not start gRPC server"
+
+# A remote task in the message, or a failed connection; "Stream ID" is what gRPC says when a connection has none left.
 SIGNS_OF_LOSS = re.compile(r"/job:|peer|[Ss]ocket|[Hh]eartbeat|Stream ID")
+# The coordination service lists tasks between these words: those that never registered, and those that it lost.
 LATE, AFTER_LATE = "timed out task names", "\n\n"
 SILENT, AFTER_SILENT = "stopped sending heartbeats", "The tasks have crashed"
+# An exception of Python in a graph arrives as text, with its class name and perhaps a number among several errors.
 DATA_ERROR = re.compile(r"^\s*(?:\(\d+\) [A-Z_]+:\s*)?(?:\w+Error: )?DataError: (data \(.*)$", re.MULTILINE)
 TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
 
 
 def devices_are_in_use(text: str) -> bool:
-    """Whether something in `tf.config` was to be changed after TensorFlow had made its devices."""
+    """Whether code tried to change `tf.config` after TensorFlow had initialized its devices."""
     return TOO_LATE.search(text) is not None
 
 
-def is_of_xla(text: str) -> bool:
+def is_xla_failure(text: str) -> bool:
     """Whether XLA could not compile a function."""
     return XLA_FAILURE in text
 
 
 def xla_reason(text: str) -> str:
-    """Why XLA could not: the line above the one that tells of the failure and those that tell of the place."""
+    """Why XLA could not compile the function, without the places in the code that stand around the reason."""
+    # The nearest line above the failure that is not about a place.
     above = text.partition(XLA_FAILURE)[0].splitlines()[:-1]
     line = next((line for line in reversed(above) if line.strip() and not XLA_PLACE.match(line.strip())), "")
     return XLA_PREFIX.sub("", XLA_SUFFIX.sub("", line)).strip() or "see the log"
@@ -43,23 +53,23 @@ def port_is_taken(text: str) -> bool:
 
 
 def data_error(text: str) -> str:
-    """What a `DataError` says that was raised by a function of ours inside of a graph; empty if none was."""
+    """The message of a `DataError` that one of our functions raised inside of a graph; empty if there is none."""
     found = DATA_ERROR.search(text)
     return found[1] if found else ""
 
 
 def line_of_loss(text: str) -> str:
-    """The first line that tells of another task or of a connection; empty if none does."""
+    """The first line about another task or a connection; empty if there is none."""
     return next((line.strip() for line in text.splitlines() if SIGNS_OF_LOSS.search(line)), "")
 
 
 def silent_tasks(text: str) -> list[Task]:
-    """Those whose heartbeats the coordination service has missed."""
+    """The tasks whose heartbeats the coordination service has missed."""
     return _tasks(text.partition(SILENT)[2].partition(AFTER_SILENT)[0])
 
 
 def late_tasks(text: str) -> list[Task]:
-    """Those that did not come to the coordination service in time; only the leader is told of them."""
+    """The tasks that did not register with the coordination service in time; only the leader's error lists them."""
     return _tasks(text.partition(LATE)[2].partition(AFTER_LATE)[0])
 
 

@@ -1,4 +1,4 @@
-"""Which function a process is in, as its stacks show it: the user's own, if there is one."""
+"""Which function a process is in, read from its stacks: one of the user's own, if there is one."""
 
 import sys
 import sysconfig
@@ -10,17 +10,18 @@ from types import FrameType
 OURS = str(Path(__file__).parents[1])  # the whole package
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
-PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls them
+PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls Python functions from graphs
 GENERATED = "__autograph_generated_file"  # AutoGraph's version of a function, be it the user's or a library's
 
 
 def whereabouts() -> tuple[str, bool]:
     """The function, such as "load (mine.py:12)", and whether it is the user's own code.
 
-    It is the innermost function of the user's in the main thread, or else in a thread in which TensorFlow calls
-    Python. If there is none, it is the innermost of tf2dist in the main thread. Threads that the user has started
-    do not count, since they may wait for as long as they like.
+    This is the innermost function of the user's in the main thread, or else in a thread in which TensorFlow calls
+    Python. If there is none, it is the innermost one of tf2dist in the main thread. Threads that the user has started
+    do not count, since they may legitimately wait for ever.
     """
+    # A snapshot: threads run on, and frames that have ended meanwhile stay readable.
     stacks = sys._current_frames()
     main = stacks.pop(threading.main_thread().ident or 0, None)
     for stack in (main, *filter(_works_for_tensorflow, stacks.values())):

@@ -39,7 +39,7 @@ def serve(
         Interrupted: the run was stopped.
     """
     start_server(cluster, task, server_config)
-    profile = profiling.Answer(profiling.folder_of(run_dir, task))
+    profile = profiling.Responder(profiling.folder_of(run_dir, task))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the coordinator saves first, and says when we may go
     chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
     last_seen = time.monotonic()
@@ -47,7 +47,7 @@ def serve(
     while not (farewell := _farewell()):
         time.sleep(POLL_SECS)
         heartbeat.progress()
-        profile.look()
+        profile.poll()
         now = time.monotonic()
         if now < next_look:
             continue
