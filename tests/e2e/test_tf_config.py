@@ -216,7 +216,7 @@ def test_an_own_name_that_is_known_late_is_waited_for(command: Command, tmp_path
     said = ""
     for line in iter(process.stderr.readline, ""):  # type: ignore[union-attr]
         said += line
-        if "waiting for the own name late-name" in line:
+        if "waiting for this host's own name late-name" in line:
             break
     assert not (command.folder / "run").exists(), "nothing is made before it is known"
     with open(names, "a", encoding="utf-8") as file:  # in place: it is mounted

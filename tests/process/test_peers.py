@@ -1,4 +1,4 @@
-"""Addresses on the network: whose they are, and who answers there."""
+"""Addresses on the network: whether they belong to this host, and whether anyone answers there."""
 
 import signal
 import socket
@@ -23,14 +23,14 @@ def at(*addresses: str) -> Cluster:
     return Cluster("sync", {"worker": addresses})
 
 
-def test_a_free_port_of_this_host() -> None:
+def test_a_free_port_of_this_host_is_accepted() -> None:
     (port,) = unused_ports(1)
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
         reachability.check_own_address(at(f"{host}:{port}"), WORKER)
 
 
-def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolver may name addresses of a family of which there are no sockets."""
+def test_addresses_of_a_family_that_the_kernel_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a kernel without IPv6, for which the resolver may name IPv6 addresses all the same."""
     (port,), no_family = unused_ports(1), (99, socket.SOCK_STREAM, 6, "", ("::1", 1))
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [no_family, *known(*args, **options)])
@@ -39,13 +39,13 @@ def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         reachability.check_own_address(at("10.255.255.1:2222"), WORKER)
 
 
-def test_an_address_of_another_host() -> None:
+def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"worker 0 \(10.255.255.1:2222\): is not an address of this host"):
         reachability.check_own_address(at("10.255.255.1:2222"), WORKER)
 
 
-def test_a_name_that_nobody_knows() -> None:
-    """It may be known later, so it is worth a retry."""
+def test_an_unknown_name_is_worth_a_retry() -> None:
+    """It may be published later."""
     for port in ("2222", "2223"):
         with pytest.raises(TaskLostError, match=r"does not know the name no-such-host\.invalid"):
             reachability.check_own_address(at(f"no-such-host.invalid:{port}"), WORKER)
@@ -55,7 +55,7 @@ def test_a_name_that_nobody_knows() -> None:
 
 
 def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the name server does not answer at all."""
+    """Even while the name server does not answer at all."""
     asked, answer = threading.Event(), threading.Event()
 
     def silent(host: str) -> list[Ip]:
@@ -82,7 +82,7 @@ NAMES = """
 """
 
 
-def test_two_names_of_one_address(tmp_path: Path) -> None:
+def test_two_names_of_one_address_are_refused(tmp_path: Path) -> None:
     script = """
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
@@ -106,14 +106,14 @@ look("10.1.2.3:2222", "one:2222")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_that_is_taken(host: str) -> None:
+def test_a_taken_port_is_refused(host: str) -> None:
     with socket.create_server((host, 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ClusterError, match="does the same task run here already"):
             reachability.check_own_address(at(address), WORKER)
 
 
-def test_waiting_names_the_missing_and_why() -> None:
+def test_the_error_names_the_missing_tasks_and_why() -> None:
     told: list[str] = []
     missing, there = unused_ports(2)
     with socket.create_server(("localhost", there)):
@@ -136,14 +136,14 @@ def test_the_user_reads_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch
     assert not wait.is_over
 
 
-def test_who_does_not_answer_in_time_is_left_out() -> None:
+def test_tasks_that_do_not_answer_in_time_are_left_out() -> None:
     never = threading.Event()
     answers = reachability.ask_all(lambda task: task.index or never.wait(30), [WORKER, Task("worker", 7)], 0.5)
     never.set()
     assert answers == {Task("worker", 7): 7}
 
 
-def test_waiting_ends_when_the_last_one_comes() -> None:
+def test_waiting_ends_when_the_last_task_listens() -> None:
     (port,) = unused_ports(1)
     servers: list[socket.socket] = []
     timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("localhost", port))))

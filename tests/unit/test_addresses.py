@@ -1,4 +1,4 @@
-"""Who can reach an address, and what is said and refused because of it."""
+"""Who can reach an address, and the refusals and warnings about it."""
 
 import os
 import signal
@@ -33,24 +33,24 @@ def test_a_public_address_is_refused_unless_allowed(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", [*NOT_PUBLIC, "localhost", "no-such-host.invalid"])
-def test_other_addresses_pass(host: str) -> None:
+def test_private_addresses_are_accepted(host: str) -> None:
     addresses.check_not_public(at(host), WORKER, allow_public=False)
 
 
-def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_to_a_public_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in ("10.0.0.1", "8.8.8.8")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: infos)
     with pytest.raises(ClusterError, match=r"worker 0 \(two-faced:2222\): is 8\.8\.8\.8 and can be reached"):
         addresses.check_not_public(at("two-faced"), WORKER, allow_public=False)
 
 
-def test_a_host_with_nothing_but_a_loopback_needs_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_only_a_loopback_needs_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("127.0.0.1"))
     assert addresses.exposure(at("localhost"), WORKER) == ""
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "localhost", "[::1]"])  # a server at localhost listens everywhere too
-def test_the_exposure_is_told(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_warned_of_the_exposure(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("8.8.4.4"))
     text = addresses.exposure(at(host), WORKER)
     for words in ("no password", "every interface", "8.8.4.4 included", "port 2222", "files with this user's rights"):
@@ -84,7 +84,7 @@ def test_the_holder_of_a_port_is_named() -> None:
     assert addresses.port_holder(unused_ports(1)[0]) == ""
 
 
-def test_of_processes_that_share_a_socket_the_first_is_named() -> None:
+def test_the_first_of_processes_that_share_a_socket_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         child = os.fork()
         if child == 0:
@@ -96,6 +96,6 @@ def test_of_processes_that_share_a_socket_the_first_is_named() -> None:
             os.waitpid(child, 0)
 
 
-def test_the_default_is_closed() -> None:
+def test_public_addresses_are_refused_by_default() -> None:
     assert not ClusterConfig().allow_public
     assert RunConfig(task=TaskConfig()).cluster.allow_public is False

@@ -1,4 +1,4 @@
-"""Clusters as values: TF_CONFIG, host lists, and everything that can be wrong with them."""
+"""Clusters as values: TF_CONFIG and host lists, and the mistakes in them."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
     return json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
 
 
-def test_tf_config_becomes_a_value() -> None:
+def test_tf_config_is_parsed() -> None:
     made, task = parse(tf_config(ASYNC, "worker", 1), "async")
     assert task == Task("worker", 1)
     assert made.address(task) == "h3:1"
@@ -37,17 +37,17 @@ def test_a_synchronous_chief_is_the_first_worker() -> None:
     assert made.leader == Task("chief", 0)
 
 
-def test_an_index_may_be_a_string_as_tensorflow_allows() -> None:
+def test_an_index_may_be_a_string_as_in_tensorflow() -> None:
     assert parse(tf_config(SYNC, index="1"), "sync")[1] == Task("worker", 1)
 
 
-def test_tensorflow_is_not_told_of_an_evaluator() -> None:
+def test_tensorflow_does_not_see_an_evaluator() -> None:
     made, task = parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync", run_dir="shared")
     assert task.job == "evaluator"
     assert made.tf_jobs() == SYNC
 
 
-def test_an_evaluator_must_know_where_the_checkpoints_are() -> None:
+def test_an_evaluator_needs_a_run_dir() -> None:
     with pytest.raises(ClusterError, match=r"run_dir \(null\): evaluator-0 .* give it and worker-0 the same"):
         parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync")
 
@@ -96,7 +96,7 @@ def test_an_evaluator_must_know_where_the_checkpoints_are() -> None:
         (tf_config({"chief": ["h0:1"], "ps": ["h1:1"]}, "ps"), "async", ["job worker: is missing"]),
     ],
 )
-def test_every_mistake_has_a_line(text: str | None, mode: str, words: list[str]) -> None:
+def test_each_mistake_is_named(text: str | None, mode: str, words: list[str]) -> None:
     with pytest.raises(ClusterError) as caught:
         parse(text, mode)
     for word in words:
@@ -104,14 +104,14 @@ def test_every_mistake_has_a_line(text: str | None, mode: str, words: list[str])
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     text = tf_config({"chief": ["h0:1"], "ps": ["h1"], "worker": ["h2:99999", "h0:1"]}, "worker", 5)
     with pytest.raises(ClusterError) as caught:
         parse(text, "async")
     assert len(str(caught.value).splitlines()) == 4
 
 
-def test_host_lists_say_the_same_as_tf_config() -> None:
+def test_host_lists_give_the_same_as_tf_config() -> None:
     lists = ClusterConfig(kind="hosts", **ASYNC)  # type: ignore[arg-type]
     config = RunConfig(cluster=lists, task=TaskConfig(type="ps", index=0))
     assert parsing.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
@@ -123,7 +123,7 @@ def test_host_lists_need_a_task() -> None:
         parsing.from_config(config, None)
 
 
-def test_a_local_cluster_has_an_address_for_everyone() -> None:
+def test_each_task_of_a_local_cluster_has_its_own_address() -> None:
     made = local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
     assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert len({made.address(task) for task in made.tasks}) == 6
@@ -131,6 +131,6 @@ def test_a_local_cluster_has_an_address_for_everyone() -> None:
     assert set(local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
 
 
-def test_a_local_cluster_has_an_end() -> None:
+def test_a_local_cluster_has_a_maximum_size() -> None:
     with pytest.raises(ClusterError, match="use several hosts"):
         local("sync", ClusterConfig(num_workers=100), list(range(64)))

@@ -1,7 +1,7 @@
 """Addresses: what a name resolves to, who can reach an address, and which process holds a port of this host.
 
 A TensorFlow server has no authentication and listens on every interface of its host
-(https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md), so whoever reaches it can run code there.
+(https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md), so anyone who can reach it can run code there.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ Endpoint = tuple[int, tuple[str, int]]  # a family of `socket`, an address and a
 
 def split(address: str) -> tuple[str, int]:
     """The host, without brackets, and the port of "host:port"."""
+    # From the right: an IPv6 address has colons of its own.
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -31,11 +32,12 @@ def resolve(host: str, port: int) -> list[Endpoint]:
     Raises:
         socket.gaierror: the name is unknown.
     """
+    # Resolvers order the addresses of a name differently; all hosts must prefer the same family.
     return sorted(_look_up(host, port), key=lambda endpoint: endpoint[0] != socket.AF_INET)
 
 
 def ips_of(host: str) -> list[Ip]:
-    """All addresses of a name, each once; none if it is unknown. May wait long for a name server."""
+    """All addresses of a name, without duplicates; none if it is unknown. May wait long for a name server."""
     try:
         return list(dict.fromkeys(ip_of(address[0]) for _, address in _look_up(host, 0)))
     except OSError:
@@ -44,6 +46,7 @@ def ips_of(host: str) -> list[Ip]:
 
 def _look_up(host: str, port: int) -> list[Endpoint]:
     try:
+        # Without the type there would be an entry for each kind of socket.
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:  # it cannot be encoded as a host name
         raise socket.gaierror(socket.EAI_NONAME, "name unknown") from None
@@ -51,30 +54,32 @@ def _look_up(host: str, port: int) -> list[Endpoint]:
 
 
 def ip_of(text: str) -> Ip:
-    """An address from its text; the system may name an interface behind it, as in "fe80::1%eth0".
+    """Parses an address; the system may append the name of an interface, as in "fe80::1%eth0".
 
     Raises:
-        ValueError: it is a name, or nothing.
+        ValueError: it is a name, or empty.
     """
     return ipaddress.ip_address(text.partition("%")[0])
 
 
 def as_ipv4(ip: Ip) -> Ip:
-    """The IPv4 address that is written as IPv6, such as ::ffff:10.0.0.1; any other address unchanged."""
+    """The IPv4 address in an IPv4-mapped IPv6 address, such as ::ffff:10.0.0.1; any other address unchanged."""
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def is_public(ip: Ip) -> bool:
-    """Whether the internet routes the address."""
+    """Whether the address is routed in the internet."""
+    # Not all of these properties look at the IPv4 address inside an IPv6 one: `is_multicast` does not.
     ip = as_ipv4(ip)
+    # Some multicast addresses count as global; no host has one as its own.
     return bool(ip.is_global) and not ip.is_multicast
 
 
 def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> None:
-    """Refuses an address that the internet can reach, unless the user allows it: see the head of this file.
+    """Refuses an address that can be reached from the internet, unless the user allows it.
 
     Raises:
-        ClusterError: the task's own address is one that the internet routes, and that is not allowed.
+        ClusterError: the task's own address is public, and that is not allowed.
     """
     host, _ = split(cluster.address(task))
     public = [ip for ip in ips_of(host) if is_public(ip)]
@@ -89,14 +94,16 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
 def exposure(cluster: Cluster, task: Task) -> str:
     """The warning about who can reach the task's server, even one at localhost; "" if the host has only a loopback."""
     _, port = split(cluster.address(task))
+    # The interfaces and not the task's address, since the server ignores which address it was given.
     ips = interface_addresses()
     if all(ip.is_loopback for ip in ips):
         return ""
     public = [str(ip) for ip in ips if is_public(ip)]
-    also = f" ({', '.join(public)} included, which the internet routes)" if public else ""
+    also = f" ({', '.join(public)} included, which can be reached from the internet)" if public else ""
     return (
-        f"TensorFlow's server has no password and listens on every interface of this host{also}: whoever can reach "
-        f"port {port} can run any graph, so read and write files with this user's rights; keep it in a private network"
+        f"TensorFlow's server has no password and listens on every interface of this host{also}: anyone who can reach "
+        f"port {port} can run any graph, and so read and write files with this user's rights; keep it in a private "
+        "network"
     )
 
 
@@ -107,21 +114,22 @@ def interface_addresses() -> list[Ip]:
 
 
 def port_holder(port: int) -> str:
-    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be seen.
+    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be found.
 
-    Of several processes that share the socket it is the one that forked the others, such as a web server's first one.
+    Of several processes that share the socket it is the one that forked the others, such as a web server's master.
     """
     with contextlib.suppress(OSError, psutil.Error):  # no /proc, or the process has just ended
         pids = [each.pid for each in psutil.net_connections("tcp") if each.pid and _listens(each, port)]
         if pids:
             holder = _first_of_family(psutil.Process(pids[0]), port)
+            # A command line is text of another user's, and a terminal obeys control characters.
             words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", " ".join(holder.cmdline())).split())
             return f"pid {holder.pid} ({words[:80]})"
     return ""
 
 
 def _first_of_family(process: psutil.Process, port: int) -> psutil.Process:
-    with contextlib.suppress(psutil.AccessDenied):  # the parent is another user's
+    with contextlib.suppress(psutil.AccessDenied):  # a process of another user does not show its sockets
         while (parent := process.parent()) and any(_listens(each, port) for each in parent.net_connections("tcp")):
             process = parent
     return process

@@ -34,7 +34,8 @@ def from_config(config: RunConfig, tf_config: str | None) -> HostTask:
 
 
 def _with_run_dir(config: RunConfig, cluster: Cluster, task: Task) -> HostTask:
-    """Refuses an evaluator without `run_dir`: in a new default directory it would wait for checkpoints for ever."""
+    """The task, unless it is an evaluator without `run_dir`."""
+    # The default is a new directory, in which an evaluator would wait for checkpoints for ever.
     if task.job == "evaluator" and config.run_dir is None:
         raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
     return HostTask(cluster, task)
@@ -74,7 +75,7 @@ def _from_tf_config(text: str, mode: str) -> HostTask:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; refuses two members with the same name, of which Python would silently take the last."""
+    """A JSON object; refuses duplicate names, of which Python would silently take the last."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ClusterError(f'TF_CONFIG: "{name}" occurs {count} times; keep one')
@@ -82,12 +83,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> HostTask:
-    """Checks everything that needs no other task, and reports all mistakes at once."""
+    """Checks everything that can be checked without contacting other tasks, and reports all mistakes at once."""
     problems = [*_job_problems(jobs, mode), *_address_problems(jobs)]
+    # The counts need lists, and would only repeat what is said about a misspelled job.
     if not problems:
         problems += _count_problems(jobs, mode)
     problems += _task_problems(task, jobs)
     if problems:
+        # Values may hold line breaks; each message stays on one line.
         raise ClusterError("\n".join(" ".join(f"{source}: {problem}".split()) for problem in problems))
     cluster = Cluster(mode, {job: tuple(addresses) for job, addresses in jobs.items() if addresses})
     return HostTask(cluster, Task(task["type"], int(task["index"])))
@@ -107,10 +110,12 @@ def _job_problems(jobs: dict[str, Any], mode: str) -> list[str]:
 
 def _address_problems(jobs: dict[str, Any]) -> list[str]:
     problems = []
+    # By canonical address: the task that was the first to have it.
     seen: dict[str, str] = {}
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses if isinstance(addresses, list) else []):
             name = f"{job} {index} ({address})"
+            # At most 9 digits, since `int` refuses very long numbers with an error of its own.
             match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,9})", str(address))
             if not match or not _is_host(match[1]):
                 problems.append(f"{name}: must be host:port, such as host1:2222")
@@ -130,12 +135,13 @@ def _is_host(host: str) -> bool:
     """Whether a text has the form of a name or of an address."""
     if _ip(host):
         return True
+    # The limits of DNS: 253 characters in all, 63 for each label.
     labels = host.removesuffix(".").split(".")
     return not host.startswith("[") and len(host) <= 253 and all(0 < len(label) <= 63 for label in labels)
 
 
 def _why_not_one_host(host: str) -> str:
-    """Why a name or an address does not stand for one host, with the way out; "" if it does."""
+    """Why a name or an address does not identify one host, with the way out; "" if it does."""
     ip = _ip(host)
     if ip is None:
         try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are not names: the system reads them as numbers
@@ -151,7 +157,7 @@ def _why_not_one_host(host: str) -> str:
 
 
 def _ip(host: str) -> Ip | None:
-    """The address in a text, as IPv4 if it is an IPv4 address written as IPv6; None for a name."""
+    """The address in a text, as IPv4 if it is IPv4-mapped; None for a name."""
     try:
         return as_ipv4(ip_of(host.strip("[]")))
     except ValueError:
@@ -159,10 +165,11 @@ def _ip(host: str) -> Ip | None:
 
 
 def canonical(address: str) -> str:
-    """The same text for all ways to write the same "host:port", without looking up names.
+    """One text for all spellings of the same "host:port", without looking up names.
 
     TensorFlow's servers listen on all interfaces, so all loopback addresses with one port count as the same.
     """
+    # Names are case-insensitive, and a trailing dot only marks them as complete.
     host, port = split(address)
     ip = _ip(host)
     name = str(ip) if ip else host.lower().removesuffix(".")
@@ -170,6 +177,7 @@ def canonical(address: str) -> str:
 
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
+    # Of all jobs, since those that a mode does not have are refused before.
     counts = {job: len(jobs.get(job, [])) for job in JOBS["async"]}
     problems = []
     if counts["chief"] > 1:
@@ -192,6 +200,7 @@ def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # TensorFlow accepts "0" too
     count = len(jobs[job]) if isinstance(jobs[job], list) else 0
+    # In Python `true` would be the index 1.
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
     return []

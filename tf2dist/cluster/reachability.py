@@ -1,4 +1,4 @@
-"""Whether a task's address is this host's own, and whether the other tasks can be reached at theirs."""
+"""Whether a task's address belongs to this host, and whether the other tasks can be reached at theirs."""
 
 import contextlib
 import errno
@@ -16,25 +16,26 @@ from tf2dist.errors import ClusterError, TaskLostError
 
 Answer = TypeVar("Answer")
 
-PROBE_SECS = 2.0
-FIRST_LINE_SECS = 1.0
+PROBE_SECS = 2.0  # for one connection; a host that drops packets gives no answer at all
+FIRST_LINE_SECS = 1.0  # an unknown name is most often a mistake, of which the user should learn soon
 LOOK_UP_EVERY_SECS = 0.25
-ALIAS_SECS = 2.0
-MAX_LOOKED_UP = 64  # names of other tasks, each by a thread of its own
+ALIAS_SECS = 2.0  # names that take longer to resolve are not compared
+MAX_LOOKED_UP = 64  # names of other tasks, each in a thread of its own
 
 
 def wait_for_own_name(
     cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], notify: Callable[[str], None]
 ) -> None:
-    """Waits until this host can resolve the name in its task's address, which may be a while after a pod has started.
+    """Waits until this host can resolve the name in its task's address.
 
     Args:
-        check: called several times a second; what it raises ends the waiting.
+        check: called several times a second; an exception from it ends the wait.
         notify: takes a line for the user every few seconds.
 
     Raises:
         TaskLostError: it cannot be resolved within `timeout_secs`.
     """
+    # In Kubernetes the name of a pod is published only some seconds after the pod has started.
     host, _ = split(cluster.address(task))
     wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
     while not _look_up_aside(host, wait.deadline, check):
@@ -43,12 +44,13 @@ def wait_for_own_name(
                 f"{cluster.label(task)}: after {wait.secs:.0f} s this host still does not know the name {host}; "
                 "correct it, use an address, or see startup_timeout_secs"
             )
-        wait.notify(f"the own name {host} to be known on this host")
+        wait.notify(f"this host's own name {host} to be known")
         time.sleep(LOOK_UP_EVERY_SECS)
 
 
 def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> list[Ip]:
-    """Looks up a name in a thread, since a name server may take longer than the deadline allows; none if it is late."""
+    """The addresses of a name; none if it is unknown, or if there is no answer by the deadline."""
+    # `getaddrinfo` has no timeout and cannot be interrupted, so it runs in a thread, which is abandoned if it is late.
     found: queue.SimpleQueue[list[Ip]] = queue.SimpleQueue()
     threading.Thread(target=lambda: found.put(ips_of(host)), daemon=True).start()
     while True:
@@ -60,18 +62,19 @@ def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> lis
 
 
 def check_no_alias(cluster: Cluster, task: Task) -> None:
-    """Checks that no other task has this task's address under another name; names that are not known yet pass.
+    """Checks that no other task has this task's address under another name; names that are still unknown pass.
 
     Raises:
         ClusterError: two tasks have the same address and port.
     """
     _, port = split(cluster.address(task))
-    # No other task can have the same address, so most clusters need no look-up here.
+    # Only a task with the same port can have the same address, so most clusters need no look-up here.
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
     if not same_port:
         return
     asked = [task, *same_port[:MAX_LOOKED_UP]]
     means = ask_all(lambda one: ips_of(split(cluster.address(one))[0]), asked, ALIAS_SECS)
+    # A task whose name was not resolved in time has no addresses here, and passes.
     mine = set(means.get(task, []))
     for other in same_port:
         if shared := sorted(map(str, mine & set(means.get(other, [])))):
@@ -82,10 +85,10 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
 
 
 def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: float) -> dict[Task, Answer]:
-    """Calls a function for many tasks at once, since each call may block, for example in the look-up of a name.
+    """Calls a function for many tasks in parallel, since each call may block, for example in the look-up of a name.
 
     Returns:
-        The answers that came within `secs`. The threads of the other calls are left behind.
+        The answers that came within `secs`. The threads of the other calls are abandoned.
     """
     answers: dict[Task, Answer] = {}
 
@@ -95,24 +98,27 @@ def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: flo
     threads = [threading.Thread(target=ask, args=(task,), daemon=True) for task in tasks]
     for thread in threads:
         thread.start()
+    # One deadline for all of them, or the waits would add up.
     deadline = time.monotonic() + secs
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    # A copy: threads that are late still write into the original, perhaps while the caller iterates over it.
     return answers.copy()
 
 
 def check_own_address(cluster: Cluster, task: Task) -> None:
-    """Checks the task's address before TensorFlow uses it, whose error would not say what is wrong with it.
+    """Checks the task's address before TensorFlow uses it, since TensorFlow's error does not say what is wrong.
 
     Raises:
         ClusterError: it is not an address of this host, or its port is taken.
-        TaskLostError: its name is not known, or no longer known.
+        TaskLostError: its name is unknown.
     """
     host, port = split(cluster.address(task))
     name = cluster.label(task)
     try:
         endpoints = resolve(host, port)
     except socket.gaierror:
+        # Worth a retry, since a name may be published later.
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     errors = [_bind_error(family, address) for family, address in endpoints]
     # TensorFlow's server listens on all interfaces, so the port must be free on each of them.
@@ -127,9 +133,10 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
 
 
 def _bind_error(family: int, address: tuple[str, int]) -> int:
-    """The error number of binding to an address, 0 for none."""
+    """The error number of binding to an address; 0 if it succeeds."""
+    # Binding is the only test that covers interfaces, address families and other processes alike.
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:  # a kernel without IPv6 refuses this already
+        with socket.socket(family, socket.SOCK_STREAM) as probe:  # a kernel without IPv6 refuses the socket
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
             probe.bind(address)
     except OSError as error:
@@ -163,12 +170,13 @@ def wait_for_peers(
 
     Args:
         notify: takes a line for the user every few seconds.
-        on_look: called after every look, about ten times a second.
+        on_look: called after every round of probes, about ten times a second.
 
     Raises:
         TaskLostError: some did not within `timeout_secs`; the message names them and says why.
     """
     wait = Wait(timeout_secs, notify)
+    # Tasks that have been found are not probed again: each probe is a connection that the other side must handle.
     missing = dict.fromkeys(tasks, "")
     while True:
         found = {task: why_unreachable(cluster.address(task)) for task in missing}

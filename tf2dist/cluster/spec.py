@@ -28,7 +28,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses ("host:port") by job and index; every process of a run holds an equal value.
+    """Addresses ("host:port") by job and index; every process of a run has an equal value.
 
     In mode async the task `chief` is the coordinator and computes no gradients; in mode sync a chief
     is the first of the workers.
@@ -49,17 +49,19 @@ class Cluster:
     @property
     def training_tasks(self) -> list[Task]:
         """The tasks that compute gradients, in the order of their shards."""
+        # TensorFlow numbers a synchronous chief before the workers, and the shards follow its numbers.
         jobs = ("worker",) if self.mode == "async" else ("chief", "worker")
         return [task for task in self.tasks if task.job in jobs]
 
     @property
     def tasks(self) -> list[Task]:
-        # Sorted, so that all hosts have one order, whatever that of the jobs in their TF_CONFIG.
+        # Sorted, so that all hosts have the same order, however their TF_CONFIG orders the jobs.
         return [Task(job, index) for job in sorted(self.jobs) for index in range(len(self.jobs[job]))]
 
     @property
     def leader(self) -> Task:
-        """The task that reports for all: the coordinator, or the first of the workers."""
+        """The task that saves and reports for all: the coordinator, or the first of the workers."""
+        # Without a chief TensorFlow also takes worker 0 for the leader.
         return Task("chief", 0) if self.jobs.get("chief") else Task("worker", 0)
 
     def address(self, task: Task) -> str:
@@ -74,19 +76,21 @@ class Cluster:
         return can_lose(self.mode, task.job)
 
     def tf_jobs(self) -> dict[str, list[str]]:
-        """The cluster for TensorFlow: without the evaluator, for which it must not wait."""
+        """The cluster as TensorFlow gets it, without the evaluator."""
+        # TensorFlow waits for every task in its cluster, while an evaluator may come and go at any time.
         return {job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"}
 
 
 class HostTask(NamedTuple):
-    """The one task of a cluster of many hosts that a command runs."""
+    """A cluster of many hosts, and the one task in it that this command runs."""
 
     cluster: Cluster
     task: Task
 
 
 def can_lose(mode: str, job: str) -> bool:
-    """Whether a run goes on without a task of this job: all state of an asynchronous worker is on the ps tasks."""
+    """Whether a run goes on without a task of this job."""
+    # An asynchronous worker has no state of its own: all of it is on the ps. A synchronous one is part of every step.
     return job == "evaluator" or (mode == "async" and job == "worker")
 
 
@@ -101,8 +105,9 @@ def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
         counts |= {"chief": 1, "ps": config.num_ps}
     if sum(counts.values()) > len(ports):
         raise ClusterError(
-            f"cluster.num_workers ({config.num_workers}): with its parameter servers more than {len(ports)} tasks; "
-            "a local cluster is for fewer, use several hosts"
+            f"cluster.num_workers ({config.num_workers}): a local cluster has at most {len(ports)} tasks, "
+            "coordinator and parameter servers included; use several hosts for more"
         )
+    # An address instead of "localhost", which may resolve to ::1 in one process and to 127.0.0.1 in another.
     free = iter(ports)
     return Cluster(mode, {job: tuple(f"127.0.0.1:{next(free)}" for _ in range(n)) for job, n in sorted(counts.items())})
