@@ -28,6 +28,8 @@ Registry = dict[str, Callable[..., Any]]
 MODELS: Registry = {}
 DATA: Registry = {}
 OPTIMIZERS: Registry = {}
+# What a run of `fit` calls its data; nothing is registered under these names, as the data came with the call.
+ARRAYS_OF_FIT, STREAM_OF_FIT = DATA_OF_FIT = ("arrays", "stream")
 _PLACES: dict[tuple[str, str], str] = {}  # file and line of what plugins have registered, by option and name
 
 

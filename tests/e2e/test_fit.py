@@ -172,6 +172,25 @@ def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None
     assert_same(compiled.history.history, history)
 
 
+@pytest.mark.slow
+def test_a_model_that_is_trained_twice_goes_on(tmp_path: Path) -> None:
+    """Its optimizer, and the random numbers that it draws."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.5)])
+        model.add(keras.layers.Dense(1))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    ours, theirs = build(), build()
+    for number in range(2):
+        history = theirs.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0).history
+        result = on_one_worker(ours, tmp_path / str(number), epochs=2, mode="sync")
+        assert_same(result.history, history)
+    assert weights_agree(ours, theirs)
+
+
 def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_path: Path) -> None:
     """A validation that gets worse all the time: the first epoch is the best."""
     validation = (X, -3 * Y)

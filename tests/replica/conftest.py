@@ -9,6 +9,7 @@ import pytest
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
@@ -51,6 +52,16 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 
     yield make
     settle(loops)
+
+
+@pytest.fixture
+def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
+    """Publishes other data for the workers of this process, until the test ends."""
+    from tf2dist import data
+    from tf2dist.training.asynchronous.examples import publish
+
+    yield publish
+    publish(data.load(run_config().data))
 
 
 def settle(loops: list[Any]) -> None:

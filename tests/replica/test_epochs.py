@@ -1,6 +1,6 @@
 """Epochs of both modes against `keras.Model.fit` on the same batches: history and weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import tensorflow as tf
 
 from tests.replica.given import Given, Recording, weights_of
 from tests.replica.small_runs import run_config
-from tf2dist import data
 from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model.plan import EpochPlan
-from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
+from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.epochs import EpochDriver
 from tf2dist.training.hooks import Change
 from tf2dist.training.report import NoReporter
@@ -152,9 +151,12 @@ def drive(loop: Any, config: RunConfig, given: Given, hooks: Recording) -> None:
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    return train_in_sync(worker, source(name) if name in CASES else trained_before(Path(name)), batch_size)
+
+
+def train_in_sync(worker: SyncWorker, given: Given, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    given = source(name) if name in CASES else trained_before(Path(name))
     config, hooks = config_of(batch_size), Recording()
     loop = SyncLoop.build(
         config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None, worker.strategy
@@ -170,15 +172,6 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-5) -> None:
         np.testing.assert_allclose(history[key], values, atol=atol, rtol=1e-5, err_msg=key)
     for mine, theirs in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=atol, rtol=0)
-
-
-@pytest.fixture
-def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
-    """Publishes other data for the workers of this process, until the test ends."""
-    from tf2dist.training.asynchronous.examples import publish
-
-    yield publish
-    publish(data.load(run_config().data))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,9 +10,11 @@ import pytest
 
 import tf2dist
 from tests.unit.test_saving import facts
+from tf2dist import evaluate, predict
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.finished.names import counted
 from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
@@ -142,6 +144,18 @@ def test_a_lambda_is_not_executed_unasked(tmp_path: Path) -> None:
     for step in (None, 7):
         with pytest.raises(ConfigError, match="Lambda layer, which is code in the file"):
             tf2dist.load_model(tmp_path, step)
+
+
+@pytest.mark.parametrize("name", ["arrays", "stream"])
+def test_the_data_of_a_call_of_fit_have_to_be_named(name: str, tmp_path: Path) -> None:
+    """A run does not keep them."""
+    leave(tmp_path, trained(nameless), nameless)
+    (tmp_path / "config.yaml").write_text(RunConfig(data=DataConfig(name=name)).to_yaml())
+    for command in (evaluate, predict):
+        with pytest.raises(
+            ConfigError, match=rf"data \({name}\): came with the call of tf2dist.fit, .*; give data=NAME"
+        ):
+            command.run([str(tmp_path)])
 
 
 def test_refusals_name_what_there_is(tmp_path: Path) -> None:

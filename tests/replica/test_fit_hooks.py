@@ -222,6 +222,16 @@ def test_the_states_of_random_generators_travel_with_a_model(tmp_path: Path) -> 
     assert (found[1], wanted[1]) == (0, 1), "what the model draws later is its own"
 
 
+def test_a_model_has_the_random_generators_of_its_training() -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({"random/0": np.array([3, 20], np.uint32)}, 0.01, 10)
+    assert np.array(seeds_of(model)[0].value).tolist() == [3, 20]
+    model(np.ones((1, 2), np.float32), training=True)
+    assert mirror.changes() == ({}, None), "what a callback draws stays in this process"
+
+
 def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> None:
     """Two epochs are trained; then the leader is lost, and a new one begins from nothing, and then from epoch 1."""
     losses = []

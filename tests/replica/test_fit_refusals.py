@@ -23,6 +23,13 @@ def model(**compiled: Any) -> keras.Model:
     return made
 
 
+def two_outputs() -> keras.Model:
+    x = keras.Input([3], name="x")
+    made = keras.Model(x, {"a": keras.layers.Dense(1, name="a")(x), "b": keras.layers.Dense(1, name="b")(x)})
+    made.compile("sgd", {"a": "mse", "b": "mae"})
+    return made
+
+
 def uncompiled() -> keras.Model:
     return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 
@@ -120,6 +127,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cannot be loaded": ({"model": Now(unloadable)}, "give its classes a get_config, or give a function"),
     "a dataset": ({"x": iter([])}, "x: holds a list_iterator where an array must stand"),
     "class and sample weights": ({"sample_weight": np.ones(40), "class_weight": {0: 1.0}}, "class_weight: cannot be"),
+    "no y": ({"y": None}, "y: is None, and model (model) has losses or metrics that compare with it"),
+    "y of too many outputs": (
+        {"y": [Y, Y]},
+        "y ([*, *]): must be built like the outputs of the model, *; give an array",
+    ),
+    "y of too few outputs": (
+        {"model": two_outputs},
+        "y (*): must be built like the outputs of the model, {'a': *, 'b'",
+    ),
+    "y of other outputs": (
+        {"model": two_outputs, "y": {"a": Y, "c": Y}},
+        "y ({'a': *, 'c': *}): must be built like the outputs of the model, {'a': *, 'b': *}; give an array for each",
+    ),
+    "x of another shape": ({"x": X[:, :2]}, "model (model): takes inputs of [3], and the data has [2]"),
+    "x of two arrays": ({"x": [X, X]}, "model (model): has 1 inputs, and x of the data has 2"),
     "a split": ({"validation_split": 1.5}, "validation_split (1.5)"),
 }
 

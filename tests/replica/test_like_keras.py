@@ -17,11 +17,12 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.source import build_step, built_model
 from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import seeds_of
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 STEPS = 15  # of 2 * 50 of 1,257 examples: the 13th has 57
 layers = keras.layers
-Training = dict[str, Any]  # its "weights", "metrics" of all steps, and the "test" at its end
+Training = dict[str, Any]  # its "weights", "metrics" of all steps, the "test" at its end, and "random" generators
 
 
 def begin(input_shape: tuple[int, ...]) -> list[Any]:
@@ -132,6 +133,7 @@ def plain_keras(config: RunConfig) -> Training:
         "weights": weights_of(model),
         "metrics": {name: value for name, (value,) in history.items()},
         "test": tested,
+        "random": [np.array(state.value) for state in seeds_of(model)],
     }
 
 
@@ -151,6 +153,7 @@ def train(loop: Any) -> Training:
         "raw": list(raw.values()),
         "metrics": loop.metrics.results(loop.progress.metrics),
         "test": loop.evaluate("test").metrics,
+        "random": list(loop.random_states().values()),
     }
 
 
@@ -167,6 +170,8 @@ def assert_like(found: Training, expected: Training) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
     for part in ("metrics", "test"):
         assert found[part] == pytest.approx(expected[part], rel=1e-4), part
+    counts = [[count for _, count in each["random"]] for each in (found, expected)]  # their seeds are drawn anew
+    assert counts[0] == counts[1], "random generators go on where those of Keras do"
 
 
 OPTIMIZERS: list[dict[str, Any]] = [

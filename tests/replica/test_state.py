@@ -12,9 +12,10 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import differences, named_variables, values
+from tf2dist.checkpoint.state import check_same, differences, named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.errors import NotFiniteError
+from tf2dist.config.keras_settings import DEFAULTS
+from tf2dist.errors import CheckpointError, NotFiniteError
 from tf2dist.model.models import build_optimizer
 from tf2dist.model.source import build_step
 from tf2dist.training.evaluator import Evaluator
@@ -38,6 +39,15 @@ def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
     ]
     many: dict[str, tuple[int, ...]] = {f"v{i}": (1,) for i in range(9)}
     assert differences(many, {}) == ["extra: v0, v1, v2, v3, v4, v5 and 3 more"]
+
+
+@pytest.mark.parametrize(("data", "has_init_from"), [("digits", True), ("arrays", False), ("stream", False)])
+def test_the_way_out_of_another_model_is_one_that_the_caller_has(data: str, has_init_from: bool) -> None:
+    """`fit` has no init_from."""
+    saved = Snapshot(3, {"model/a": np.zeros(3)}, replace(facts(3), data=data))
+    with pytest.raises(CheckpointError, match="missing: model/b; extra: model/a; name another run_dir") as told:
+        check_same({"model/b": [keras.Variable([1.0])]}, saved, data, DEFAULTS)
+    assert ("init_from" in str(told.value)) == has_init_from
 
 
 def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path) -> None:

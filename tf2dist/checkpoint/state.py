@@ -18,6 +18,7 @@ from tf2dist.data.pipeline import Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.tf_internals import trained_variables
+from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
 MAX_NAMES = 6  # of variables in a message
@@ -131,7 +132,7 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
     Raises:
         CheckpointError: saying what is missing, extra or of another shape.
     """
-    way_out = "name another run_dir; init_from takes over weights alone"
+    way_out = "name another run_dir" + ("" if data in DATA_OF_FIT else "; init_from takes over weights alone")
     if snapshot.facts.data != data:
         raise CheckpointError(f"run_dir: was trained on {snapshot.facts.data}, and data is {data} now; {way_out}")
     check_keras(snapshot.facts.keras, settings, "run_dir")

@@ -63,6 +63,11 @@ def data_of(request: Request) -> tuple[str, Splits]:
     else:
         config = config_of(request)
         data = config.data
+        if data.name in registry.DATA_OF_FIT:
+            raise ConfigError(
+                f"data ({data.name}): came with the call of tf2dist.fit, and the run does not keep it; give data=NAME, "
+                "which a file named with plugins=[FILE.py] may register; predict also takes FILE.npy"
+            )
         if data.name not in registry.DATA:
             raise ConfigError(
                 f"data ({data.name}): is code of the run's own, and no code of a run is executed unasked; name its "

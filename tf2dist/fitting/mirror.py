@@ -4,8 +4,10 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.state import named_variables
-from tf2dist.data.layout import Layout
-from tf2dist.errors import FitError, TrainingError
+from tf2dist.data.layout import Layout, Tree
+from tf2dist.errors import FitError, InstallationError, TrainingError, first_line
+from tf2dist.model.checks import check_inputs
+from tf2dist.model.step import generators
 from tf2dist.process.tf_internals import build_metrics, learning_rate_of
 from tf2dist.training.hooks import NamedArrays
 
@@ -22,6 +24,7 @@ class Mirror:
     def __init__(self, model: keras.Model, twin: keras.Model | None = None) -> None:
         self.model = model
         self._named = _named(model, twin or model)
+        self._generators = generators(model)
         self._put: NamedArrays = {}
         self._earlier_updates = int(self.optimizer.iterations.numpy())  # of an earlier training
         self._rate: float | None = None
@@ -38,12 +41,13 @@ class Mirror:
             TrainingError: it has variables that this model does not have.
         """
         for name, array in arrays.items():
-            if name not in self._named:
+            variable = self._named.get(name, self._generators.get(name))
+            if variable is None:
                 raise TrainingError(
                     f"model: the tasks have {name}, and the model in this process has not; the function that builds "
                     "it must give the same layers at each call"
                 )
-            self._named[name].assign(array)
+            variable.assign(array)
         self._step = self._earlier_updates + step
         self.optimizer.iterations.assign(self._step)
         if isinstance(learning_rate_of(self.optimizer), keras.Variable):
@@ -98,13 +102,56 @@ def _value(variable: keras.Variable) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 
-def build(model: keras.Model, layout: Layout) -> None:
+def build(model: keras.Model, name: str, layout: Layout) -> None:
     """Makes the variables of a model that has none yet, and those of its metrics, as `keras.Model.fit` does.
 
     Args:
+        name: of the model, for messages.
         layout: of the data.
+
+    Raises:
+        FitError: the model, its losses and its metrics do not fit the data.
     """
+    check_inputs(name, model, layout)
     if not model.built:
         x, _, _ = layout.symbolic()
         model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
-    build_metrics(model, layout.symbolic())
+    try:
+        build_metrics(model, layout.symbolic())
+    except InstallationError:
+        raise
+    except Exception as error:  # Keras raises errors of many types, and user code of any
+        raise FitError(_misfit(model, name, layout, first_line(str(error)))) from error
+
+
+def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
+    """What is wrong with the data of a model whose metrics cannot be built, and the way out."""
+    x, y, _ = layout.symbolic()
+    try:
+        outputs = model.compute_output_spec(x)
+    except Exception:
+        return f"model ({name}): cannot be called with x of the data, {layout} ({reason}); give what it takes"
+    if y is None:
+        return f"y: is None, and model ({name}) has losses or metrics that compare with it ({reason}); give y"
+    if not _have_same_structure(y, outputs):
+        return (
+            f"y ({_shape_of(y)}): must be built like the outputs of the model, {_shape_of(outputs)}; give an array for "
+            "each output, in the same dicts and lists"
+        )
+    return (
+        f"model ({name}): its losses or metrics do not take {layout} ({reason}); compile it with others, or give other "
+        "data"
+    )
+
+
+def _have_same_structure(one: Tree, other: Tree) -> bool:
+    try:
+        keras.tree.assert_same_structure(one, other)
+    except ValueError:
+        return False
+    return True
+
+
+def _shape_of(tree: Tree) -> str:
+    """Such as {'a': *, 'b': [*, *]}."""
+    return str(keras.tree.map_structure(lambda _: "*", tree)).replace("'*'", "*")

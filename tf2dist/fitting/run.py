@@ -29,6 +29,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.messages import Progress
 from tf2dist.model.plan import EpochPlan
+from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import Asked
 from tf2dist.training.loop import sharding_of
 
@@ -71,7 +72,7 @@ class Run:
         own = own_model(self.model, self.splits.layout)
         name = name_of(self.model)
         refusals.check_model(name, own, self.config.mode)
-        take_over(self.config, own, name, "stream" if self.splits.stream else "arrays")
+        take_over(self.config, own, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         with private_folder() as job:
             shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
@@ -181,7 +182,7 @@ def own_model(model: Model, layout: Layout) -> keras.Model:
         return shipping.built(model, name_of(model), layout)
     if not model.compiled:
         raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
-    mirror.build(model, layout)
+    mirror.build(model, name_of(model), layout)
     return model
 
 

@@ -232,7 +232,7 @@ def built(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model
                 f"model ({name}): is not compiled; call model.compile(optimizer, loss, metrics=...) before it is "
                 "returned"
             )
-        mirror.build(model, layout)
+        mirror.build(model, name, layout)
     return model
 
 

@@ -123,6 +123,14 @@ class ModelStep:
         """Every variable once; at the end of `state` stand trainable ones again."""
         return [*self.trainable, *self.state[: len(self.state) - len(self.trace.assigned)]]
 
+    def random_states(self, step: int) -> dict[str, np.ndarray]:
+        """The states of the random generators after so many steps, as in plain Keras; named as in `generators`."""
+        values = {
+            id(v): value + np.array([0, step * draws], value.dtype)
+            for v, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True)
+        }
+        return {name: values[id(v)] for name, v in generators(self.model).items()}
+
     def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What the trainable variables and the state hold now."""
         trainable, state = (
@@ -279,6 +287,11 @@ class ModelStep:
     @staticmethod
     def _specs(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:
         return [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
+
+
+def generators(model: keras.Model) -> dict[str, keras.Variable]:
+    """The states of a model's random generators by name: numbers, as the layers stand in the same order everywhere."""
+    return {f"random/{number}": variable for number, variable in enumerate(seeds_of(model))}
 
 
 def step_place(worker: tf.Tensor, step: tf.Tensor) -> tf.Tensor:

@@ -165,8 +165,12 @@ class EpochDriver:
         if not self._plan.has_hooks:
             return Change()
         loop, step = self._loop, self._loop.progress.global_step
+
+        def arrays() -> NamedArrays:
+            return loop.arrays() | loop.random_states()
+
         self._hooks.post(
-            kind, self._state.position.epoch, step, logs, self._rate.at(step), loop.arrays, self._state.callbacks
+            kind, self._state.position.epoch, step, logs, self._rate.at(step), arrays, self._state.callbacks
         )
         change = self._answer()
         if change.is_interrupted:

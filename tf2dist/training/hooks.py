@@ -68,7 +68,7 @@ class Hooks(Protocol):
             epoch: counted from 0; for "begin" the one that comes.
             step: the global step.
             logs: of the epoch, as in Keras.
-            arrays: gives the values of all variables by name.
+            arrays: gives the values of all variables by name, and the states of random generators.
             state: of the callbacks, from the checkpoint that the run goes on from; for "begin" only.
         """
 

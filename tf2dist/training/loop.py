@@ -234,6 +234,9 @@ class Loop(Protocol):
     def arrays(self) -> dict[str, np.ndarray]:
         """The values of all variables by name, while no task trains."""
 
+    def random_states(self) -> dict[str, np.ndarray]:
+        """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
+
     def apply(self, change: Change) -> None:
         """Gives variables and the learning rate new values; all tasks that drive the training must call this."""
 

@@ -90,6 +90,7 @@ class AsyncLoop:
         self.new_optimizer = graphs.new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
+        self._random_states = step.random_states
         self.advice = advice_on_outputs(step) or advice_on_lookups(step, graphs.servers[0].optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
@@ -274,6 +275,9 @@ class AsyncLoop:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._read_all.arrays()
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        return self._random_states(self.progress.global_step)
 
     def apply(self, change: Change) -> None:
         assign(self._named, change.arrays)

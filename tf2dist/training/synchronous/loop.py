@@ -93,6 +93,7 @@ class SyncLoop:
         self.optimizer, self.new_optimizer = optimizer, new_optimizer
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
+        self._random_states = step.random_states
         self.advice = advice_on_outputs(step) or advice_on_lookups(step, optimizer)
         self._counted = counter_of(optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
@@ -234,6 +235,9 @@ class SyncLoop:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return values(self._named)
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        return self._random_states(self.progress.global_step)
 
     def apply(self, change: Change) -> None:
         assign(self._named, change.arrays)

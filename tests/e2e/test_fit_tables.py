@@ -1,0 +1,76 @@
+"""`tf2dist.fit` with three workers on a table of scikit-learn: what `keras.Model.fit` gives, all examples counted."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from sklearn import datasets
+
+import tf2dist
+from tests.e2e.test_fit import assert_same, weights_agree
+from tf2dist.process.tf_internals import fresh_names
+
+THREE = tf2dist.Local(workers=3, ps=1)
+SEED = 5
+CLASS_WEIGHT = {0: 2.0, 1: 0.75}
+COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
+
+
+def breast_cancer() -> tuple[np.ndarray, np.ndarray]:
+    x, y = datasets.load_breast_cancer(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    return ((x - x.mean(0)) / x.std(0))[order], y[order]
+
+
+def build() -> keras.Model:
+    model = keras.Sequential([keras.Input([30]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, "sigmoid")])
+    counts = [getattr(keras.metrics, name.title().replace("_", ""))(name=name) for name in COUNTS]
+    model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy", *counts])
+    return model
+
+
+def as_keras(**arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+    keras.utils.set_random_seed(SEED)
+    with fresh_names():
+        model = build()
+    return model, model.fit(*breast_cancer(), class_weight=CLASS_WEIGHT, verbose=0, **arguments).history
+
+
+def fit(run_dir: Path, mode: str, **arguments: Any) -> tf2dist.Result:
+    given: dict[str, Any] = {
+        "class_weight": CLASS_WEIGHT,
+        "cluster": THREE,
+        "seed": SEED,
+        "verbose": 0,
+        "run_dir": run_dir,
+    }
+    x, y = breast_cancer()
+    return tf2dist.fit(build, x, y, mode=mode, **given, **arguments)
+
+
+@pytest.mark.slow
+def test_synchronous_workers_are_one_with_the_threefold_batch(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"epochs": 4, "validation_split": 0.2, "shuffle": False}
+    result = fit(tmp_path / "run", "sync", batch_size=16, **given)
+    model, history = as_keras(batch_size=48, **given)
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+    assert result.summary["examples_seen"] == 4 * 455
+
+
+def test_asynchronous_workers_count_every_example(tmp_path: Path) -> None:
+    """Steps, examples and metrics are exact, and the model is as good as one of Keras'."""
+    given: dict[str, Any] = {"epochs": 8, "validation_split": 0.2, "batch_size": 16}
+    result = fit(tmp_path / "run", "async", **given)
+    summary, history = result.summary, result.history
+    steps = sum(-(-len(part) // 16) for part in np.array_split(np.arange(455), 3))  # of an epoch
+    assert summary["global_step"] == summary["updates_applied"] == 8 * steps
+    assert sum(worker["local_steps"] for worker in summary["workers"]) == 8 * steps
+    counted = [[history[prefix + name] for name in COUNTS] for prefix in ("", "val_")]
+    assert np.sum(counted[0]) == summary["examples_seen"]
+    assert np.sum(counted[1], axis=0).tolist() == [114] * 8, "each example of the validation once"
+    _, expected = as_keras(**given)
+    assert history["val_accuracy"][-1] > expected["val_accuracy"][-1] - 0.05
+    assert history["val_loss"][-1] < expected["val_loss"][-1] + 0.1

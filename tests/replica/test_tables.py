@@ -1,0 +1,114 @@
+"""Both modes against `keras.Model.fit` on tables of scikit-learn: regression, two weighted classes, three classes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from sklearn import datasets
+
+from tests.replica.given import Given, Recording, weights_of
+from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
+from tf2dist.data.arrays import Splits
+from tf2dist.fitting.inputs import split_off, training_examples
+from tf2dist.model.plan import EpochPlan
+from tf2dist.testing import SyncWorker, SyncWorkers
+
+layers = keras.layers
+VALIDATION = 0.2
+TRAINED = {"diabetes": 353, "breast cancer": 455, "wine": 142}  # examples that are left to train on
+
+
+def diabetes() -> keras.Model:
+    model = keras.Sequential([keras.Input((10,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae", keras.metrics.R2Score()])
+    return model
+
+
+def breast_cancer() -> keras.Model:
+    model = keras.Sequential([keras.Input((30,)), layers.Dense(8, "tanh"), layers.Dense(1, "sigmoid")])
+    counts = [keras.metrics.TruePositives(name="hits"), keras.metrics.AUC(name="auc")]
+    model.compile("rmsprop", "binary_crossentropy", metrics=["accuracy", *counts], weighted_metrics=["binary_accuracy"])
+    return model
+
+
+def wine() -> keras.Model:
+    model = keras.Sequential([keras.Input((13,)), layers.Dense(16, "relu"), layers.Dense(3, "softmax")])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of scikit-learn; its columns are of mean 0 and deviation 1."""
+
+    load: Callable[..., tuple[np.ndarray, np.ndarray]]
+    make: Callable[[], keras.Model]
+    class_weight: dict[int, float] | None = None
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """x [n, columns] and y [n], in an order of our own: that of the file may be by class."""
+        x, y = self.load(return_X_y=True)
+        order = np.random.default_rng(0).permutation(len(x))
+        is_number = y.dtype.kind == "f"
+        return standardized(x)[order], (standardized(y) if is_number else y)[order]
+
+    def given(self) -> Given:
+        train, validation = split_off(training_examples(*self.columns(), None, self.class_weight), VALIDATION)
+        plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
+        return Given(self.make, Splits(train, validation, num_classes=None), plan)
+
+
+def standardized(columns: np.ndarray) -> np.ndarray:
+    found: np.ndarray = (columns - columns.mean(0)) / columns.std(0)
+    return found
+
+
+TABLES = {
+    "diabetes": Table(datasets.load_diabetes, diabetes),
+    "breast cancer": Table(datasets.load_breast_cancer, breast_cancer, {0: 2.5, 1: 0.75}),
+    "wine": Table(datasets.load_wine, wine),
+}
+
+
+def keras_fit(table: Table) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    """`class_weight` is Keras' own here."""
+    keras.utils.set_random_seed(SEED)
+    model = table.make()
+    history = model.fit(
+        *table.columns(),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        class_weight=table.class_weight,
+        validation_split=VALIDATION,
+        shuffle=False,
+        verbose=0,
+    )
+    return history.history, weights_of(model)
+
+
+def train_table_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[Any, list[np.ndarray]]:
+    return train_in_sync(worker, TABLES[name].given(), batch_size)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) -> None:
+    given, config, hooks = TABLES[name].given(), config_of(BATCH), Recording()
+    config.train.steps_per_execution = 1  # the last of longer calls would lose batches at the end of an epoch
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(TABLES[name]))
+    assert loop.progress.examples == EPOCHS * TRAINED[name]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("name", TABLES)
+def test_synchronous_workers(name: str, num_workers: int, sync_workers: SyncWorkers) -> None:
+    """Three are one with the threefold batch."""
+    expected = keras_fit(TABLES[name])
+    for found in sync_workers(train_table_in_sync, num_workers, (name, BATCH // num_workers)):
+        assert_same(found, expected)
