@@ -60,6 +60,7 @@ def test_synchronous_workers_are_one_with_the_threefold_batch(tmp_path: Path) ->
     assert result.summary["examples_seen"] == 4 * 455
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_count_every_example(tmp_path: Path) -> None:
     """Steps, examples and metrics are exact, and the model is as good as one of Keras'."""
     given: dict[str, Any] = {"epochs": 8, "validation_split": 0.2, "batch_size": 16}

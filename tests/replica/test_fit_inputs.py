@@ -94,6 +94,20 @@ def test_one_array_of_weights_counts_for_each_output() -> None:
     assert all(np.array_equal(ours[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("weighted", ["train", "validation", "split"])
+def test_weights_of_one_set_do_not_weigh_the_other(weighted: str) -> None:
+    """Both have weights then, of 1 where none were given, as Keras takes none for."""
+    y, weights = NUMBERS[:, 0], np.arange(1.0, N + 1)
+    by_class = {int(each): 9.0 for each in y}
+    train = training_set(NUMBERS, y, None, None if weighted == "validation" else by_class)
+    data = None if weighted == "split" else (NUMBERS, y, weights) if weighted == "validation" else (NUMBERS, y)
+    train, validation = validation_set(train, data, 0.25 if weighted == "split" else 0.0, weighted != "validation")
+    assert validation is not None
+    assert train.layout == validation.layout
+    assert set(train.sample_weight) == ({1.0} if weighted == "validation" else {9.0})
+    assert set(validation.sample_weight) == (set(weights) if weighted == "validation" else {1.0})
+
+
 def test_the_validation_set_is_the_last_part() -> None:
     seen = {}
 

@@ -12,7 +12,7 @@ from sklearn import datasets
 from tests.replica.given import Given, Recording, weights_of
 from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
 from tf2dist.data.arrays import Splits
-from tf2dist.fitting.inputs import split_off, training_examples
+from tf2dist.fitting.request import training_set, validation_set
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 
@@ -57,7 +57,8 @@ class Table:
         return standardized(x)[order], (standardized(y) if is_number else y)[order]
 
     def given(self) -> Given:
-        train, validation = split_off(training_examples(*self.columns(), None, self.class_weight), VALIDATION)
+        examples = training_set(*self.columns(), None, self.class_weight)
+        train, validation = validation_set(examples, None, VALIDATION, self.class_weight is not None)
         plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
         return Given(self.make, Splits(train, validation, num_classes=None), plan)
 
@@ -105,8 +106,14 @@ def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) ->
     assert loop.progress.examples == EPOCHS * TRAINED[name]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        *((name, 1) for name in TABLES),
+        ("breast cancer", 3),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("diabetes", "wine")),
+    ],
+)
 def test_synchronous_workers(name: str, num_workers: int, sync_workers: SyncWorkers) -> None:
     """Three are one with the threefold batch."""
     expected = keras_fit(TABLES[name])

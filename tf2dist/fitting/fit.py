@@ -99,7 +99,7 @@ def fit(
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     if data is None:
         train = request.training_set(x, y, sample_weight, class_weight)
-        train, validation = request.validation_set(train, validation_data, validation_split)
+        train, validation = request.validation_set(train, validation_data, validation_split, class_weight is not None)
         splits = Splits(train, validation, num_classes=None)
         config.train.batch_size_per_worker = inputs.batch_size_of(
             batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.state import named_variables
+from tf2dist.checkpoint.state import counter_of, named_variables
 from tf2dist.data.layout import Layout, Tree
 from tf2dist.errors import FitError, InstallationError, TrainingError, first_line
 from tf2dist.model.checks import check_inputs
@@ -26,7 +26,8 @@ class Mirror:
         self._named = _named(model, twin or model)
         self._generators = generators(model)
         self._put: NamedArrays = {}
-        self._earlier_updates = int(self.optimizer.iterations.numpy())  # of an earlier training
+        self._counter = counter_of(self.optimizer)  # `iterations` is no variable of one that accumulates
+        self._earlier_updates = int(self._counter.numpy())  # of an earlier training
         self._rate: float | None = None
         self._step = self._earlier_updates
 
@@ -49,7 +50,7 @@ class Mirror:
                 )
             variable.assign(array)
         self._step = self._earlier_updates + step
-        self.optimizer.iterations.assign(self._step)
+        self._counter.assign(self._step)
         if isinstance(learning_rate_of(self.optimizer), keras.Variable):
             self.optimizer.learning_rate = learning_rate
         self.settle()
@@ -65,7 +66,7 @@ class Mirror:
         Raises:
             FitError: the number of updates differs, which the cluster alone counts.
         """
-        if (found := int(self.optimizer.iterations.numpy())) != self._step:
+        if (found := int(self._counter.numpy())) != self._step:
             raise FitError(
                 f"callbacks: optimizer.iterations was {self._step} and is {found} now, and the cluster counts the "
                 "updates itself; leave that out"

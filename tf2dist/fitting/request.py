@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster import parsing
@@ -75,15 +76,36 @@ def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, 
     return inputs.training_examples(x, y, sample_weight, class_weight)
 
 
-def validation_set(train: Arrays, validation_data: Any, validation_split: float) -> tuple[Arrays, Arrays | None]:
+def validation_set(
+    train: Arrays, validation_data: Any, validation_split: float, has_class_weight: bool = False
+) -> tuple[Arrays, Arrays | None]:
     """What is left to train on, and what to validate on; None for nothing.
+
+    Args:
+        has_class_weight: whether the weights of the training set are those of classes, which a validation leaves out.
 
     Raises:
         FitError: see `inputs`, or the two are of different kinds.
     """
     if validation_data is None:
-        return inputs.split_off(train, validation_split) if validation_split else (train, None)
-    return train, validation_arrays(train.layout, validation_data)
+        if not validation_split:
+            return train, None
+        train, validation = inputs.split_off(train, validation_split)
+        return train, _with_ones(validation, train) if has_class_weight else validation
+    validation = validation_arrays(train.layout, validation_data)
+    if train.sample_weight is None and validation.sample_weight is not None:
+        return _with_ones(train, validation), validation
+    return train, _with_ones(validation, train) if validation.sample_weight is None else validation
+
+
+def _with_ones(examples: Arrays, other: Arrays) -> Arrays:
+    """The examples with weights of 1, which change nothing, where others have weights: one graph serves both."""
+
+    def ones(weights: np.ndarray) -> np.ndarray:
+        return np.ones((len(examples), *weights.shape[1:]), weights.dtype)
+
+    weights = other.sample_weight
+    return replace(examples, sample_weight=None if weights is None else keras.tree.map_structure(ones, weights))
 
 
 def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
