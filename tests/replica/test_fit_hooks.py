@@ -232,6 +232,16 @@ def test_a_model_has_the_random_generators_of_its_training() -> None:
     assert mirror.changes() == ({}, None), "what a callback draws stays in this process"
 
 
+def test_updates_that_are_accumulated_are_counted() -> None:
+    """With two to an update, `iterations` of the optimizer is half of the steps."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, 0.1, 10)
+    assert int(model.optimizer.iterations) == 5
+    assert mirror.changes() == ({}, None)
+
+
 def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> None:
     """Two epochs are trained; then the leader is lost, and a new one begins from nothing, and then from epoch 1."""
     losses = []
