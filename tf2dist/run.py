@@ -13,7 +13,7 @@ from tf2dist import registry
 from tf2dist.checkpoint.saver import NoSaver, Saver
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
-from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import KerasConfig, RunConfig
@@ -177,7 +177,7 @@ def abandoning(loop: Loop, config: RunConfig) -> Iterator[None]:
         raise
 
 
-def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Tell) -> Snapshot | Weights | None:
+def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Notify) -> Snapshot | Weights | None:
     """The snapshot from which the run goes on, or its first weights; None for those of the new model.
 
     Raises:
@@ -248,7 +248,7 @@ def drive(
     loop.finalize()
     validation = evaluate("validation") if has_validation else None
     test = evaluate("test") if "test" in splits else None
-    saver.insist(target, loop.snapshot)
+    saver.retry(target, loop.snapshot)
     write_finished_model()
     reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
     loop.finish(test or validation)

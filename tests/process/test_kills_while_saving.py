@@ -1,4 +1,4 @@
-"""A process that is killed while it saves leaves a whole checkpoint, and nothing else after a cleaning."""
+"""A process that is killed while it saves leaves whole checkpoints only, once its temporary files are removed."""
 
 import json
 import random
@@ -67,5 +67,5 @@ def test_fifty_kills(tmp_path: Path) -> None:
         checkpoints.clean()
         assert {path.name for path in checkpoints.folder.glob("*")} <= {path.name for path in checkpoints.paths()}
         assert len(checkpoints.paths()) <= 3, "one too many only between the saving and the removing"
-    assert before > KILLS / 2, "it did save"
-    assert left_something > 0, "some kills came in the middle"
+    assert before > KILLS / 2, "most processes have saved"
+    assert left_something > 0, "some kills came in the middle of a save"

@@ -1,4 +1,4 @@
-"""The state of a run by name, and who looks at what was saved of it."""
+"""The state of a run by name, and the evaluator of its checkpoints."""
 
 import contextlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has made on purpose, hashes included: each leads back to the one before."""
+"""Forged checkpoints, with hashes that fit: for each of them the run goes back to the checkpoint before it."""
 
 import hashlib
 import io
@@ -22,7 +22,7 @@ from tf2dist.checkpoint.store import Checkpoints
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
-    """Changes the manifest and makes every hash and size fit again."""
+    """Changes the manifest, and updates every hash and size."""
     manifest = json.loads((path / MANIFEST).read_text())
     manifest.pop("sha256")
     arrays = (path / ARRAYS).read_bytes()
@@ -32,7 +32,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manif
 
 
 def npy(array: np.ndarray, header: str | None = None) -> bytes:
-    """A file of numpy's; `header` in place of its own."""
+    """The bytes of a .npy file, with `header` in place of its own."""
     with io.BytesIO() as file:
         np.save(file, array)
         whole = file.getvalue()
@@ -43,7 +43,7 @@ def npy(array: np.ndarray, header: str | None = None) -> bytes:
 
 
 def replace_array(path: Path, content: bytes, compression: int = zipfile.ZIP_STORED, **described: Any) -> None:
-    """Puts a file in the place of the array "totals", and what the manifest is to say of it."""
+    """Replaces the array "totals" by a file, and describes it in the manifest."""
     with zipfile.ZipFile(path / ARRAYS) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path / ARRAYS, "w") as archive:
@@ -71,7 +71,7 @@ def another_shape_than_told(path: Path) -> None:
 
 
 def a_wrong_checksum(path: Path) -> None:
-    """The hash is right, the zip file's own sum is not."""
+    """The hash fits; the checksum in the zip file does not."""
     data = bytearray((path / ARRAYS).read_bytes())
     with zipfile.ZipFile(path / ARRAYS) as archive:
         at = archive.getinfo("totals.npy").header_offset
@@ -199,7 +199,7 @@ DAMAGES: list[Callable[[Path], None]] = [
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.timeout(20)
-def test_whatever_is_wrong_leads_back_to_the_one_before(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_forged_checkpoint_is_skipped(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(1))
     damage(checkpoints.save(snapshot(2)))
@@ -210,7 +210,7 @@ def test_whatever_is_wrong_leads_back_to_the_one_before(tmp_path: Path, damage: 
     assert len(told[0]) < 1000
     later = Checkpoints(tmp_path)
     later.newest(lambda text: None)
-    later.save(snapshot(2))  # the run comes by here again
+    later.save(snapshot(2))  # as the run does when it reaches the step again
     assert_same(later.newest(fail), snapshot(2))
     later.clean()
     assert [path.name for path in later.folder.iterdir() if not path.name.startswith("step-")] == []
@@ -227,7 +227,7 @@ def test_whatever_is_wrong_leads_back_to_the_one_before(tmp_path: Path, damage: 
         (lambda said: said["input"].update(positions=[2]), "input.positions"),
     ],
 )
-def test_the_fact_that_is_wrong_is_named(change: Callable[[dict[str, Any]], object], where: str) -> None:
+def test_a_wrong_fact_is_named(change: Callable[[dict[str, Any]], object], where: str) -> None:
     said = json.loads(json.dumps(facts(2).to_json()))
     assert Facts.of_json(said) == facts(2)
     change(said)
@@ -235,7 +235,7 @@ def test_the_fact_that_is_wrong_is_named(change: Callable[[dict[str, Any]], obje
         Facts.of_json(said)
 
 
-def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
+def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
 
     def add(manifest: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.touch, Path.mkdir, lambda path: path.symlink_to("loop")])
-def test_what_only_has_the_name_of_a_checkpoint_is_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_file_with_the_name_of_a_checkpoint_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
     Checkpoints(tmp_path).save(snapshot(1))
     make(tmp_path / "step-0000000002")
     checkpoints = Checkpoints(tmp_path)
@@ -266,7 +266,7 @@ print(found.step, int(peak) // 1024)
 """
 
 
-def test_a_bomb_costs_its_reader_no_memory(tmp_path: Path) -> None:
+def test_a_zip_bomb_takes_no_memory(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(1))
     a_zip_bomb(checkpoints.save(snapshot(2)))
@@ -279,7 +279,7 @@ def test_a_bomb_costs_its_reader_no_memory(tmp_path: Path) -> None:
     assert megabytes < 200
 
 
-def test_a_manifest_that_none_could_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf2dist.checkpoint.snapshot.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(OSError, match="would have more than 100 bytes"):
         Checkpoints(tmp_path).save(snapshot(1))

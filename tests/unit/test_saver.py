@@ -1,4 +1,4 @@
-"""When to save, and what follows if that fails."""
+"""When checkpoints are saved, and what follows if that fails."""
 
 import errno
 from pathlib import Path
@@ -19,7 +19,7 @@ NOBODY = ToLauncher("chief-0", lambda message: None)
 
 
 class Disk(Checkpoints):
-    """A disk that is full for a while."""
+    """A disk that is full until `full` is False."""
 
     full = True
 
@@ -29,7 +29,7 @@ class Disk(Checkpoints):
         super()._write(path, snapshot)
 
 
-def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     now = [0.0]
     sent: list[Any] = []
     disk = Disk(tmp_path)
@@ -43,7 +43,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     assert [type(message) for message in sent] == [Warned]
     assert not saver.due()
     now[0] += 30.0
-    assert saver.due(), "tried again soon"
+    assert saver.due(), "it is tried again soon"
     disk.full = False
     saver.save(lambda: snapshot(2))
     assert sent[-1] == Saved("chief-0", 2, stopping=False)
@@ -51,25 +51,25 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     assert_same(disk.newest(fail), snapshot(2))
 
 
-def test_the_last_step_is_tried_once_more(tmp_path: Path) -> None:
+def test_saving_the_last_step_is_retried(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     saver = Saver(disk, None, NOBODY)
     saver.save(lambda: snapshot(9))
-    saver.insist(9, lambda: snapshot(9))
+    saver.retry(9, lambda: snapshot(9))
     assert saver.saved_step is None
     with pytest.raises(
         TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room"
     ):
         check_saved({"global_step": 9, "saved_step": saver.saved_step, **RESULT})
     disk.full = False
-    saver.insist(9, lambda: snapshot(9))
+    saver.retry(9, lambda: snapshot(9))
     assert_same(disk.newest(fail), snapshot(9))
-    saver.insist(9, lambda: pytest.fail("it is saved"))
+    saver.retry(9, lambda: pytest.fail("it has been saved"))
     check_saved({"global_step": 9, "saved_step": saver.saved_step})
 
 
 class SmallDisk(Checkpoints):
-    """A disk with room for so many checkpoints."""
+    """A disk with room for `room` checkpoints."""
 
     room = 3
 
@@ -84,26 +84,26 @@ def steps_on(disk: Checkpoints) -> list[int]:
 
 
 @pytest.mark.parametrize("stopping", [False, True])
-def test_older_ones_make_room_for_the_last(tmp_path: Path, stopping: bool) -> None:
+def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping: bool) -> None:
     sent: list[Any] = []
     disk = SmallDisk(tmp_path, keep=5)
     saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
     for step in (1, 2, 3, 4):
         saver.save(lambda: snapshot(step))  # noqa: B023
-    assert steps_on(disk) == [1, 2, 3], "on the way nothing makes room"
+    assert steps_on(disk) == [1, 2, 3], "in the middle of a run nothing is removed"
     sent.clear()
     if stopping:
         saver.save(lambda: snapshot(4), stopping=True)
     else:
-        saver.insist(4, lambda: snapshot(4))
+        saver.retry(4, lambda: snapshot(4))
     assert steps_on(disk) == [2, 3, 4]
     text = "step-0000000001 was removed: the disk is full, and step 4 needs its room"
     assert sent == [Warned("chief-0", text), Saved("chief-0", 4, stopping)]
     assert_same(disk.newest(fail), snapshot(4))
 
 
-def test_the_newest_whole_one_makes_room_for_nothing(tmp_path: Path) -> None:
-    """What has been committed may be all that there is, if the disk does not take the next one even so."""
+def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    """If the disk does not take the next checkpoint even so, it is all that the run has."""
     disk = SmallDisk(tmp_path, keep=5)
     for step in (1, 2, 3):
         disk.save(snapshot(step))
@@ -115,5 +115,5 @@ def test_the_newest_whole_one_makes_room_for_nothing(tmp_path: Path) -> None:
     assert steps_on(disk) == [2]
 
 
-def test_never_by_time(tmp_path: Path) -> None:
+def test_saving_by_time_can_be_switched_off(tmp_path: Path) -> None:
     assert not Saver(Checkpoints(tmp_path), None, NOBODY, clock=lambda: 1e9).due()

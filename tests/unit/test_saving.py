@@ -1,4 +1,4 @@
-"""Checkpoints: whole or invisible, checked before they are believed, and the damaged ones told."""
+"""Checkpoints: complete or invisible, verified before they are used, and damaged ones reported."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tf2dist.errors import CheckpointError
 
 
 def facts(step: int) -> Facts:
-    """What a run with two workers says of itself."""
+    """The facts of a run with two workers."""
     return Facts(
         mode="sync",
         local_steps=(step, step),
@@ -68,7 +68,7 @@ def fail(text: str) -> None:
     pytest.fail(f"nothing is damaged, but: {text}")
 
 
-def test_what_is_saved_is_found(tmp_path: Path) -> None:
+def test_the_newest_saved_snapshot_is_found(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     assert checkpoints.newest(fail) is None
     for step in (5, 9, 10, 100, 99_999_999_999):
@@ -85,7 +85,7 @@ def test_a_snapshot_travels_as_bytes() -> None:
     assert to_bytes(snapshot(3)).partition(b"\n")[0].decode() == f"[3, {{{IN_THE_FILE}}}]"
 
 
-def test_a_snapshot_of_an_older_version_was_shuffled() -> None:
+def test_facts_without_shuffle_mean_shuffled_data() -> None:
     packed = to_bytes(snapshot(7))
     assert packed.count(OF_SHUFFLED) == 1
     found = from_bytes(packed.replace(OF_SHUFFLED, b""))
@@ -149,7 +149,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
 
 
 @pytest.mark.parametrize(("file", "damage"), DAMAGES)
-def test_a_damaged_one_gives_way_to_the_one_before_it(
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -160,11 +160,11 @@ def test_a_damaged_one_gives_way_to_the_one_before_it(
     assert len(told) == 1
     assert "step-0000000002" in told[0]
     assert "going back" in told[0]
-    checkpoints.save(snapshot(2))  # the run comes by here again
+    checkpoints.save(snapshot(2))  # as the run does when it reaches the step again
     assert_same(checkpoints.newest(fail), snapshot(2))
 
 
-def test_damaged_ones_alone_are_no_new_beginning(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         truncate(checkpoints.save(snapshot(step)) / ARRAYS)
@@ -187,7 +187,7 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
 
 
-def test_damaged_ones_are_not_counted_by_a_later_process_either(tmp_path: Path) -> None:
+def test_a_later_process_does_not_count_damaged_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         Checkpoints(tmp_path).save(snapshot(step))
     truncate(tmp_path / "step-0000000002" / ARRAYS)
@@ -198,8 +198,8 @@ def test_damaged_ones_are_not_counted_by_a_later_process_either(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [2, 3, 4, 5]), (3, [1, 2, 3, 4, 5])])
-def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
-    """A run that went back saves steps before the damaged ones; what it saves must stay."""
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    """A run that went back saves steps before the damaged ones; these must be kept."""
     for step in (1, 3, 4):
         Checkpoints(tmp_path).save(snapshot(step))
     for step in (3, 4):
@@ -212,8 +212,8 @@ def test_damaged_ones_are_not_among_those_to_keep(tmp_path: Path, keep: int, lef
     assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
 
 
-def as_before(path: Path) -> Path:
-    """Makes it one of the format before: no hash of the manifest and, at first, no target and no settings of Keras."""
+def in_previous_format(path: Path) -> Path:
+    """Rewrites a checkpoint in the previous format: without a hash of the manifest, a target and Keras's settings."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name in ("target_step", "keras", "sha256"):
         del manifest[name]
@@ -221,18 +221,20 @@ def as_before(path: Path) -> Path:
     return path
 
 
-def test_the_format_before_is_read_too(tmp_path: Path) -> None:
+def test_the_previous_format_is_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    as_before(checkpoints.save(snapshot(1)))
+    in_previous_format(checkpoints.save(snapshot(1)))
     older = replace(snapshot(1), facts=replace(facts(1), target_step=None, keras=None))
     assert_same(checkpoints.newest(fail), older)
 
 
 @pytest.mark.parametrize("word", ['"step"', '"files"', '"arrays"', '"bytes"', '"model/hidden1/kernel"', "2"])
-def test_a_damaged_one_of_the_format_before_gives_way_too(tmp_path: Path, word: str) -> None:
+def test_damage_in_the_previous_format_is_noticed(tmp_path: Path, word: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(1))
-    replace_in(f"{word}", word.replace(word.strip('"')[0], "9"))(as_before(checkpoints.save(snapshot(2))) / MANIFEST)
+    replace_in(f"{word}", word.replace(word.strip('"')[0], "9"))(
+        in_previous_format(checkpoints.save(snapshot(2))) / MANIFEST
+    )
     told: list[str] = []
     assert_same(checkpoints.newest(told.append), snapshot(1))
     assert len(told) == 1
@@ -242,10 +244,10 @@ STEPS: list[Any] = [None, [2], "2", 3, 2.5]
 
 
 @pytest.mark.parametrize(("sealed", "said"), [(True, {"format": 1}), *((False, {"step": step}) for step in STEPS)])
-def test_what_was_changed_is_not_believed_for_its_format(tmp_path: Path, sealed: bool, said: dict[str, Any]) -> None:
+def test_a_changed_format_does_not_switch_the_checks_off(tmp_path: Path, sealed: bool, said: dict[str, Any]) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(1))
     path = checkpoints.save(snapshot(2))
-    manifest = (path if sealed else as_before(path)) / MANIFEST
+    manifest = (path if sealed else in_previous_format(path)) / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | said))
     assert_same(checkpoints.newest(lambda text: None), snapshot(1))

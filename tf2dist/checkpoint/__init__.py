@@ -1,1 +1,1 @@
-"""A run at one step, whole or invisible."""
+"""Checkpoints: a run at one step, stored completely or not at all."""

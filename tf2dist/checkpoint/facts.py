@@ -1,4 +1,4 @@
-"""The facts of a run beside its arrays: what a checkpoint must say for a run to go on from it."""
+"""The facts of a run besides its arrays: what a checkpoint must record so that a run can continue from it."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -13,22 +13,22 @@ Size = Annotated[int, WHOLE_NUMBERS[1:]]
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """How the training set was cut into batches; see `pipeline.Sharding`."""
+    """How the training set was divided into batches; see `pipeline.Sharding`."""
 
     num_examples: Size
     batch_size: Size
     num_shards: Size
     seed: int
     whole_batch_loss: bool
-    shuffle: bool = True  # older checkpoints do not say it
+    shuffle: bool = True  # older checkpoints lack it; all their runs shuffled
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Where the input stood.
+    """The position in the training data.
 
     Attributes:
-        positions: the local step at which each shard goes on.
+        positions: the local step at which each shard continues.
     """
 
     sharding: ShardingFacts
@@ -37,15 +37,15 @@ class InputFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run says of itself at one step, in the order of the file.
+    """The facts of a run at one step, in the order of the manifest.
 
     Attributes:
-        local_steps: steps of each worker that are part of the global step.
-        target_step: at which the run ends; the first checkpoints did not have it.
-        examples: seen by all workers, in the whole run.
+        local_steps: the steps of each worker that are part of the global step.
+        target_step: the step at which the run ends; the oldest checkpoints lack it.
+        examples: how many all workers have seen in the whole run.
         data: the name of the data set.
         model, optimizer: name and arguments.
-        keras: its settings; older checkpoints have none.
+        keras: Keras's settings; older checkpoints have none.
     """
 
     mode: str
@@ -61,13 +61,14 @@ class Facts:
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> "Facts":
-        """Of what `to_json` gave, in this version or another; what else is there is left out.
+        """Reads what `to_json` of this or another version has written; unknown fields are ignored.
 
         Raises:
-            ValueError: names the first fact that is missing or of another kind.
+            ValueError: names the first fact that is missing or of another type.
         """
         try:
             facts = made(cls, found, is_open=True)
+            # Types alone do not show this, and a worker without a position would fail far from here.
             if len(facts.input.positions) != facts.input.sharding.num_shards:
                 raise UndeclaredError("input.positions", repr(facts.input.positions))
         except UndeclaredError as error:
@@ -80,10 +81,11 @@ class Facts:
         return self.examples / self.input.sharding.num_examples
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold; without what is not known."""
+        """The fields as JSON values, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it can count something; True cannot, although Python takes it for 1."""
+    """Whether the value is an integer from 0 to TensorFlow's largest."""
+    # Not isinstance, for which True is an integer too.
     return type(value) is int and value in WHOLE_NUMBERS

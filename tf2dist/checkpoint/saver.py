@@ -5,17 +5,17 @@ import time
 from collections.abc import Callable
 
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.messages import ToLauncher
 
-RETRY_SECS = 30.0  # after an attempt to save that failed
+RETRY_SECS = 30.0  # after a failed attempt to save
 
 
 class NoSaver:
-    """What the tasks save that are not the leader: nothing.
+    """The saver of all tasks but the leader: it saves nothing.
 
     Attributes:
-        saved_step: the last that has been saved.
+        saved_step: the last step that has been saved.
     """
 
     saved_step: int | None = None
@@ -25,22 +25,22 @@ class NoSaver:
         return False
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        """Saves what `take` gives, as far as the disk allows.
+        """Saves the snapshot that `take` returns; a failure is a warning.
 
         Args:
-            stopping: since the run was asked to stop: on a full disk older ones make room for it.
+            stopping: whether the run is being stopped; then, on a full disk, older checkpoints are removed.
         """
 
-    def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
-        """Tries once more if `step` could not be saved: on a full disk older ones make room for it."""
+    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
+        """Tries again if `step` could not be saved; on a full disk older checkpoints are removed."""
 
 
 class Saver(NoSaver):
-    """Saves at the times asked for, and goes on if it cannot.
+    """Saves at the configured interval; the training goes on if that fails.
 
     Args:
-        every_secs: None for never by time.
-        to_launcher: learns what has been saved, and what could not be.
+        every_secs: None for no saving by time.
+        to_launcher: is told which steps have been saved, and which could not be.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class Saver(NoSaver):
         return self._clock() >= self._due_at
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
+        # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
         self._save(take, stopping, self._to_launcher.warn if stopping else None)
 
-    def _save(self, take: Callable[[], Snapshot], stopping: bool, tell_room: Tell | None) -> None:
+    def _save(self, take: Callable[[], Snapshot], stopping: bool, notify_removed: Notify | None) -> None:
         snapshot = take()
         self._due_at = self._clock() + self._every_secs
         try:
-            self._checkpoints.save(snapshot, tell_room)
-        except OSError as error:  # a full disk: what was saved before stays, and may have company later
+            self._checkpoints.save(snapshot, notify_removed)
+        except OSError as error:  # such as a full disk, which may have room again later: no reason to stop a training
             self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
             reason = error.strerror or error
             self._to_launcher.warn(f"step {snapshot.step} could not be saved ({reason}); what was saved before stays")
@@ -73,6 +74,6 @@ class Saver(NoSaver):
             self.saved_step = snapshot.step
             self._to_launcher.saved(snapshot.step, stopping)
 
-    def insist(self, step: int, take: Callable[[], Snapshot]) -> None:
+    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
         if self.saved_step != step:
-            self._save(take, stopping=False, tell_room=self._to_launcher.warn)
+            self._save(take, stopping=False, notify_removed=self._to_launcher.warn)

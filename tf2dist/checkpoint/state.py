@@ -1,6 +1,6 @@
-"""The state of a run by name: which variables there are, and how a snapshot goes into them.
+"""The state of a run by name: which variables there are, and how a snapshot is restored into them.
 
-Neither the mode nor the number of workers or ps shows in the names: "model/hidden1/kernel",
+The names depend neither on the mode nor on the number of workers or ps: "model/hidden1/kernel",
 "optimizer/hidden1/kernel/momentums".
 """
 
@@ -20,23 +20,24 @@ from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.tf_internals import trained_variables
 from tf2dist.registry import DATA_OF_FIT
 
-Named = dict[str, list[keras.Variable]]  # several: what every ps has of its own, such as a product of momenta
+Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
 MAX_NAMES = 6  # of variables in a message
-COUNTERS = ("iteration", "learning_rate")  # the global step tells the one, the configuration the other
+COUNTERS = ("iteration", "learning_rate")  # not saved: the global step gives the one, the configuration the other
 
 
 def named_variables(model: keras.Model, variables: list[keras.Variable], optimizers: list[keras.Optimizer]) -> Named:
     """The variables that a checkpoint holds.
 
     Args:
-        variables: those of the model that count.
+        variables: those of the model that belong to its state.
         optimizers: one, or one for each ps.
 
     Raises:
-        ConfigError: two variables of the model have one name.
+        ConfigError: two variables of the model have the same name.
     """
     named: Named = {}
     for variable in variables:
+        # Without the name of the model, which Keras numbers by how many a process has made before.
         name = f"model/{variable.path.removeprefix(f'{model.name}/')}"
         if name in named:
             raise ConfigError(f"model: two variables are called {variable.path}; give their layers different names")
@@ -51,11 +52,12 @@ def named_variables(model: keras.Model, variables: list[keras.Variable], optimiz
 def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, keras.Variable]]:
     """The variables of an optimizer, named after the variable of the model that each belongs to.
 
-    A Keras optimizer keeps them in lists in the order of the variables that it was built with. Their
-    own names can be equal for two of them: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
+    A Keras optimizer keeps its slots in lists in the order of the variables that it was built with. Their
+    own names may be ambiguous: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
     """
     left = {id(slot): slot for slot in optimizer.variables if slot.name not in COUNTERS}
     owners = trained_variables(optimizer)
+    # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
     for attribute, values in vars(optimizer).items():
         if isinstance(values, list) and len(values) == len(owners) and all(id(value) in left for value in values):
             for owner, slot in zip(owners, values, strict=True):
@@ -66,17 +68,18 @@ def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[
 
 def values(named: Named) -> dict[str, np.ndarray]:
     """The values of all variables; raises NotFiniteError as `finite` does."""
+    # Each ps advances its copy once for each step, so the first one stands for all.
     return finite({name: variables[0].value.numpy() for name, variables in named.items()})
 
 
 def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays as numpy's files know them.
+    """The arrays in types that numpy's files can hold.
 
     Raises:
-        NotFiniteError: one is not finite; saved, it would be of no use.
+        NotFiniteError: one is not finite, so that no run could continue from it.
     """
     for name, array in arrays.items():
-        if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files do not know; float32 holds it exactly
+        if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise NotFiniteError(f"{name} is not finite any more; try a lower learning rate")
@@ -84,14 +87,15 @@ def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def assign(named: Named, arrays: dict[str, np.ndarray]) -> None:
-    """Puts the arrays into the variables of their names."""
+    """Assigns each array to the variables of its name."""
     for name, array in arrays.items():
         for variable in named[name]:
+            # numpy has no bfloat16; TensorFlow converts in that case.
             variable.value.assign(array.astype(variable.dtype) if variable.dtype != "bfloat16" else array)
 
 
 def differences(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    """What a checkpoint lacks, has too much, or has in another shape, a line each."""
+    """The arrays that a checkpoint lacks, has in excess, or has in another shape, a line for each kind."""
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     shapes = [
         f"{name} is {list(found[name])} there and {list(wanted[name])} here"
@@ -108,14 +112,14 @@ def _some(names: list[str]) -> str:
 
 
 def check_keras(before: KerasConfig | None, settings: KerasConfig, option: str) -> None:
-    """Refuses a checkpoint made under other settings of Keras, which make another model of equal weights.
+    """Refuses a checkpoint made with other settings of Keras, with which the same weights make another model.
 
     Args:
-        before: what the checkpoint says; older ones say nothing.
-        option: that has named the checkpoint, for the message.
+        before: the settings in the checkpoint; older ones have none.
+        option: the one that names the checkpoint, for the message.
 
     Raises:
-        CheckpointError: naming the first setting that differs.
+        CheckpointError: names the first setting that differs.
     """
     for name, now in asdict(settings).items():
         then = getattr(before, name, None)
@@ -127,10 +131,10 @@ def check_keras(before: KerasConfig | None, settings: KerasConfig, option: str) 
 
 
 def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfig) -> None:
-    """Refuses the checkpoint of another model, optimizer or data set, or of other settings of Keras.
+    """Refuses the checkpoint of another model, optimizer or data set, or with other settings of Keras.
 
     Raises:
-        CheckpointError: saying what is missing, extra or of another shape.
+        CheckpointError: says what is missing, extra or of another shape.
     """
     way_out = "name another run_dir" + ("" if data in DATA_OF_FIT else "; init_from takes over weights alone")
     if snapshot.facts.data != data:
@@ -138,6 +142,8 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
     check_keras(snapshot.facts.keras, settings, "run_dir")
     found = {name: array.shape for name, array in snapshot.arrays.items()}
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
+    # The model first: another model has another optimizer's slots too, and only the cause should be told. Arrays that
+    # a mode keeps for itself are in neither group, since the other mode can do without them.
     for group in ("model/", "optimizer/"):
         mine, theirs = (
             {name: shape for name, shape in all_of_them.items() if name.startswith(group)}
@@ -151,13 +157,14 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
 
 
 def chosen(named: Named, source: Weights, layers: str | None) -> dict[str, np.ndarray]:
-    """The arrays of those layers of the model whose whole name matches the pattern; all for None.
+    """The arrays of the layers whose full name matches the pattern; all arrays for None.
 
     Raises:
-        CheckpointError: there is none, or one has another shape.
+        CheckpointError: no layer matches, or an array has another shape.
     """
     arrays = {}
     for name, array in source.arrays.items():
+        # A layer may be nested in others; the pattern may name any of them, but not the variable.
         *parents, _ = name.removeprefix("model/").split("/")
         if layers is None or any(re.fullmatch(layers, parent) for parent in parents):
             arrays[name] = array
@@ -174,10 +181,10 @@ def chosen(named: Named, source: Weights, layers: str | None) -> dict[str, np.nd
 
 
 def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -> str:
-    """Puts a snapshot into the variables, or the weights of the layers asked for; returns what to tell of it.
+    """Restores a snapshot, or the weights of the chosen layers, into the variables; returns a line for the user.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: it does not fit the model.
     """
     if start is None:
         return ""
@@ -192,7 +199,7 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -
 
 
 def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
-    """Counts every update that the optimizer is given; `iterations` leaves out those that it only accumulates."""
+    """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients."""
     return next(variable for variable in optimizer.variables if variable.name == COUNTERS[0])
 
 
@@ -201,8 +208,9 @@ def earlier_updates(earlier: keras.Optimizer | None, start: Snapshot | None) -> 
 
     Args:
         earlier: that optimizer.
-        start: from which the run goes on.
+        start: the snapshot from which the run continues.
     """
+    # The snapshot decides: a script that is started again compiles a new optimizer, which has counted nothing.
     if start:
         return int(start.arrays.get(EARLIER_ARRAY, 0))
     return int(counter_of(earlier).numpy()) if earlier is not None and earlier.built else 0
@@ -212,30 +220,32 @@ def take_over(named: Named, model: keras.Model, variables: list[keras.Variable],
     """Gives the optimizers of a run the state of one that has trained the same variables before.
 
     Args:
-        named: of the run.
-        variables: those of the model that count.
+        named: the variables of the run.
+        variables: those of the model that belong to its state.
     """
+    # By name, since in mode async each ps has an optimizer of its own, with a part of the variables.
     state = values(named_variables(model, variables, [earlier]))
     assign(named, {name: array for name, array in state.items() if name.startswith("optimizer/")})
 
 
 def finalizes(optimizer: keras.Optimizer) -> bool:
-    """Whether the optimizer has the last word on the weights."""
+    """Whether the optimizer changes the weights at the end of a training."""
     usual = keras.optimizers.Optimizer.finalize_variable_values
     return bool(optimizer.use_ema) or type(optimizer).finalize_variable_values is not usual
 
 
 def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Variable]]]) -> dict[str, np.ndarray]:
-    """Gives the model the weights that are evaluated, as `Model.fit` does at its end: moving averages, with `use_ema`.
+    """Gives the model its final weights, as `Model.fit` does at its end: with `use_ema`, the moving averages.
 
     Args:
         optimizers: each with the variables that it trains.
 
     Returns:
-        The arrays that a run goes on from, where they are not what the model holds now.
+        The arrays from which a run continues, where they differ from what the model holds now.
     """
     if not any(finalizes(optimizer) for optimizer, _ in optimizers):
         return {}
+    # Before they are overwritten: a run that continues from the averages would be another one.
     trained = values({name: variables for name, variables in named.items() if name.startswith("model/")})
     for optimizer, variables in optimizers:
         optimizer.finalize_variable_values(variables)
@@ -243,23 +253,24 @@ def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Va
 
 
 def input_facts(sharding: Sharding, positions: list[int]) -> InputFacts:
-    """Where every worker's input stands, for the facts of a snapshot."""
+    """The position of every worker's input, for the facts of a snapshot."""
     return InputFacts(ShardingFacts(**asdict(sharding)), tuple(positions))
 
 
 def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
-    """Whether its run has cut the training set in this way; streams are the same however long an epoch is."""
+    """Whether the snapshot's run divided the training set in this way."""
     before, now = snapshot.facts.input.sharding, ShardingFacts(**asdict(sharding))
+    # A stream is the same however many of its examples make an epoch.
     if isinstance(sharding, StreamSharding):
         before = replace(before, num_examples=now.num_examples)
     return before == now
 
 
 def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
-    """The local step at which each worker's input goes on.
+    """The local step at which each worker's input continues.
 
-    Cut in the same way it goes on exactly; cut in another, at the same part of the same pass over the data. Over
-    streams a pass is an epoch, and with another number of workers each of them has another stream.
+    With the same division of the data it continues exactly; with another, at the same fraction of the same pass. For
+    streams a pass is an epoch, and with another number of workers each of them reads another stream.
     """
     if snapshot is None:
         return [0] * sharding.num_shards
@@ -267,6 +278,6 @@ def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
     if has_sharding(snapshot, sharding):
         return list(before.positions)
     passes = snapshot.facts.epochs
-    if isinstance(sharding, StreamSharding):  # whose batches may be of any size
+    if isinstance(sharding, StreamSharding):  # batches of a stream may have any size, so the examples seen do not tell
         passes = sum(before.positions) * before.sharding.batch_size / before.sharding.num_examples
     return [round(passes * steps) for steps in sharding.counted_steps()]

@@ -1,8 +1,8 @@
-"""The checkpoints of a run directory: whole or invisible, whatever ends the process.
+"""The checkpoints of a run directory: complete or invisible, however the process ends.
 
     checkpoints/step-0000012345/    see `snapshot`
 
-A checkpoint is written into a folder with another name, flushed to the disk, and renamed.
+A checkpoint is written into a folder with a temporary name, flushed to the disk, and renamed.
 """
 
 import contextlib
@@ -17,22 +17,23 @@ from tf2dist.checkpoint.snapshot import Snapshot, flush, folder_name, read, veri
 from tf2dist.errors import CheckpointError
 
 TEMPORARY = ".part-"
-FULL = (errno.ENOSPC, errno.EDQUOT)
-MAX_REASON_CHARS = 500  # it may quote a name out of a damaged file
-Tell = Callable[[str], None]
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk itself, or this user's quota
+MAX_REASON_CHARS = 500  # an error may quote a name of any length from a damaged file
+Notify = Callable[[str], None]
 
 
 class Checkpoints:
     """The checkpoints of one run directory, oldest first.
 
     Args:
-        folder: made when the first is written.
-        keep: how many stay.
+        folder: created when the first checkpoint is written.
+        keep: how many whole ones are kept.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self._keep = folder, keep
-        self._known: dict[Path, bool] = {}  # whether it is whole, as far as it has been looked at
+        # Whether a checkpoint is whole, for those that have been checked: a check hashes the whole file.
+        self._known: dict[Path, bool] = {}
 
     def paths(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -40,47 +41,51 @@ class Checkpoints:
         paths = [path for path in self.folder.iterdir() if re.fullmatch(r"step-[0-9]{10,}", path.name)]
         return sorted(paths, key=_step)
 
-    def save(self, snapshot: Snapshot, tell_room: Tell | None = None) -> Path:
-        """Writes a checkpoint and then removes those that are too many.
+    def save(self, snapshot: Snapshot, notify_removed: Notify | None = None) -> Path:
+        """Writes a checkpoint, and then removes the oldest ones beyond `keep`.
 
         Args:
-            tell_room: for a checkpoint that is worth more than older ones: those make room for it on a
-                full disk, except for the newest whole one, and a line is told of each.
+            notify_removed: if given, older checkpoints except for the newest whole one are removed when the disk
+                is full, and it takes a line about each.
 
         Raises:
-            OSError: it could not be written; all earlier ones that nobody was told of are untouched.
+            OSError: it could not be written; all earlier ones are untouched, apart from those of `notify_removed`.
         """
         path = self.folder / folder_name(snapshot.step)
-        if self._is_whole(path):  # a run that was at its end already
+        if self._is_whole(path):  # a run that had already reached its end was started again
             return path
+        # Each round removes one checkpoint, and ends when there is none to remove.
         while True:
             try:
                 self._write(path, snapshot)
                 break
             except OSError as error:
-                if tell_room is None or error.errno not in FULL or (gone := self._drop_oldest()) is None:
+                if notify_removed is None or error.errno not in FULL or (gone := self._drop_oldest()) is None:
                     raise
-                tell_room(f"{gone.name} was removed: the disk is full, and step {snapshot.step} needs its room")
+                notify_removed(f"{gone.name} was removed: the disk is full, and step {snapshot.step} needs its room")
         self._known[path] = True
         self._prune(path)
         return path
 
     def _write(self, path: Path, snapshot: Snapshot) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A process that had the same number before may have left a folder of this name.
         part = self.folder / f"{TEMPORARY}{os.getpid()}"
         _discard(part)
         try:
             part.mkdir(mode=0o700)
             write(part, snapshot)
-            if os.path.lexists(path):  # damaged, which is why the run was at an earlier step
+            if os.path.lexists(path):  # it is damaged, so the run went back and has come to this step again
                 self._remove(path)
+            # The rename is atomic, and comes after the files are on the disk: nobody ever sees a part of them.
             part.rename(path)
             flush(self.folder)
         finally:
             _discard(part)
 
     def _drop_oldest(self) -> Path | None:
-        """Removes the oldest checkpoint but never the newest whole one; None if there is no other."""
+        """Removes the oldest checkpoint except for the newest whole one; None if there is no other."""
+        # If the new one cannot be written even so, the newest whole one is all that the run has.
         paths = self.paths()
         newest_whole = next((path for path in reversed(paths) if self._is_whole(path)), None)
         for path in paths:
@@ -93,6 +98,7 @@ class Checkpoints:
     def _prune(self, newest: Path) -> None:
         """Removes what is older than the last `keep` whole ones up to `newest`."""
         number = 0
+        # Later steps are damaged ones that the run went back from. They stay until the run comes by and replaces them.
         for path in reversed([one for one in self.paths() if _step(one) <= _step(newest)]):
             if number < self._keep:
                 number += self._is_whole(path)
@@ -107,23 +113,27 @@ class Checkpoints:
         return self._known.setdefault(path, False)
 
     def _remove(self, path: Path) -> None:
-        """Out of sight first: what is half removed must not look like a checkpoint."""
+        """Removes a checkpoint, or leaves it where that fails."""
+        # The rename first: a process that is killed while it removes files must leave no half checkpoint.
         gone = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-        with contextlib.suppress(OSError):  # tidying up is no reason to stop a training
+        with contextlib.suppress(OSError):  # a failure to tidy up must not stop a training
             path.rename(gone)
             _discard(gone)
 
     def clean(self) -> None:
-        """Removes what a killed process has left; to be called while nobody else saves here."""
+        """Removes what a killed process has left; must be called while nobody else saves here."""
         if self.folder.is_dir():
             for path in self.folder.glob(f"{TEMPORARY}*"):
                 _discard(path)
 
-    def newest(self, tell: Tell) -> Snapshot | None:
-        """The newest whole checkpoint; tells of every damaged one. None if there is none at all.
+    def newest(self, notify: Notify) -> Snapshot | None:
+        """The newest whole checkpoint, or None if there are no checkpoints at all.
+
+        Args:
+            notify: takes a line about every damaged one.
 
         Raises:
-            CheckpointError: there are some, and all are damaged.
+            CheckpointError: all checkpoints are damaged. Beginning anew would look like success, and lose the run.
         """
         damaged = []
         try:
@@ -131,19 +141,20 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot be read ({error.strerror}); name another run_dir") from None
         for path in reversed(paths):
+            # Read again even if it was whole before: another process may have changed it since.
             self._known[path] = False
             try:
                 snapshot = read(path)
             except (OSError, ValueError) as error:
                 damaged.append(f"{path}: {str(error)[:MAX_REASON_CHARS]}")
-                tell(f"{damaged[-1]}; going back to the checkpoint before it")
+                notify(f"{damaged[-1]}; going back to the checkpoint before it")
             else:
                 self._known[path] = True
                 return snapshot
         if damaged:
             raise CheckpointError(
-                f"{self.folder}: all {len(damaged)} checkpoints are damaged ({damaged[0]}); bring one back, or "
-                "remove the folder to begin anew"
+                f"{self.folder}: all {len(damaged)} checkpoints are damaged ({damaged[0]}); restore one from a copy, "
+                "or remove the folder to begin anew"
             )
         return None
 
@@ -153,7 +164,8 @@ def _step(path: Path) -> int:
 
 
 def _discard(path: Path) -> None:
-    """Removes a folder, or whatever else has its name, as far as that goes."""
+    """Removes a folder, or a file or link of that name, as far as possible."""
+    # `rmtree` refuses a link, and what a link points to must stay.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

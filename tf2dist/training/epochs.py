@@ -231,7 +231,7 @@ class EpochDriver:
         self._call("end", {})
         test = self._evaluate("test") if "test" in self._splits else None
         self._saver.save(self._snapshot)
-        self._saver.insist(step, self._snapshot)
+        self._saver.retry(step, self._snapshot)
         self._write_finished_model()
         self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
         loop.finish(test or self._validation or self._last)

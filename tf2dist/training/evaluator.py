@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.state import Named, assign, check_same, finalize, finalizes, named_variables
-from tf2dist.checkpoint.store import Checkpoints, Tell
+from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
@@ -25,7 +25,7 @@ OnEvaluation = Callable[[str, int, Evaluation], None]
 class Evaluator:
     """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
 
-    def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Tell) -> None:
+    def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Notify) -> None:
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
         self._damaged: set[tuple[str, int, int]] = set()
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
