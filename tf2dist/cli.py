@@ -22,8 +22,8 @@ from tf2dist.config.show import configuration, information
 from tf2dist.config.sweeps import sweep_of
 from tf2dist.data import location
 from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
-from tf2dist.launch.console import LAST_WORDS_SECS, Console, result_lines
-from tf2dist.launch.drawing import why_not_drawn
+from tf2dist.launch.console import DRAIN_SECS, Console, result_lines
+from tf2dist.launch.drawing import draw_result
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.launch.streams import prepare, say
 from tf2dist.launch.sweep import run_sweep
@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
     settle_home()
     with Signals() as signals:
         try:
-            code = code_of(arguments, started_at, signals)
+            code = run_and_report(arguments, started_at, signals)
         except KeyboardInterrupt:  # a signal before there was anything to stop
             code = report(Interrupted(signals.received[0]))
     sys.exit(code)
 
 
-def code_of(arguments: list[str], started_at: float, signals: Signals) -> int:
+def run_and_report(arguments: list[str], started_at: float, signals: Signals) -> int:
     """Runs one command line and writes its error, if there is one; returns the exit code."""
     try:
         run(arguments, started_at, signals)
@@ -62,7 +62,7 @@ def report(error: TfDistError) -> int:
     stream = Unblocked(sys.stderr)
     with contextlib.suppress(OSError):  # nobody can read it; the code is still the answer
         print(printable(f"tf2dist: error: {text}"), file=stream, flush=True)
-        stream.drain(LAST_WORDS_SECS)
+        stream.drain(DRAIN_SECS)
     return error.exit_code
 
 
@@ -145,7 +145,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
             pass  # the reader has left; the run has ended well all the same
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
-        if text := why_not_drawn(config, run_dir):
+        if text := draw_result(config, run_dir):
             console.warn(f"regression.png could not be drawn ({text}); the result is in {run_dir}/summary.json")
 
 

@@ -1,4 +1,4 @@
-"""What the forked tasks of these tests do; they run without TensorFlow."""
+"""The functions that the forked tasks of these tests run, without TensorFlow."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ def leave(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def wait(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Waits for ever, with a child of its own, and tells when it has begun."""
+    """Reports that it runs, with a child of its own, and waits without end."""
     if payload.get("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = os.fork()
@@ -50,21 +50,21 @@ def listen(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def hear(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Waits for one line from the launcher and says whom it is about."""
+    """Waits for one line from the launcher and reports the task that it names."""
     to_launcher.result({})
     to_launcher.result({"heard": unpack(sys.stdin.readline().encode(), ToTask).task})
     return 0
 
 
 def surroundings(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Says what the environments of this task and of the fork server hold of ours."""
+    """Reports which variables with the job token this task and the fork server have."""
     server = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode().split("\0")
     to_launcher.result({"names": [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]})
     return 0
 
 
 def exhaust(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Asks for more memory than a limit allows, as TensorFlow's C++ code does; nobody there expects a refusal."""
+    """Asks for more memory than a limit allows, as TensorFlow's C++ code does, which handles no refusal."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(1 << 40))  # operator new
@@ -79,7 +79,7 @@ def compute(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def stand(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Never returns from a function of the user's, as this file is, watched like a task."""
+    """Never returns from a function of the user's code, which this file counts as, watched like a task."""
     from tf2dist.process import heartbeat
 
     heartbeat.STANDING_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
@@ -93,6 +93,6 @@ def never_returns() -> None:
 
 
 def abort(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Ends as a library does that has found something it did not expect, without a word of a limit."""
+    """Ends as a library does at a failed check: with SIGABRT, and no mention of a limit."""
     print("now", flush=True)
     os.abort()

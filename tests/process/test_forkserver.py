@@ -1,4 +1,4 @@
-"""The fork server: how its end is told, what it imports, and what its tasks see of the environment."""
+"""The fork server: how its end is reported, what it imports, and which environment its tasks get."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told how it ended, and nothing of what stands in its log."""
+def test_the_tasks_of_a_killed_fork_server_die_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how the server ended; its log may hold unrelated output."""
     (tmp_path / "chatty.py").write_text("print('chatter', flush=True)")
     monkeypatch.syspath_prepend(tmp_path)
     with Launcher(tmp_path, preload=("chatty",)) as launcher:
@@ -42,7 +42,7 @@ def test_a_dead_fork_server_takes_the_tasks_along(tmp_path: Path, monkeypatch: p
 
 
 def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """And is not worth a retry: the same would happen."""
+    """And a retry would end in the same way."""
     with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TrainingError) as error:
         wait_for(launcher, Ready)
     assert "the fork server failed: ModuleNotFoundError: No module named 'no_such_module'" in str(error.value)
@@ -105,7 +105,7 @@ def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
             wait_for(launcher, Began)
 
 
-def test_what_an_earlier_start_has_written_is_no_reason(tmp_path: Path) -> None:
+def test_the_output_of_an_earlier_start_is_not_searched_for_the_cause(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "abort")
@@ -135,7 +135,7 @@ except TrainingError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user, whose processes are limited")
-def test_a_fork_server_for_which_there_is_no_process() -> None:
+def test_a_fork_server_that_the_limit_on_processes_forbids() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-c", WITHOUT_PROCESSES, folder]
@@ -144,8 +144,8 @@ def test_a_fork_server_for_which_there_is_no_process() -> None:
     assert "could not be started: Resource temporarily unavailable: the limit on processes or threads" in done.stdout
 
 
-def test_a_signal_counts_more_than_what_it_did_to_the_fork_server(tmp_path: Path) -> None:
-    """Sent to a whole service it may end the server before that can ignore it."""
+def test_a_signal_explains_the_end_of_the_fork_server(tmp_path: Path) -> None:
+    """A signal to a whole service may end the server before the server ignores it."""
 
     def check() -> None:
         raise Interrupted(signal.SIGTERM)

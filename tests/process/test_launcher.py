@@ -1,4 +1,4 @@
-"""Launcher and fork server with real processes: every end is seen, nothing is left behind."""
+"""Launcher and fork server with real processes: every exit is reported, no process is left."""
 
 import ctypes
 import os
@@ -43,7 +43,7 @@ def wait_for(launcher: Launcher, kind: type[Message], task: str = "") -> Message
 
 
 def said(launcher: Launcher, task: str = "") -> dict[str, Any]:
-    """What a target tells next."""
+    """The next result that a target sends."""
     return wait_for(launcher, Result, task).summary
 
 
@@ -52,7 +52,7 @@ def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:
     launcher.start(name, target, {"name": name, **payload}, env={"COLOUR": "red"}, sys_path=sys.path)
 
 
-def test_what_is_told_reaches_that_task_alone(tmp_path: Path) -> None:
+def test_a_message_reaches_its_task_alone(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for name in ("worker-0", "worker-1"):
             start(launcher, name, "hear")
@@ -76,7 +76,7 @@ def test_tasks_run_report_and_log(tmp_path: Path) -> None:
     assert (tmp_path / "worker-1.log").read_text() == "hello from worker-1 red\n"
 
 
-def test_exit_codes_and_tracebacks_are_told(tmp_path: Path) -> None:
+def test_exit_codes_and_tracebacks_are_reported(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "fail")
         start(launcher, "worker-1", "leave")
@@ -85,7 +85,7 @@ def test_exit_codes_and_tracebacks_are_told(tmp_path: Path) -> None:
     assert "this target is broken" in (tmp_path / "worker-0.log").read_text()
 
 
-def test_a_killed_task_is_told_and_can_be_started_again(tmp_path: Path) -> None:
+def test_a_killed_task_is_reported_and_can_be_started_again(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         for _ in range(2):
             start(launcher, "worker-0", "wait")
@@ -117,8 +117,8 @@ def test_a_stopped_task_does_not_run(tmp_path: Path) -> None:
         wait_for(launcher, Exited)
 
 
-def test_a_killed_task_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that waits for a device or a file system; here it is its debugger that keeps it."""
+def test_a_killed_task_that_does_not_end_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may wait for a device or a file system; here a debugger keeps the process."""
     monkeypatch.setattr(launcher_module, "KILL_TIMEOUT_SECS", 1.0)
     with make(tmp_path) as launcher:
         start(launcher, "worker-0", "wait")
@@ -152,7 +152,7 @@ def test_an_exception_in_the_block_stops_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path, frozen: bool) -> None:
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path, frozen: bool) -> None:
     code = f"""
 import pathlib
 from tests.process import test_launcher as t
@@ -178,7 +178,7 @@ with t.make(pathlib.Path({str(tmp_path)!r})) as launcher:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_launcher_that_is_killed_during_the_import_leaves_nobody(tmp_path: Path, at_once: bool) -> None:
+def test_a_launcher_that_is_killed_during_the_import_leaves_no_process(tmp_path: Path, at_once: bool) -> None:
     slow = "import pathlib, time; pathlib.Path(__file__ + '.mark').touch(); time.sleep(60)"
     (tmp_path / "slow.py").write_text(slow)
     code = f"""

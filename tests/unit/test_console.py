@@ -1,4 +1,4 @@
-"""What the user sees."""
+"""The output of a run for the user."""
 
 import contextlib
 import faulthandler
@@ -23,7 +23,7 @@ PROGRESS = Progress("chief-0", step=1200, target_step=2750, metrics={"loss": 0.3
 
 
 def all_of(descriptor: int) -> str:
-    """What was written to the other end, which is closed."""
+    """All that was written to the other end, which is closed."""
     output = b""
     with os.fdopen(descriptor, "rb", buffering=0) as file, contextlib.suppress(OSError):  # a terminal's end is an error
         while part := file.read(1 << 16):
@@ -37,7 +37,7 @@ def test_progress_line() -> None:
 
 
 @pytest.mark.parametrize(("rate", "text"), [(1520.4, "1,520"), (12.34, "12"), (7.31, "7.3"), (0.0421, "0.042")])
-def test_a_slow_rate_is_not_none(rate: float, text: str) -> None:
+def test_a_slow_rate_is_not_shown_as_zero(rate: float, text: str) -> None:
     assert f"  {text} steps/s  " in console.progress_line(1, 10, 2.5, rate)
 
 
@@ -55,7 +55,7 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_the_rate_is_that_of_this_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_counts_anew_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart goes back to a checkpoint, which may lie behind the first step that was shown."""
     stream, clock = io.StringIO(), iter([0.0, 10.0, 20.0, 50.0, 60.0])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -121,7 +121,7 @@ def test_the_metrics_of_the_last_evaluation(summary: dict[str, Any], line: str) 
     assert console.last_evaluation(summary) == line
 
 
-def test_a_full_disk_behind_it_is_no_reason_to_stop() -> None:
+def test_a_full_disk_behind_stderr_is_ignored() -> None:
     with open("/dev/full", "w", encoding="utf-8") as stream, Console(stream) as plain:
         plain.status("starting")
         plain.warn("look out")
@@ -135,7 +135,7 @@ SEQUENCE = "a\x1b[2J\x9b1m\rb\x00\u202ec\udcff"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_what_a_terminal_would_obey_is_spelled_out(is_terminal: bool) -> None:
+def test_control_characters_are_spelled_out(is_terminal: bool) -> None:
     master, slave = pty.openpty() if is_terminal else os.pipe()
     with os.fdopen(slave, "w") as stream, Console(stream) as shown:
         for say in (shown.status, shown.note, shown.warn):
@@ -146,7 +146,7 @@ def test_what_a_terminal_would_obey_is_spelled_out(is_terminal: bool) -> None:
     assert not [part for part in ("\x1b[2J", "\x9b", "\x00", "\u202e") if part in output]
 
 
-def test_nor_does_a_terminal_obey_an_error_of_the_users(
+def test_control_characters_in_a_users_error_are_spelled_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = [FailureRecord(task, 0.0, 1, f"{task}: {SEQUENCE}", SEQUENCE) for task in ("worker-0", "worker-1")]
@@ -164,7 +164,7 @@ def test_nor_does_a_terminal_obey_an_error_of_the_users(
 
 
 def test_a_reader_that_stalls_and_comes_back() -> None:
-    """Nobody waits for it; what fits is kept for later, whole."""
+    """The writer does not wait; what fits into the buffer is kept for later."""
     ours, theirs = os.pipe()
     with os.fdopen(theirs, "w") as stream, Console(stream) as plain:
         for number in range(100_000):  # more than the pipe and the memory for it
@@ -177,10 +177,10 @@ def test_a_reader_that_stalls_and_comes_back() -> None:
     assert lines[9_000] == "line 9000", "what the pipe holds, and as much that was kept"
 
 
-def test_a_terminal_that_stalls_keeps_nobody() -> None:
-    """One that says that it is ready takes less than it is given, and an ordinary write waits for the rest."""
+def test_a_terminal_that_stalls_blocks_nothing() -> None:
+    """A terminal that is ready may take only a part of a write, and an ordinary write waits for the rest."""
     master, slave = pty.openpty()
-    faulthandler.dump_traceback_later(30, exit=True)  # nothing else ends a write that waits
+    faulthandler.dump_traceback_later(30, exit=True)  # nothing else ends a write that blocks
     try:
         with os.fdopen(slave, "w") as stream:
             terminal = Unblocked(stream)

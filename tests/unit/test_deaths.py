@@ -1,10 +1,10 @@
-"""What the end of a process says of its cause."""
+"""The cause of a process's end, from its exit code and its output."""
 
 import signal
 
 import pytest
 
-from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, last_word, limit
+from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, last_w
         (-signal.SIGABRT, "std::bad_alloc\n" + "of this life\n" * 20, ""),
     ],
 )
-def test_limits_are_known_by_what_is_said_of_them(code: int, log: str, said: str) -> None:
-    assert limit(code, log) == said
+def test_a_limit_is_recognised_in_the_output(code: int, log: str, said: str) -> None:
+    assert limit_reached(code, log) == said
 
 
-def test_the_last_word_is_the_exception() -> None:
+def test_the_error_line_is_the_exception() -> None:
     log = "I0000 chatter\nTraceback:\n  File\nImportError: no such library\nI0000 more chatter\n\n"
-    assert last_word(log) == "ImportError: no such library"
-    assert last_word("one\ntwo\n") == "two"
-    assert last_word("") == "it printed nothing"
+    assert error_line(log) == "ImportError: no such library"
+    assert error_line("one\ntwo\n") == "two"
+    assert error_line("") == "it printed nothing"

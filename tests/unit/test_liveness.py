@@ -1,4 +1,4 @@
-"""Who counts as frozen or mute: without processes."""
+"""Which tasks count as frozen or mute, without processes."""
 
 import contextlib
 import time
@@ -13,7 +13,7 @@ from tf2dist.process import heartbeat
 
 
 class Tasks:
-    """Whether each runs, what is heard of it, and what is concluded."""
+    """Scripted tasks: which of them are stopped or mute, and what the tracker concludes."""
 
     def __init__(self, *names: str) -> None:
         self.stopped: set[str] = set()
@@ -23,7 +23,7 @@ class Tasks:
         self._names = names
 
     def lost(self, first: int, last: int) -> list[str]:
-        """At the last of the looks that are made every second; at none of the others."""
+        """The lost tasks at the last of the looks, one a second; asserts that no earlier look finds any."""
         for second in range(first, last + 1):
             for task in set(self._names) - self.stopped - self.mute:
                 self.liveness.heard(task, second)
@@ -46,8 +46,8 @@ def test_a_stopped_task_is_frozen() -> None:
     assert not tasks.liveness.any_silent
 
 
-def test_a_task_that_was_stopped_for_a_moment_is_not() -> None:
-    """Nor one that has said nothing for a while before."""
+def test_a_task_that_was_stopped_for_a_moment_is_not_lost() -> None:
+    """Not even if it was silent for a while before."""
     tasks = Tasks("worker-0")
     tasks.mute.add("worker-0")
     assert tasks.lost(1, 9) == []
@@ -57,7 +57,7 @@ def test_a_task_that_was_stopped_for_a_moment_is_not() -> None:
     assert tasks.lost(18, 25) == []
 
 
-def test_a_task_that_runs_and_says_nothing_is_lost_too() -> None:
+def test_a_running_task_that_is_silent_is_lost_too() -> None:
     tasks = Tasks("worker-0", "worker-1")
     tasks.mute.add("worker-1")
     assert tasks.lost(1, 10) == []
@@ -65,10 +65,10 @@ def test_a_task_that_runs_and_says_nothing_is_lost_too() -> None:
     assert tasks.lost(11, 11) == ["worker-1"]
 
 
-def test_a_silence_that_was_announced_is_none() -> None:
+def test_an_announced_silence_is_no_loss() -> None:
     tasks = Tasks("worker-0")
     tasks.liveness.announced("worker-0", 1.0, 30.0)
-    tasks.liveness.heard("worker-0", 1.1)  # it goes on for a moment
+    tasks.liveness.heard("worker-0", 1.1)  # messages still come for a moment
     tasks.mute.add("worker-0")
     assert tasks.lost(2, 33) == []
     assert not tasks.liveness.any_silent
@@ -84,7 +84,7 @@ def test_an_announced_silence_has_an_end() -> None:
 
 
 @pytest.mark.parametrize("other", ["worker-0", "chief-0"])
-def test_who_waits_for_a_frozen_task_may_be_silent_too(other: str) -> None:
+def test_a_task_that_waits_for_a_frozen_one_may_be_silent_too(other: str) -> None:
     tasks = Tasks("worker-1", other)
     tasks.mute.add(other)
     assert tasks.lost(1, 2) == []
@@ -97,8 +97,8 @@ def test_who_waits_for_a_frozen_task_may_be_silent_too(other: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("worker-0", "worker-1"), ("chief-0", "worker-1")])
-def test_of_two_that_run_and_are_silent_one_is_to_blame(first: str, second: str) -> None:
-    """The one that fell silent first, or any but the coordinator, which calls all others."""
+def test_of_two_running_silent_tasks_one_is_blamed_first(first: str, second: str) -> None:
+    """The one that fell silent first; but never the coordinator, which calls all others, before another task."""
     tasks = Tasks(first, second)
     tasks.mute.add(first)
     assert tasks.lost(1, 2) == []
@@ -110,12 +110,12 @@ def test_of_two_that_run_and_are_silent_one_is_to_blame(first: str, second: str)
     assert tasks.lost(at + 1, at + 11) == [other]
 
 
-def test_a_launcher_that_was_stopped_has_seen_nothing() -> None:
+def test_silence_while_the_launcher_was_stopped_does_not_count() -> None:
     tasks = Tasks("worker-0", "worker-1")
     assert tasks.lost(1, 1) == []
     tasks.stopped.add("worker-1")
     tasks.mute.add("worker-0")
-    assert tasks.liveness.lost(1000) == [], "it was the launcher that slept"
+    assert tasks.liveness.lost(1000) == [], "the launcher was suspended, not the tasks"
     assert tasks.liveness.awake_since == 1000
     assert tasks.lost(1001, 1011) == ["worker-1"]
 
@@ -126,6 +126,6 @@ def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(heartbeat, "_deadline", time.monotonic())
     monkeypatch.setattr(heartbeat, "_watchdog_secs", 10.0)
     with contextlib.suppress(KeyError), heartbeat.announce_silence(30.0):
-        assert heartbeat._deadline > time.monotonic() + 35.0, "it need not make progress either"
+        assert heartbeat._deadline > time.monotonic() + 35.0, "the watchdog must wait too"
         raise KeyError
     assert said == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]

@@ -1,4 +1,4 @@
-"""What the end of a task asks for, without processes."""
+"""Whether a failed task is restarted, without processes."""
 
 import pytest
 
@@ -36,14 +36,14 @@ def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected:
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 130, 143])
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_what_would_happen_again_is_not_tried_again(mode: str, exit_code: int) -> None:
+def test_a_failure_that_would_recur_is_not_retried(mode: str, exit_code: int) -> None:
     policy = RestartPolicy(mode, max_restarts=3, whole_cluster=True)
     for task in ("worker-0", "ps-0", "chief-0"):
         assert policy.judge(failure(task, exit_code)) is Verdict.FAIL
     assert policy.restarts == 0
 
 
-def test_a_worker_that_has_lost_the_others_is_not_the_lost_one() -> None:
+def test_a_worker_that_reports_a_lost_peer_is_not_lost_itself() -> None:
     complaint = FailureRecord("worker-0", 0.0, LOST, "chief-0 is gone")
     assert RestartPolicy("async", 3, whole_cluster=False).judge(complaint) is Verdict.FAIL
     assert RestartPolicy("async", 3, whole_cluster=True).judge(complaint) is Verdict.RESTART_ALL

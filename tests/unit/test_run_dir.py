@@ -1,4 +1,4 @@
-"""A run directory that others have had their hands in, and streams that are not there."""
+"""A run directory that other users can write to, and standard streams that are missing or full."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def made(tmp_path: Path) -> Path:
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", [*NAMES, *FOLDERS])
 @pytest.mark.parametrize("kind", ["link", "FIFO", "other"])
-def test_what_is_not_of_its_kind_is_refused(made: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_a_name_with_another_kind_of_file_is_refused(made: Path, tmp_path: Path, name: str, kind: str) -> None:
     path, target = made / name, tmp_path / "target"
     target.mkdir() if name in FOLDERS else target.write_text("precious")
     if path.is_dir():
@@ -54,7 +54,7 @@ def test_what_is_not_of_its_kind_is_refused(made: Path, tmp_path: Path, name: st
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """One that other users can enter; every start of pytest closes those that it has made."""
+    """A folder that other users can enter; pytest makes its own temporary folders private."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -67,7 +67,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 try:
-    with run_dir.the_only_run(run_dir.make_run_dir(RunConfig(run_dir=sys.argv[1]))):
+    with run_dir.locked(run_dir.make_run_dir(RunConfig(run_dir=sys.argv[1]))):
         print(run_dir.why_not_private(run_dir.Path(sys.argv[1])))
 except ConfigError as error:
     print(error)
@@ -75,7 +75,7 @@ except ConfigError as error:
 
 
 def as_nobody(path: Path) -> str:
-    """What another user is told of a run directory."""
+    """What another user reads about a run directory."""
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
     done = subprocess.run([sys.executable, "-c", AS_NOBODY, path], cwd=REPOSITORY, capture_output=True, text=True)
@@ -84,7 +84,7 @@ def as_nobody(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["logs", "checkpoints", ".lock", "logs/worker-0.log", "config.yaml"])
-def test_what_belongs_to_another_user_is_refused_in_one_line(open_folder: Path, name: str) -> None:
+def test_files_of_another_user_are_refused_in_one_line(open_folder: Path, name: str) -> None:
     made = run_dir.make_run_dir(RunConfig(run_dir=str(open_folder / "run")))
     for path in (made, made / "logs"):
         path.chmod(0o777)
@@ -100,7 +100,7 @@ def test_what_belongs_to_another_user_is_refused_in_one_line(open_folder: Path, 
     assert "\n" not in said
 
 
-def test_an_empty_folder_that_is_for_all_is_used_and_told(open_folder: Path) -> None:
+def test_an_empty_folder_that_all_can_write_is_used_with_a_warning(open_folder: Path) -> None:
     shared = open_folder / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -110,7 +110,7 @@ def test_an_empty_folder_that_is_for_all_is_used_and_told(open_folder: Path) -> 
 @pytest.mark.parametrize(
     ("mode", "told"), [(0o700, False), (0o755, False), (0o1777, False), (0o775, True), (0o777, True)]
 )
-def test_outputs_that_others_can_write_are_told(
+def test_an_outputs_folder_that_others_can_write_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, told: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -121,29 +121,29 @@ def test_outputs_that_others_can_write_are_told(
 
 
 def write_lock(folder: Path) -> None:
-    with run_dir.the_only_run(folder):
+    with run_dir.locked(folder):
         pass
 
 
 def test_one_run_at_a_time(made: Path) -> None:
     in_use = "another run is using it; wait for its end, or name another directory"
-    with run_dir.the_only_run(made) as lock:
-        with pytest.raises(ConfigError, match=in_use), run_dir.the_only_run(made):
+    with run_dir.locked(made) as lock:
+        with pytest.raises(ConfigError, match=in_use), run_dir.locked(made):
             pass
         lock.check()
 
 
-def test_a_run_whose_directory_was_removed_leaves_alone_what_another_run_has_put_there(made: Path) -> None:
-    with run_dir.the_only_run(made) as lock:
+def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(made: Path) -> None:
+    with run_dir.locked(made) as lock:
         shutil.rmtree(made)
-        lock.check()  # nobody else is there
+        lock.check()  # no other run has come yet
         again = run_dir.make_run_dir(RunConfig(run_dir=str(made)))
-        with run_dir.the_only_run(again) as its:
+        with run_dir.locked(again) as its:
             supervisor.write_summary(again, its, {"of": "the other run"})
         other = (again / "summary.json").read_text()
         with pytest.raises(TrainingError, match=rf"run_dir \({made}\): was removed during the run, and another run"):
             supervisor.note_begin(RunConfig(), made, lock, Console())
-        with pytest.raises(TrainingError, match=r"another run uses that path now.*; it would have said\n.*this run"):
+        with pytest.raises(TrainingError, match=r"another run uses that path now.*; its content would be\n.*this run"):
             supervisor.write_summary(made, lock, {"of": "this run"})
         assert (made / "summary.json").read_text() == other
         assert not (made / "config.yaml").exists()
@@ -160,7 +160,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", WRITES)
 def test_links_are_not_followed_when_a_file_is_written(tmp_path: Path, name: str) -> None:
-    """Also those that come after the check at the start."""
+    """Also links that appear after the check at the start."""
     (tmp_path / "target").write_text("precious")
     (tmp_path / name).symlink_to(tmp_path / "target")
     with pytest.raises((ConfigError, OSError), match="is a link, which is not followed"):
@@ -172,7 +172,7 @@ def test_links_are_not_followed_when_a_file_is_written(tmp_path: Path, name: str
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_a_link_gives_way_to_a_file_that_is_written_whole(tmp_path: Path) -> None:
+def test_a_file_written_whole_replaces_a_link(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")
     record = FailureRecord("worker-0", 0.0, 1, "it")
@@ -188,12 +188,12 @@ def test_a_link_gives_way_to_a_file_that_is_written_whole(tmp_path: Path) -> Non
 
 @pytest.fixture
 def few_files(tmp_path: Path) -> Iterator[Path]:
-    """A file system in which four files and folders have room, itself included."""
+    """A file system with room for four files and folders, its root included."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("this system lets nobody mount a small file system")
+        pytest.skip("no file system can be mounted here")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
@@ -211,7 +211,7 @@ def run(command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(["bash", "-c", command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     done = run("mkdir gone; cd gone; rmdir ../gone; $TF2DIST data=digits; echo $?; $TF2DIST --version", tmp_path)
     assert done.stdout.splitlines()[0] == "2"
     assert done.stdout.splitlines()[1].startswith("tf2dist ")
@@ -242,7 +242,7 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
         cli.main(["data=digits"])
 
 
-def test_other_letters_on_an_ascii_terminal(tmp_path: Path) -> None:
+def test_characters_that_an_ascii_terminal_lacks(tmp_path: Path) -> None:
     done = run("$TF2DIST run_dir=Läufe --cfg", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "run_dir: L\\xe4ufe" in done.stdout

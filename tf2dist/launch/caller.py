@@ -1,4 +1,4 @@
-"""The caller of `fit`, which runs in another thread, as the launching process sees it."""
+"""What the launching process needs of a call of `fit`, whose own code runs in another thread."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,9 @@ Heard = HookCall | Progress
 Send = Callable[[HookAnswer | PauseWanted], None]
 
 
+# Only a protocol stands here: `fit` itself imports TensorFlow, and this room must not.
 class Caller(Protocol):
-    """What the tasks need of a call of `fit`, and where the leader's messages go.
+    """A call of `fit`: what its tasks need, and where the leader's messages go.
 
     Attributes:
         job: the folder with the data and the model, on this host.

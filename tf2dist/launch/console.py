@@ -11,7 +11,7 @@ from tf2dist.launch.unblocked import Unblocked
 from tf2dist.messages import Progress, metrics_text
 
 PLAIN_EVERY_SECS = 5.0  # in a file or a log collector every line stays
-LAST_WORDS_SECS = 1.0  # at the end, for a slow reader
+DRAIN_SECS = 1.0  # at the end, for a slow reader to take the last lines
 WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
 
 
@@ -42,6 +42,7 @@ class Console:
                 BarColumn(bar_width=bar, table_column=Column(min_width=bar)),
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             )
+            # Transient: the bar vanishes at the end, and only lines that are worth keeping stay on the screen.
             self._live = LiveProgress(*columns, console=terminal, transient=True)
             self._task = self._live.add_task("", total=None)
             self._live.start()
@@ -52,20 +53,21 @@ class Console:
             with contextlib.suppress(OSError):
                 self._live.stop()
             self._live = None
+        # Without this a run that is shorter than `PLAIN_EVERY_SECS` would show no progress at all.
         elif self._last_line:
             self._print(self._last_line)
         with contextlib.suppress(OSError):
-            self._stream.drain(LAST_WORDS_SECS)
+            self._stream.drain(DRAIN_SECS)
 
     def status(self, text: str) -> None:
-        """What is going on before there is progress to show."""
+        """Shows what is going on before there is progress to show."""
         if self._live:
             self._live.update(self._task, description=printable(text))
         else:
             self._print(text)
 
     def note(self, text: str) -> None:
-        """A line that stays readable, on a terminal too."""
+        """Prints a line that stays visible, on a terminal too."""
         self._print(text)
 
     def warn(self, text: str) -> None:
@@ -73,7 +75,9 @@ class Console:
 
     def progress(self, progress: Progress) -> None:
         now, step, target = time.monotonic(), progress.step, progress.target_step
-        if self._first is None or step < self._step:  # a restart goes back to a checkpoint
+        # The rate counts from the first report, since imports and tracing come before it, and anew after a restart,
+        # which goes back to a checkpoint.
+        if self._first is None or step < self._step:
             self._first = (now, step)
         self._step = step
         rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
@@ -89,6 +93,7 @@ class Console:
     def _print(self, text: str) -> None:
         text = printable(text)
         with contextlib.suppress(OSError):  # the reader has left, or the disk is full: the training goes on
+            # Square brackets in a path are not markup, and soft_wrap leaves the breaking of lines to the terminal.
             if self._live:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
@@ -106,6 +111,7 @@ def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float
 
 def rate_text(per_sec: float) -> str:
     """A rate with two digits at least: 1,520, 7.3 or 0.042."""
+    # The format .2g writes 99.6 as 1e+02; from 9.95 on a whole number has two digits anyway.
     return f"{per_sec:,.0f}" if per_sec >= 9.95 else f"{per_sec:.2g}"
 
 
@@ -115,7 +121,7 @@ def number_of(count: int, what: str) -> str:
 
 
 def result_lines(summary: dict[str, Any], run_dir: str) -> str:
-    """The end of a run in three lines."""
+    """The result of a run for the user, in three lines; two if nothing was evaluated."""
     cluster, data = summary["cluster"], summary["data"]
     servers = f" and {cluster['ps']} ps" if cluster["ps"] else ""
     staleness = summary.get("staleness")
@@ -131,7 +137,7 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
 
 
 def last_evaluation(summary: dict[str, Any]) -> str:
-    """The metrics of the test, or of the validation if there was no test: a line, or nothing."""
+    """One line with the metrics of the test, or of the validation if there was no test; "" without either."""
     split = next((split for split in ("test", "validation") if f"{split}_examples" in summary), None)
     if split is None:
         return ""

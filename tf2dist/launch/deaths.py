@@ -14,7 +14,7 @@ from tf2dist.errors import TaskLostError, TfDistError, TrainingError
 MEMORY_LIMIT = "the limit on memory is reached; raise it (ulimit -v, or the container's), or use fewer tasks"
 THREAD_LIMIT = "the limit on processes or threads is reached; raise it (ulimit -u and -v, or the container's)"
 TIME_LIMIT = "the limit on processor time is reached; raise it (ulimit -t)"
-# What Python, and the C and C++ libraries below TensorFlow, print before they end at a limit.
+# What Python, and the C and C++ libraries below TensorFlow, print when the system refuses memory or a thread.
 LIMITS = (
     (
         re.compile(r"bad_alloc|[Cc]annot allocate memory|MemoryError|[Oo]ut of memory|failed to map segment"),
@@ -29,7 +29,7 @@ EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 TAIL_LINES = 15  # further up a library may mention a limit that did no harm
 
 
-def limit(code: int, log: str) -> str:
+def limit_reached(code: int, log: str) -> str:
     """The limit of this system that ended a process; empty if something else did.
 
     Args:
@@ -38,7 +38,7 @@ def limit(code: int, log: str) -> str:
     """
     if code == -signal.SIGXCPU:
         return TIME_LIMIT
-    # C++ aborts when memory or a thread is refused; what another signal killed could not say why.
+    # C++ aborts when memory or a thread is refused. After any other signal the log says nothing about the cause.
     if code < 0 and code != -signal.SIGABRT:
         return ""
     tail = "\n".join(log.splitlines()[-TAIL_LINES:])
@@ -49,8 +49,8 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else str(signal.strsignal(number))
 
 
-def last_word(log: str) -> str:
-    """The exception in a log, or else its last line."""
+def error_line(log: str) -> str:
+    """The last line of a log that names an exception, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next(
         (line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1] if lines else "it printed nothing"
@@ -62,6 +62,7 @@ class OomKills:
     is no count of that, on this host."""
 
     def __init__(self) -> None:
+        # The kernel's count never goes back, so what happened before this run is subtracted.
         self._seen = _oom_kills()
 
     def has_more(self) -> bool:
@@ -79,9 +80,9 @@ def of_fork_server(code: int | None, log: str, path: Path, oom_kills: OomKills) 
     """
     if code is None:
         return TaskLostError(f"the fork server has closed its socket, see {path}")
-    reached = limit(code, log)
+    reached = limit_reached(code, log)
     if code >= 0:
-        return TrainingError(f"the fork server failed: {last_word(log)}; {reached or f'see {path}'}")
+        return TrainingError(f"the fork server failed: {error_line(log)}; {reached or f'see {path}'}")
     what = f"the fork server was killed by {signal_name(-code)}"
     if reached:
         return TrainingError(f"{what}: {reached}")
@@ -89,6 +90,7 @@ def of_fork_server(code: int | None, log: str, path: Path, oom_kills: OomKills) 
 
 
 def _oom_kills() -> int:
+    # A file, or the line in it, is missing under old kernels, in some containers and with control groups of version 1.
     for path in _oom_counts():
         with contextlib.suppress(OSError, KeyError, ValueError):
             return int(dict(line.split() for line in path.read_text().splitlines())["oom_kill"])
@@ -97,6 +99,7 @@ def _oom_kills() -> int:
 
 def _oom_counts() -> list[Path]:
     """The files that may hold the kernel's count, the most specific first."""
+    # Only control groups of version 2 have memory.events; their line in this file begins with "0::".
     groups: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()

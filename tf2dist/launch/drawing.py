@@ -1,4 +1,4 @@
-"""Has a process of its own draw the result of a regression; the launching process imports no TensorFlow."""
+"""Draws the result of a regression in a process of its own, since the launching process never imports TensorFlow."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ TIMEOUT_SECS = 60.0
 DRAWN = "parabola"  # the data whose runs are drawn
 
 
-def why_not_drawn(config: RunConfig, run_dir: Path) -> str:
-    """Draws regression.png if it belongs to the run; returns why it could not be drawn, or ""."""
+def draw_result(config: RunConfig, run_dir: Path) -> str:
+    """Draws regression.png if the run is a regression; returns why it could not be drawn, or "" for no problem."""
     if config.data.name != DRAWN or config.plugins:
         return ""
     environment = {
@@ -20,6 +20,7 @@ def why_not_drawn(config: RunConfig, run_dir: Path) -> str:
         "KERAS_BACKEND": "tensorflow",
         "KERAS_NNX_ENABLED": "0",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        # TensorFlow would take nearly all memory of every GPU, for a single pass over a few hundred points.
         "CUDA_VISIBLE_DEVICES": "-1",
     }
     try:
@@ -36,4 +37,5 @@ def why_not_drawn(config: RunConfig, run_dir: Path) -> str:
         return f"not done in {TIMEOUT_SECS:.0f} s"
     if done.returncode == 0:
         return ""
+    # Libraries may print before it: the reason is the last line.
     return (done.stdout.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

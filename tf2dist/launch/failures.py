@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tf2dist.errors import FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
-from tf2dist.launch.deaths import OomKills, limit, signal_name
+from tf2dist.launch.deaths import OomKills, limit_reached, signal_name
 from tf2dist.launch.messages import Exited
 from tf2dist.launch.task_record import Kill
 
@@ -35,7 +35,7 @@ class FailureReader:
         """
         task, code = exited.task, exited.code
         record = FailureRecord.read(self._log_dir, task)
-        # A task that is about to be killed may still report an error, which is mostly only a consequence.
+        # A task that is being killed may still report an error, which is mostly a consequence of the kill.
         if kill and not (record and record.exit_code in NEVER_OF_A_KILL):
             return FailureRecord(task, exited.time, kill.exit_code, kill.why, by_signal=True)
         if record:
@@ -43,11 +43,13 @@ class FailureReader:
         if code == 0:  # some library or the user's code has ended the process
             what = "ended with exit code 0 before the end of the run"
             return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
+        # A task writes a record of every Python exception. Without one the disk is full, or a library called exit().
         if code > 0:
             return FailureRecord(task, exited.time, code, f"ended with exit code {code}", self._tail(task))
         what = f"was killed by {signal_name(-code)}"
-        if reached := limit(code, self._tail(task)):
+        if reached := limit_reached(code, self._tail(task)):
             return FailureRecord(task, exited.time, TrainingError.exit_code, f"{what}: {reached}", by_signal=True)
+        # The kernel's out-of-memory killer sends SIGKILL, and the process can leave no word about it.
         if -code == signal.SIGKILL and self._oom_kills.has_more():
             what = f"{what}: out of memory"
         return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
@@ -69,4 +71,6 @@ def blames_another(task: str, message: str) -> bool:
 
 def cause_order(failure: FailureRecord) -> tuple[int, float]:
     """Sorts the cause before its echoes: survivors often report first."""
+    # What was killed is not a consequence of another failure, and an echo always is. An error of the training code
+    # stands between them: it may follow from a kill.
     return (0 if failure.by_signal else 2 if is_echo(failure) else 1, failure.time)

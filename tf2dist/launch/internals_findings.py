@@ -1,4 +1,4 @@
-"""What the doctor finds out about a TensorFlow or Keras of an untested version, in a process of its own."""
+"""The doctor's check of a TensorFlow or Keras of an untested version, in a process of its own."""
 
 import json
 import subprocess
@@ -32,10 +32,12 @@ def of_internals() -> Iterator[Finding]:
         text = f"{packages} could not be checked within {INTERNALS_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "versions", text, "try again when this machine is idle")
         return
+    # No JSON at the end of the output: the import failed, and its exception is the last line of stderr.
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         yield Finding("fail", "versions", f"{packages} cannot be used ({last[:150]})", "install a tested version")
         return
+    # Each line is an error message: the text, a semicolon, the way out.
     for line in missing:
         text, _, fix = line.rpartition("; ")
         yield Finding("fail", "versions", text, fix)

@@ -5,7 +5,7 @@
         for message in launcher.events(timeout_secs=1.0):
             ...
 
-Leaving the block stops everything: TERM to all, one deadline for all, KILL to the rest.
+Leaving the block stops everything: SIGTERM to all tasks, one deadline for all, SIGKILL to the rest.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from tf2dist.messages import ToTask
 from tf2dist.packing import pack, unpack
 
 SERVER = "forkserver"  # the name of its log
-START_TIMEOUT_SECS = 120.0  # importing TensorFlow from a cold disk, without byte code
+START_TIMEOUT_SECS = 120.0  # enough to import TensorFlow from a cold disk, without byte code
 READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0  # a killed process ends at once, unless the kernel waits for a device
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -90,7 +90,7 @@ class Launcher:
                     stdout=log,
                     stderr=log,
                     env={**child_environment(), **self.env},
-                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the others in order
+                    start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the tasks in order
                 )
             except OSError as error:
                 self._sock.close()
@@ -103,10 +103,10 @@ class Launcher:
         """Waits until tasks can be forked.
 
         Args:
-            check: called several times a second; what it raises ends the waiting.
+            check: called several times a second; an exception that it raises ends the wait.
 
         Raises:
-            TaskLostError: not within `START_TIMEOUT_SECS`.
+            TaskLostError: they cannot within `START_TIMEOUT_SECS`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECS
         while not self.ready:
@@ -135,7 +135,7 @@ class Launcher:
             ConfigError: its log cannot be written.
         """
         self._open_log(name).close()  # the task itself could not report that it has none
-        FailureRecord.path(self.log_dir, name).unlink(missing_ok=True)  # of an earlier run
+        FailureRecord.path(self.log_dir, name).unlink(missing_ok=True)  # left by an earlier run
         self.tasks[name] = 0
         path = None if sys_path is None else tuple(sys_path)
         start = Start(name, target, payload, dict(env or {}), str(log_path(self.log_dir, name)), path)
@@ -161,7 +161,7 @@ class Launcher:
                     return
                 continue
             packet = b""
-            with contextlib.suppress(ConnectionResetError):  # the server ended before it had read everything
+            with contextlib.suppress(ConnectionResetError):  # the server ended without reading all that was sent to it
                 packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
                 self._give_up()
@@ -182,11 +182,11 @@ class Launcher:
 
     def _open_log(self, name: str) -> io.BufferedWriter:
         log = os.fdopen(open_log(self.log_dir, name), "ab")
-        self._log_starts[name] = log.tell()  # what stands before it was written by an earlier process of this name
+        self._log_starts[name] = log.tell()  # earlier processes of this name wrote what is before it
         return log
 
     def runs(self, name: str) -> bool:
-        """Whether the kernel lets the task run: it has started, and is neither stopped nor dead."""
+        """Whether the task's process has started and is neither stopped nor dead."""
         return _runs(self.tasks.get(name, 0))
 
     def give_up_on(self, name: str) -> NoReturn:
@@ -222,7 +222,10 @@ class Launcher:
         raise deaths.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
     def send_to_task(self, name: str, message: ToTask) -> None:
-        """Writes a message to the task's standard input, if it still runs."""
+        """Writes a message to the task's standard input, if it still runs.
+
+        May be called from any thread: a packet is sent whole or not at all.
+        """
         if name in self.tasks:
             with contextlib.suppress(OSError):  # the server has ended, and `events` will raise that
                 self._sock.send(pack(Forward(name, pack(message).decode())))
@@ -235,13 +238,13 @@ class Launcher:
                 (os.kill if alone else os.killpg)(pid, signum)
 
     def stop(self) -> None:
-        """TERM to every task, at most `grace_secs` for all to end, KILL to the rest."""
+        """Sends SIGTERM to every task, waits up to `grace_secs` for all of them, and kills the rest."""
         if self.grace_secs > 0:
             self._end_all(signal.SIGTERM, self.grace_secs)
         self.kill_all()
 
     def kill_all(self) -> list[Event]:
-        """KILL to every task; returns the messages that still came until all had ended.
+        """Kills every task; returns the messages that came before all had ended.
 
         Raises:
             TaskLostError: a task does not end.

@@ -70,7 +70,7 @@ class LivenessTracker:
             record.ran_at = max(record.ran_at, min(record.ran_at + asleep_secs, now))
 
     def _mute(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
-        """The lost among the tasks that run and are silent: one at a time, since one may be waiting for another."""
+        """The lost task among those that run and are silent: one at a time, since the others may be waiting for it."""
         suspects = [task for task, record in watched.items() if now - record.heard_at > self._silence_secs / 2]
         # The coordinator calls all others, and cannot be blamed while one of them is silent too.
         blamed = [task for task in suspects if not task.startswith("chief-")] or suspects

@@ -1,6 +1,6 @@
-"""What the doctor finds on this machine: versions, processors, memory, folders, a private network, GPUs.
+"""The doctor's checks of this machine: versions, processors, memory, folders, a private network, GPUs.
 
-Nothing here imports TensorFlow; what needs it, or changes its process, runs in a process of its
+Nothing here imports TensorFlow. A check that needs it, or that changes the process, runs in a process of its
 own with a time limit.
 """
 
@@ -38,12 +38,18 @@ die_with_parent(os.getppid())
 import tensorflow as tf
 print(json.dumps([gpu.name for gpu in tf.config.list_physical_devices("GPU")]))
 """
+# A process cannot leave a network namespace again, so the doctor does not enter one itself.
 TRY_ISOLATION = "import sys; from tf2dist import linux; sys.exit(0 if linux.enter_private_network() else 3)"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor. `level` is ok, warn or fail; `fix` is the way out of the last two."""
+    """One line of the doctor's output.
+
+    Attributes:
+        level: ok, warn or fail.
+        fix: what to do about a warning or a failure.
+    """
 
     level: str
     topic: str
@@ -55,7 +61,7 @@ class Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Python and the packages that matter most, against what this project requires."""
+    """Compares Python and the most important packages with the versions that this project requires."""
     try:
         tested = tested_versions()
     except metadata.PackageNotFoundError:
@@ -70,13 +76,15 @@ def versions() -> Iterator[Finding]:
 
 
 def _version(name: str, there: str, allowed: SpecifierSet) -> Finding:
+    # By default a specifier matches no pre-release, not even one of a tested version.
     if allowed.contains(there, prereleases=True):
         return Finding("ok", "versions", f"{name} {there}")
     return Finding("fail", "versions", f"{name} {there} is not {allowed}", f"install {name}{allowed}")
 
 
 def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
-    """Cores and memory, against the tasks that this machine is to run."""
+    """Compares cores and memory with the tasks that this machine is to run."""
+    # Those that this process may use: a container or taskset may allow fewer than the machine has.
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} cores for {num_training} tasks that compute"
     few = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
@@ -91,6 +99,7 @@ def _free_memory_mb() -> int:
     """The free memory of the system, or of the control group if that has less."""
     free = psutil.virtual_memory().available
     limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    # Without a limit the kernel writes "max" there.
     if limit.isdecimal() and used.isdecimal():
         free = min(free, int(limit) - int(used))
     return max(0, free) >> 20
@@ -126,6 +135,7 @@ def training_data(config: DataConfig) -> Iterator[Finding]:
     if config.name == "digits":
         yield Finding("ok", "data", "digits comes with scikit-learn")
     elif config.name != "mnist":
+        # The function of a plugin may download, or take minutes.
         yield Finding("ok", "data", f"{config.name} comes from a plugin; its function is not called here")
     else:
         yield from _mnist(config, level)
@@ -146,6 +156,7 @@ def _mnist(config: DataConfig, level: str) -> Iterator[Finding]:
             yield Finding("fail", "data", *str(error).rsplit("; ", 1))
     elif any(folder.glob("mnist/3.*")):
         yield Finding(level, "data", f"MNIST in {folder} is incomplete", f"remove {folder / 'mnist'}")
+    # With a proxy it is the proxy that looks up the name, and this host need not know it.
     elif set(urllib.request.getproxies()) - {"no"} or ips_of(location.MNIST_HOST):
         yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {location.MNIST_HOST}")
     else:
@@ -170,6 +181,7 @@ def isolation() -> Iterator[Finding]:
 
 def gpus() -> Iterator[Finding]:
     """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver."""
+    # TensorFlow leaves out GPUs whose CUDA libraries it cannot load, and only its log says so.
     seen = _driver_gpus()
     environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
@@ -198,6 +210,7 @@ def gpus() -> Iterator[Finding]:
 def _driver_gpus() -> int:
     """How many GPUs nvidia-smi lists; 0 where there is no such program."""
     try:
+        # The first nvidia-smi on the PATH may be any program, so it does not get the job token.
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, env=child_environment())
     except (OSError, subprocess.SubprocessError):
         return 0

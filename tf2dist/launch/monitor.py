@@ -1,4 +1,4 @@
-"""Follows the tasks of a launcher: shows their messages, restarts lost tasks, stops all in order."""
+"""Follows the tasks of a launcher: shows their messages, restarts lost tasks, and stops all of them in order."""
 
 import time
 from collections.abc import Callable
@@ -30,13 +30,13 @@ FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is
 
 
 class Monitor:
-    """One run, from the first task's start to the last one's end.
+    """Follows one run, from the start of its first task to the end of its last one.
 
     Args:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
-        on_begun: called when the leader knows that the run can begin, or go on.
+        on_begun: called when the leader has restored the run or made a new one, so that training can begin.
         received: the signals that this process has got, in order; they appear while it runs.
-        hear: takes what the leader says to the caller of `fit`; None without one.
+        hear: takes the leader's messages to the caller of `fit`; None without one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Monitor:
         self._watchdog = Watchdog(launcher, config, console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._life = Life()
-        self._num_restarts_of_all = 0
+        self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.local_cluster`
         self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
 
@@ -88,6 +88,7 @@ class Monitor:
 
     def _step(self) -> None:
         """Handles the messages of the next `POLL_SECS`, and looks for tasks that are lost or stuck."""
+        # The watchdog looks last: messages that arrived while this process was suspended are signs of life.
         for event in self._launcher.events(POLL_SECS):
             self._on_event(event)
         for news in self._meeting.events() if self._meeting else ():
@@ -112,14 +113,14 @@ class Monitor:
         """Sets the time by which the other tasks must end, once the leader has ended.
 
         Raises:
-            TaskLostError: the leader, on another host, was done long ago.
+            TaskLostError: the leader, on another host, finished long ago.
         """
         leader = self._tasks.leader
         if self._tasks.has_leader:
             if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
                 self._life.leave_by = min(self._life.leave_by, self._clock.monotonic() + LEAVE_SECS)
         elif self._is_time_to_leave:
-            ended = f"{leader} was done {FOLLOW_END_SECS:.0f} s ago"
+            ended = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
             raise TaskLostError(f"{ended}, and {self._tasks.names[0]} has not ended")
 
     @property
@@ -145,6 +146,7 @@ class Monitor:
             case Saved():
                 self._shutdown.leader_saved(event.step, event.stopping)
             case Result():
+                # No task knows how often tasks were started again.
                 self._life.summary = {**event.summary, "restarts": self._policy.restarts}
             case Exited():
                 self._on_exit(event)
@@ -192,6 +194,8 @@ class Monitor:
 
     def _may_be_missed(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
+        # A worker that failed by an error of its own would fail again. An evaluator only reads checkpoints, so nothing
+        # depends on it.
         job = Task.parse(task).job
         return can_lose(self._mode, job) and (job == "evaluator" or code == TaskLostError.exit_code)
 
@@ -206,7 +210,7 @@ class Monitor:
         if self._phase() is not Phase.RUNNING:
             return  # a stop or the result has come meanwhile
         if self._leader_is_done and all(map(is_echo, failures)):
-            failures.clear()  # the others are done, not lost: the task was started again too late
+            failures.clear()  # the run is over: this task was started again too late to meet the others
             return
         verdict = self._policy.judge(failures[0])
         if verdict is Verdict.FAIL and not self._meeting:

@@ -1,4 +1,4 @@
-"""What the doctor finds out about plugins by loading them, in a process of their own."""
+"""The doctor's check of plugins, which loads them in a process of their own."""
 
 import json
 import subprocess
@@ -9,7 +9,8 @@ from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.machine import Finding
 
 PLUGINS_TIMEOUT_SECS = 60.0
-# Loads the plugins as a task does; the last line has the names of each group, or why a plugin cannot be loaded.
+# Loads the plugins as a task does; the last line has the names of each group, or why a plugin cannot be loaded. The
+# process ends by `os._exit`, because a plugin may have started threads that never end.
 LOAD_PLUGINS = """
 import json, os, sys
 from tf2dist.linux import die_with_parent
@@ -50,7 +51,7 @@ def run_with_tensorflow(code: str, *arguments: str, timeout_secs: float) -> subp
         "KERAS_BACKEND": "tensorflow",
         "KERAS_NNX_ENABLED": "0",
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "-1",
+        "CUDA_VISIBLE_DEVICES": "-1",  # TensorFlow would take their memory, which a run may be using
         "PYTHONDONTWRITEBYTECODE": "1",  # the doctor leaves nothing behind, not even __pycache__
     }
     command = code_command(code, *arguments)
@@ -61,7 +62,7 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
     """Whether the plugins can be loaded and register what is chosen; they run, in a process of their own."""
     try:
         done = run_with_tensorflow(LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS)
-        printed = json.loads(done.stdout.strip().splitlines()[-1])
+        printed = json.loads(done.stdout.strip().splitlines()[-1])  # plugins may print before it
     except subprocess.TimeoutExpired:
         text = f"not loaded within {PLUGINS_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "plugins", text, "move what takes long into the registered functions")
@@ -72,6 +73,7 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
     if "why" in printed:
         yield Finding("fail", "plugins", f"{printed['path']}: {printed['why'][0]}", printed["why"][1])
         return
+    # Without this a misspelt name would only be found after TensorFlow has started on every task.
     chosen = {"model": config.model["name"], "data": config.data.name, "optimizer": config.optimizer["name"]}
     for group, name in chosen.items():
         if name not in printed[group]:

@@ -1,4 +1,4 @@
-"""What to do when a task has failed. Pure logic, without processes."""
+"""Whether a failed task is started again, alone or with all others. Pure logic, without processes."""
 
 import enum
 
@@ -19,7 +19,7 @@ class RestartPolicy:
     The others need the state of any other task, so all of them start again from the last checkpoint.
 
     Attributes:
-        restarts: made so far.
+        restarts: how many were made so far.
 
     Args:
         whole_cluster: whether all tasks are this launcher's. On a cluster of many hosts a launcher cannot
@@ -32,6 +32,7 @@ class RestartPolicy:
 
     def judge(self, failure: FailureRecord) -> Verdict:
         """What to do about a failure; counts the restart, if it is one."""
+        # An error of the training code or of the request, or a loss that is not finite, would come back.
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
             return Verdict.FAIL
         job = Task.parse(failure.task).job

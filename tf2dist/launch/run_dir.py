@@ -36,12 +36,14 @@ def make_run_dir(config: RunConfig) -> Path:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else _new_default_dir(config)
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
+        # Every run makes `logs`, so a config.yaml without it belongs to some other program.
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
+        # Private first: once a new directory is, nobody can put a link into it after the check.
         files.make_private(run_dir)
         _check_contents(run_dir, given)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
-        # Fails now instead of at the first checkpoint if nothing can be written here.
+        # If nothing can be written here, the user should learn it now and not at the first checkpoint.
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -56,7 +58,7 @@ def _new_default_dir(config: RunConfig) -> Path:
     outputs.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count(1):
         run_dir = outputs / (name if number == 1 else f"{name}-{number}")
-        # Two runs may start in the same second; the one that makes the folder has it.
+        # Two runs may start in the same second. mkdir is atomic, so exactly one of them makes the folder.
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(mode=0o700)
             break
@@ -64,7 +66,7 @@ def _new_default_dir(config: RunConfig) -> Path:
 
 
 def _check_contents(run_dir: Path, given: str) -> None:
-    """Checks what an earlier run, or another user, has left under the names that this run will use.
+    """Checks the files and folders that exist already under the names that this run will use.
 
     Raises:
         OSError: it cannot be looked at.
@@ -83,13 +85,14 @@ def _check_contents(run_dir: Path, given: str) -> None:
 def _check(path: Path, given: str, kind: str, access: int) -> None:
     """Raises ConfigError if something with this name is of another kind, or may not be accessed."""
     try:
-        mode = path.lstat().st_mode
+        mode = path.lstat().st_mode  # stat() would look at the target of a link
     except FileNotFoundError:
         return
     if stat.S_ISLNK(mode):
         problem = "is a link, and links are not followed"
     elif not (stat.S_ISDIR(mode) if kind == "folder" else stat.S_ISREG(mode)):
         problem = f"is not a {kind}"
+    # By default `access` asks for the real user, and files are opened as the effective one.
     elif not os.access(path, access, effective_ids=True):
         problem = "cannot be read and written by this user"
     else:
@@ -103,6 +106,7 @@ def why_not_private(run_dir: Path) -> str:
     for folder in (run_dir, outputs) if outputs.name == "outputs" else (run_dir,):
         status = folder.stat()
         is_sticky = folder == outputs and status.st_mode & stat.S_ISVTX  # others cannot rename what is not theirs
+        # Root can write everywhere, so a folder of root's is no less private than one's own.
         foreign = os.geteuid() != 0 and status.st_uid not in (0, os.geteuid())
         if foreign or (status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky):
             return (
@@ -156,7 +160,7 @@ class Lock:
 
 
 @contextlib.contextmanager
-def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
+def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
     """Locks the run directory until the block or this process ends.
 
     Args:
@@ -172,6 +176,7 @@ def the_only_run(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
             raise ConfigError(
                 f"{option} ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"
             ) from None
+        # The kernel releases this lock however the process ends; a file that merely exists would outlive a kill.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Where a run stands, as its launching process sees it."""
+"""The state of a run, as its launching process sees it."""
 
 import enum
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from tf2dist.errors import FailureRecord
 
 
 class Phase(enum.Enum):
-    """What a run is about to do, and so what a failure means."""
+    """The phase of a run, which decides what a failure means."""
 
     RUNNING = "running"  # from the first start on; what has failed may be started again
     STOPPING = "stopping"  # a signal has come, to this process or to another host's
-    DONE = "done"  # the result is there; what fails now does not matter
+    DONE = "done"  # the result has come; a failure does not matter any more
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Tasks:
 
 @dataclass
 class Life:
-    """What has been seen since all tasks were last started together.
+    """What has happened since all tasks were last started together.
 
     Attributes:
-        summary: the leader's result; empty before.
+        summary: the leader's result; empty until it comes.
         leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
-        failures: those that have not been dealt with yet, in order.
+        failures: those that no restart has answered yet, in order.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)

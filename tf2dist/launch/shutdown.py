@@ -42,7 +42,7 @@ class Shutdown:
         self._grace_secs, self._notify, self._clock = grace_secs, notify, clock
         self._until: float | None = None
         self._peer_signum = 0  # the signal that another host has got; 0 for none
-        self._has_begun = False  # the leader has begun to train; not known if it is on another host
+        self._has_begun = False  # the leader trains; stays False if it is on another host
         self._has_saved = False  # since it was asked to stop
         self.saved_step: int | None = None
 
@@ -59,12 +59,16 @@ class Shutdown:
         self._peer_signum = signum
 
     def leader_began(self, step: int) -> None:
-        """The leader trains, or goes on at the step of a checkpoint."""
+        """Notes that the leader begins to train, at the step of a checkpoint or at 0."""
         self._has_begun = True
         self.saved_step = step or self.saved_step
 
     def leader_saved(self, step: int, stopping: bool) -> None:
-        """The leader has saved; `stopping`: because it was asked to stop, perhaps before this process knows of that."""
+        """Notes a checkpoint.
+
+        Args:
+            stopping: whether the leader made it because it was asked to stop. It may know of that before this process.
+        """
         self._has_saved = stopping
         self.saved_step = step
 
@@ -77,7 +81,7 @@ class Shutdown:
         It is over when the leader or all tasks of this host have ended, when its time is up, or with a second signal.
         """
         if self._until is None:
-            # The deadline is fixed once: a leader that begins later may have missed the signal.
+            # Fixed once, even if the leader begins to train afterwards: it may have missed the signal.
             self._until = self._clock.monotonic() + self._patience(leads=leader in tasks)
             self._begin()
         leader_ended = leader in tasks and leader not in self._launcher.tasks

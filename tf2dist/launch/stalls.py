@@ -1,4 +1,4 @@
-"""Tasks that make no progress: in which functions they are, for the user, and which task is to blame."""
+"""Tasks that make no progress: which function each is in, and which of them the others are waiting for."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -8,7 +8,7 @@ from tf2dist.messages import Stalled, Standing
 Message = TypeVar("Message", bound=Standing)
 
 GATHER_SECS = 1.0  # tasks in the same function report that at about the same time
-BLAME_SECS = 3.0  # a task may report that it is stalled before the one in the user's code that it waits for
+BLAME_SECS = 3.0  # a task may report a stall before the task that it waits for, which is in the user's code, does
 
 
 class Stalls:
@@ -26,6 +26,7 @@ class Stalls:
         self._stalled_since = 0.0
 
     def heard(self, message: Standing, now: float) -> None:
+        # The times are those of the first reports: if every report renewed them, nothing would ever be shown.
         if isinstance(message, Stalled):
             self._stalled_since = self._stalled_since if self._stalled else now
             self._stalled[message.task] = message
@@ -45,6 +46,7 @@ class Stalls:
         """Shows the user where tasks are; returns the stalled tasks that are to blame, as soon as that is clear."""
         if self._standing and now - self._standing_since > GATHER_SECS:
             self._notify_standing()
+        # A task in the user's code does not wait for another task: it can be blamed before the others have reported.
         blamed = in_users_code(self._stalled.values())
         if not blamed and self._stalled and now - self._stalled_since > BLAME_SECS:
             blamed = list(self._stalled.values())
@@ -53,7 +55,7 @@ class Stalls:
         return blamed
 
     def _notify_standing(self) -> None:
-        """Only of those in the user's code, if there are any: the others may be waiting for them."""
+        """Shows only the tasks in the user's code, if there are any: the others may be waiting for them."""
         places: dict[str, list[Standing]] = {}
         for message in in_users_code(self._standing.values()) or self._standing.values():
             places.setdefault(message.where, []).append(message)

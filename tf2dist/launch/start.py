@@ -1,4 +1,4 @@
-"""What comes before the tasks of a run are started, for the command line and for `fit`."""
+"""The steps before the tasks of a run are started, for the command line and for `fit`."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def run_in_folder(
         ConfigError: the directory cannot be used.
     """
     run_dir = make_run_dir(config)
-    config.run_dir = str(run_dir)  # also for who looks for what a run that failed has left
+    config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     if text := why_not_private(run_dir):
         console.warn(text)
     return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
@@ -71,7 +71,7 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
         TaskLostError: its name is not known on this host within `startup_timeout_secs`.
     """
     check_ports(cluster, config.cluster.control_port_shift)
-    job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; its warning is given when the run begins
+    job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; the meeting gives its warning
     wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
     if config.cluster.check_address:

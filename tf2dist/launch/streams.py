@@ -8,7 +8,7 @@ from tf2dist.errors import printable
 
 
 def prepare() -> None:
-    """Makes sure that all three exist and take every character.
+    """Makes sure that stdin, stdout and stderr exist and take every character.
 
     If a stream was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the
     terminal ends up there. On an ASCII terminal other characters are spelled out.

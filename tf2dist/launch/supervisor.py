@@ -1,4 +1,4 @@
-"""Runs a command's tasks on this host, from the choice of the cluster to summary.json."""
+"""Runs the tasks of one command on this host, from the choice of the cluster to summary.json."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
-from tf2dist.launch.run_dir import Lock, the_only_run
+from tf2dist.launch.run_dir import Lock, locked
 from tf2dist.launch.run_state import Tasks
 from tf2dist.signals import Requests
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
     "KERAS_BACKEND": "tensorflow",
     "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # that of nvidia-smi
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi
     "grpc_proxy": "",  # otherwise gRPC connects the tasks through a proxy
     "http_proxy": "",
     "https_proxy": "",
@@ -42,7 +42,7 @@ def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Clust
     found to be free, so a restart uses others.
     """
     num_tasks = len(clusters.local(config.mode, config.cluster, launcher.ports).tasks)
-    # Each restart takes the next ports, and begins again at the first when too few are left.
+    # Each restart takes the next ports, and begins again with the first when too few are left.
     first = 0 if launcher.isolated else restarts * num_tasks % (len(launcher.ports) - num_tasks + 1)
     return clusters.local(config.mode, config.cluster, launcher.ports[first:])
 
@@ -78,7 +78,9 @@ def supervise(
     leads = host_task is None or host_task.task == host_task.cluster.leader
     with contextlib.ExitStack() as stack:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = stack.enter_context(the_only_run(run_dir)) if leads else None
+        lock = stack.enter_context(locked(run_dir)) if leads else None
+        # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
+        # would leave some of them running.
         received = stack.enter_context(signals.held())
         stack.enter_context(launcher)
         stack.enter_context(console)
@@ -91,29 +93,44 @@ def supervise(
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
-        cluster = host_task.cluster if host_task else local_cluster(config, launcher, 0)
+        tasks = tasks_of(config, run_dir, host_task, started_at, launcher, caller)
         if not host_task and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
-
-        def start(name: str, restarts: int) -> None:
-            now = host_task.cluster if host_task else local_cluster(config, launcher, restarts)
-            payload = payload_of(config, now, Task.parse(name), run_dir, started_at, caller)
-            launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
-
         if caller:
-            caller.connect(functools.partial(launcher.send_to_task, str(cluster.leader)))
-        names = [str(host_task.task)] if host_task else [str(task) for task in cluster.tasks]
-        where = f" at {cluster.address(host_task.task)}" if host_task else ""
-        console.status(f"starting {', '.join(names)}{where}")
-        summary = monitor.run(Tasks(names, str(cluster.leader), start))
+            caller.connect(functools.partial(launcher.send_to_task, tasks.leader))
+        where = f" at {host_task.cluster.address(host_task.task)}" if host_task else ""
+        console.status(f"starting {', '.join(tasks.names)}{where}")
+        summary = monitor.run(tasks)
         if summary:
             write_summary(run_dir, lock, summary)
             check_saved(summary)
         return summary
 
 
+def tasks_of(
+    config: RunConfig,
+    run_dir: Path,
+    host_task: HostTask | None,
+    started_at: float,
+    launcher: Launcher,
+    caller: Caller | None,
+) -> Tasks:
+    """The tasks to run on this host: those of a local cluster, or this host's one task of a larger cluster."""
+
+    def start(name: str, restarts: int) -> None:
+        # Fixed at each start: a local cluster uses other ports after a restart.
+        now = host_task.cluster if host_task else local_cluster(config, launcher, restarts)
+        payload = payload_of(config, now, Task.parse(name), run_dir, started_at, caller)
+        launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
+
+    if host_task:
+        return Tasks([str(host_task.task)], str(host_task.cluster.leader), start)
+    cluster = local_cluster(config, launcher, 0)
+    return Tasks([str(task) for task in cluster.tasks], str(cluster.leader), start)
+
+
 def check_signals(received: list[int]) -> None:
-    """Raises Interrupted if a signal has come."""
+    """Raises Interrupted if this process has got a signal."""
     if received:
         raise Interrupted(received[0])
 
@@ -122,6 +139,7 @@ def payload_of(
     config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float, caller: Caller | None
 ) -> dict[str, Any]:
     """The payload of a task, for `task.main`."""
+    # It is sent as JSON, so it holds text and lists instead of objects.
     return {
         "config": config.to_yaml(),
         "mode": cluster.mode,
@@ -134,7 +152,7 @@ def payload_of(
 
 
 def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console, caller: Caller | None) -> Meeting:
-    """The meeting with the launching processes of the cluster's other tasks, not yet begun."""
+    """The meeting with the launching processes of the cluster's other tasks; it begins with its `with` block."""
     key = job_key(os.environ, cluster, console.warn)
     shift = config.cluster.control_port_shift
     return Meeting(
@@ -149,7 +167,9 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
 
 
 def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Console) -> None:
-    """Puts this run's configuration into the run directory, and removes the summary of an earlier run.
+    """Writes this run's configuration into the run directory, and removes the summary of an earlier run.
+
+    Called once training can begin: a run that fails before that leaves the earlier result alone.
 
     Raises:
         TrainingError: another run has the directory now, and the summary may be that one's.
@@ -164,7 +184,7 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
 
 
 def check_saved(summary: dict[str, Any]) -> None:
-    """Raises TrainingError if the weights that gave the result are lost."""
+    """Raises TrainingError if the weights behind the result could not be saved."""
     if (step := summary["global_step"]) != summary["saved_step"]:
         raise TrainingError(
             f"step {step} could not be saved: the weights behind the result ({last_evaluation(summary).strip()}) "
@@ -178,6 +198,7 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
     Raises:
         TrainingError: it cannot be written, or another run has the directory now.
     """
+    # JSON has no NaN; with allow_nan Python would write one, and other programs could not read the file.
     text = json.dumps(summary, indent=2, allow_nan=False)
     try:
         if lock:
@@ -185,5 +206,5 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
         write_whole(run_dir / "summary.json", text + "\n")
     except (OSError, TrainingError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"{run_dir / 'summary.json'}: could not be written ({reason}); it would have said"
+        what = f"{run_dir / 'summary.json'}: could not be written ({reason}); its content would be"
         raise TrainingError(f"{what}\n{json.dumps(summary)}") from None

@@ -1,7 +1,7 @@
-"""Runs the jobs of a sweep one after the other, each as a command of its own, and tells what came of them.
+"""Runs the jobs of a sweep one after the other, each as a command of its own, and reports their results.
 
-A job that fails, even one that the system kills, leaves the others alone. The same sweep in the same directory goes on:
-jobs that are done are not run again, and one that was stopped goes on from its checkpoint.
+A job that fails, even one that the system kills, does not affect the others. The same sweep in the same directory is
+resumed: jobs that are done are not run again, and one that was stopped goes on from its checkpoint.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tf2dist.config.sweeps import Job, Sweep, new_folder
 from tf2dist.errors import ConfigError, Interrupted, TfDistError
 from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.console import Console
-from tf2dist.launch.run_dir import the_only_run, why_not_private
+from tf2dist.launch.run_dir import locked, why_not_private
 from tf2dist.launch.streams import say
 from tf2dist.launch.sweep_table import Row, as_csv, as_table
 from tf2dist.signals import Signals
@@ -32,7 +32,7 @@ OVERRIDES = ".hydra/overrides.yaml"  # in the folder of each job, as Hydra has t
 CONFIG = ".hydra/config.yaml"
 POLL_SECS = 0.1
 MAX_NAMED = 8
-# If the sweep is killed, the job saves and ends in order.
+# The command of a job. If the sweep is killed, the kernel sends the job SIGTERM, so that it saves and ends in order.
 RUN = (
     "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
 )
@@ -56,12 +56,12 @@ def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
     """Runs all jobs; writes `sweep.csv` after each, and a table to the standard output at the end.
 
     Args:
-        flags: those of the command line that the jobs get, too.
+        flags: the flags of the command line that each job gets too.
 
     Raises:
         ConfigError: the directory cannot be used, or has jobs of another sweep; nothing has been made or run.
-        JobsFailed: at least one of them; all have been tried.
-        Interrupted: by a signal; the present job has saved and ended in order.
+        JobsFailed: at least one of them failed; all have been tried.
+        Interrupted: by a signal; the current job has saved and ended in order.
     """
     folder = sweep.folder or new_folder()
     for job in sweep.jobs:
@@ -70,7 +70,7 @@ def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
     console = Console()
     if text := why_not_private(folder):
         console.warn(text)
-    with the_only_run(folder, OPTION), signals.held() as received:
+    with locked(folder, OPTION), signals.held() as received:
         running = _Running(sweep, folder, flags, received, console)
         for job in sweep.jobs:
             if not received:
@@ -84,7 +84,7 @@ def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
 
 @dataclass
 class _Running:
-    """A sweep and how far it has come."""
+    """A sweep and the state of its jobs."""
 
     sweep: Sweep
     folder: Path
@@ -105,15 +105,16 @@ class _Running:
             self.console.note(f"{count}: is done already")
         else:
             self.console.note(count)
-            code = self._code_of(job, place)
+            code = self._run_command(job, place)
             if not row.finish(_summary(place), code):
                 row.fail(code, is_stopped=bool(self.received))
+        # Written after each job: a sweep that is killed leaves the results that it has.
         try:
             files.write_whole(self.folder / "sweep.csv", as_csv(self.rows))
         except OSError as error:
             self.console.warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
 
-    def _code_of(self, job: Job, place: Path) -> int:
+    def _run_command(self, job: Job, place: Path) -> int:
         """Runs the job's command to its end, passing signals on; returns its exit code."""
         try:
             files.make_private(place)
@@ -126,10 +127,11 @@ class _Running:
         command = code_command(RUN, str(os.getpid()), *self.flags, *job.overrides, f"run_dir={place}")
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
         passed_on = 0
+        # Ctrl-C also reaches the job directly, from the terminal; the job takes the two for one request, see `signals`.
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(POLL_SECS)
-                # As a shell does for a process that was killed by a signal.
+                # A shell gives the same code for a process that a signal has killed.
                 return code if code >= 0 else 128 - code
             for number in self.received[passed_on:]:
                 process.send_signal(number)
@@ -147,26 +149,27 @@ class _Running:
 
 
 def _summary(place: Path) -> dict[str, Any] | None:
-    """The result of a job that is done; None if it is not, or its weights are not saved."""
+    """The result of a job that is done and has saved its weights; None for any other."""
     try:
         with files.open_to_read(place / "summary.json") as file:
             summary = json.load(file)
+        # Without the weights of its last step a job is resumed, so that it can save them.
         return summary if summary["global_step"] == summary.get("saved_step", summary["global_step"]) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def _check_folder(place: Path, job: Job) -> None:
-    """Raises ConfigError if there is something else in the folder of a job than this job."""
+    """Raises ConfigError if the folder of a job holds another job, or a run that belongs to no sweep."""
     shown = f"{OPTION} ({place.parent}): {place.name} in it"
     try:
         with files.open_to_read(place / CONFIG) as file:
-            before = from_yaml(file.read(1 << 24).decode())
+            before = from_yaml(file.read(1 << 24).decode())  # a file that is not ours must not fill the memory
     except FileNotFoundError:
         if (place / "config.yaml").exists():
             raise ConfigError(f"{shown} has a run that is of no sweep; name another directory") from None
         return
-    except NotADirectoryError:  # said when the directory is made
+    except NotADirectoryError:  # `_make` gives the error
         return
     except (OSError, ValueError, ConfigError):
         raise ConfigError(f"{shown} cannot be read; name another directory") from None
@@ -175,9 +178,10 @@ def _check_folder(place: Path, job: Job) -> None:
 
 
 def _differences(before: RunConfig, now: RunConfig) -> str:
-    """The first option that is not as before, with both values; "" if all are."""
+    """The first option that has changed, with both values; "" if none has."""
     old, new = _leaves(before.as_tree()), _leaves(now.as_tree())
     for name in [*new, *old]:
+        # The sweep chooses the run_dir of each job, and its directory may have been moved or be named in another way.
         if name != "run_dir" and old.get(name) != new.get(name):
             return f"{name}={old.get(name)} there, {new.get(name)} here"
     return ""
@@ -196,6 +200,7 @@ def _make(folder: Path) -> None:
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{OPTION} ({folder}): is the directory of one run; name another directory")
         files.make_private(folder)
+        # A directory that was there before keeps its mode, so it may be read-only.
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:

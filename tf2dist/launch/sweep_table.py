@@ -19,7 +19,7 @@ class Row:
     Attributes:
         varying: its values of the options that the sweep varies.
         state: waiting, done, failed or stopped.
-        results: of `RESULTS`, those that are known.
+        results: the values of `RESULTS`; None before the job is done.
     """
 
     number: int
@@ -30,7 +30,7 @@ class Row:
     results: dict[str, Any] | None = None
 
     def finish(self, summary: dict[str, Any] | None, exit_code: int) -> bool:
-        """Notes the result of a job that has ended well; returns whether it has."""
+        """Notes the result of a job that succeeded; returns whether it did."""
         if exit_code or not summary:
             return False
         self.state, self.exit_code = "done", 0
@@ -39,7 +39,7 @@ class Row:
 
     def fail(self, exit_code: int, *, is_stopped: bool) -> None:
         self.state = "stopped" if is_stopped else "failed"
-        self.exit_code = exit_code or 1  # without a summary it has not gone well, whatever it says
+        self.exit_code = exit_code or 1  # a job without a summary has failed, even with exit code 0
 
     @property
     def outcome(self) -> str:
@@ -50,7 +50,7 @@ def as_csv(rows: list[Row]) -> str:
     """One line for each job, after one with the names of the columns."""
     names = list(rows[0].varying)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text, lineterminator="\n")  # its default is \r\n
     writer.writerow(["job", "folder", *names, "state", "exit_code", *RESULTS])
     for row in rows:
         results = row.results or {}
@@ -62,7 +62,7 @@ def as_csv(rows: list[Row]) -> str:
 
 def _number(results: dict[str, Any], key: str) -> Any:
     value = results.get(key)
-    return "" if value is None else value
+    return "" if value is None else value  # with all its digits, since programs read it
 
 
 def as_table(rows: list[Row], width: int | None) -> str:
@@ -77,6 +77,7 @@ def as_table(rows: list[Row], width: int | None) -> str:
     widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         return "\n".join(line for row in rows for line in _stanza(row, width))
+    # Text is aligned at its left and numbers at their right, so that digits of equal weight are below each other.
     is_text = [False, *(True for _ in names), False, False, False, False, True]
     lines = []
     for line in [head, *cells]:
@@ -86,7 +87,8 @@ def as_table(rows: list[Row], width: int | None) -> str:
 
 
 def _shown(row: Row) -> list[str]:
-    """The results, with as many digits as a reader wants."""
+    """The results, rounded for the screen."""
+    # A loss that has diverged may have thirty digits before the point.
     formats: dict[str, Callable[[float], str]] = {
         "test_accuracy": lambda value: f"{value:.4f}",
         "test_loss": lambda value: f"{value:.4f}" if value < 1e4 else f"{value:.3g}",
@@ -102,6 +104,7 @@ def _stanza(row: Row, width: int) -> list[str]:
     accuracy, loss, rate, secs = _shown(row)
     values = " ".join(f"{name}={value}" for name, value in row.varying.items())
     result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
+    # A long value stays whole and sticks out of the line, so that it can still be copied.
     lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
     return lines + textwrap.wrap(
         f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "

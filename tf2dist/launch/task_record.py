@@ -20,6 +20,7 @@ class Kill:
     exit_code: int = TaskLostError.exit_code
 
 
+# Only the monitor's thread reads and writes these records, so they need no lock.
 @dataclass
 class TaskRecord:
     """One task of this host; a task that is started again has a new one.
@@ -28,7 +29,7 @@ class TaskRecord:
         heard_at: when it gave its last sign of life, in seconds of the monotonic clock. Later than now while a
             silence that it has announced lasts.
         ran_at: when its process was last seen running, not stopped.
-        is_done: whether it has said that it did all that it had to do.
+        is_done: whether it has reported that its work is complete.
         has_exited: whether its process has ended.
         kill: given if the launching process has killed it.
     """

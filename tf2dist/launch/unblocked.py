@@ -70,7 +70,9 @@ class Unblocked(io.TextIOBase):
                 except OSError:
                     self._pending = b""
                     raise
-                self._pending, wait_secs = self._pending[written:], 0.0
+                # What the reader takes at once is written at once; only for the first bytes may it take its time.
+                self._pending = self._pending[written:]
+                wait_secs = 0.0
 
 
 @contextlib.contextmanager

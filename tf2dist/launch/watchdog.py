@@ -36,21 +36,22 @@ class Watchdog:
         self._restarted_at = -float("inf")
 
     def started(self, task: str) -> None:
-        """A task has been started: the time until its first sign of life counts from now."""
+        """Notes that a task was started: its silence counts from now."""
         now = self._clock.monotonic()
         self.records[task] = TaskRecord(heard_at=now, ran_at=now)
 
     def excuse_all(self) -> None:
-        """A task is started again: tasks that wait for it make no progress meanwhile."""
+        """Excuses all tasks for a while: one of them is started again, and the others wait for it."""
         self._restarted_at = self._clock.monotonic()
 
     def clear(self) -> None:
-        """All tasks have ended."""
+        """Forgets all tasks, since they have ended."""
         self.records.clear()
         self._stalls.clear()
 
     def heard(self, message: Event) -> None:
-        """Takes every message of a task or about one."""
+        """Handles every message of a task or about one."""
+        # When an `Exited` comes here its task is no longer in `launcher.tasks`; see `exited`.
         if isinstance(message, Ready) or message.task not in self._launcher.tasks:
             return
         now = self._clock.monotonic()
@@ -68,7 +69,7 @@ class Watchdog:
                 record.is_done = True
 
     def exited(self, task: str) -> Kill | None:
-        """A task's process has ended; returns the kill, if it was killed here."""
+        """Notes that a task's process has ended; returns the kill, if it was killed here."""
         self._stalls.forget(task)
         record = self.records[task]
         record.has_exited = True
@@ -84,7 +85,7 @@ class Watchdog:
         return any(record.kill and not record.has_exited for record in self.records.values())
 
     def look(self, is_over: bool, gone: Mapping[str, str]) -> None:
-        """Kills those that are lost or stuck; to be called several times a second.
+        """Kills the tasks that are lost or stuck; to be called several times a second.
 
         Args:
             is_over: whether the run has its result: then a killed task that does not end does not matter.
@@ -116,6 +117,8 @@ class Watchdog:
     def _kill_stalled(self, is_over: bool, gone: Mapping[str, str]) -> None:
         """Kills the tasks that stalled by their own fault; those spared now report again if they stay stalled."""
         now = self._clock.monotonic()
+        # A report may date from a time in which a task that the others need was being started, or in which this process
+        # was suspended.
         excused = now - max(self._restarted_at, self._liveness.awake_since) < self._watchdog_secs
         for message in self._stalls.look(now):
             if not (excused or (self._is_killing and not is_over) or self._liveness.any_silent):

@@ -1,4 +1,4 @@
-"""A launcher that only plays its part, by a script of events, for what the launching process concludes."""
+"""A launcher that follows a script of events, for tests of what the launching process concludes."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from tf2dist.launch.run_state import Tasks
 from tf2dist.messages import Alive, Done, Result
 
 TASKS = ["worker-0", "worker-1"]
-COMPLAINT = "lost another task: Error from /job:worker"
+ECHO = "lost another task: Error from /job:worker"
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class EndedEarly(Exited):
     """In a script: a task ends without having said that it is done."""
 
 
-class Play:
-    """A launcher whose tasks do what a script says, and the clock that goes with it.
+class ScriptedLauncher:
+    """A launcher whose tasks follow a script, and the clock of that script.
 
     Args:
         script: messages and the seconds at which they come.
-        silent: a task that says nothing after a second.
-        runs: whether that one runs all the same.
+        silent: a task that sends nothing after the first second.
+        runs: whether that task runs nevertheless.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Play:
         self.tasks: dict[str, int] = {}
         self.received: list[int] = []
         self.sent: list[tuple[str, Any]] = []  # to tasks
-        self.reaps = True  # tells of the end of a task that was killed
+        self.reaps = True  # whether the end of a killed task is reported
 
     def start(self, task: str, restarts: int) -> None:
         (self.log_dir / f"{task}.error.json").unlink(missing_ok=True)
@@ -62,7 +62,7 @@ class Play:
 
     def events(self, timeout_secs: float) -> Iterator[Any]:
         self.now += timeout_secs
-        assert self.now < 1000, "it waits for ever"
+        assert self.now < 1000, "the wait has no end"
         for task in list(self.tasks):
             if task != self._silent or self.now < 101:
                 yield Alive(task)
@@ -110,11 +110,11 @@ class Play:
         pass
 
 
-class Elsewhere:
-    """A meeting that hears of tasks on other hosts."""
+class ScriptedMeeting:
+    """A meeting whose events about tasks on other hosts follow a script."""
 
-    def __init__(self, play: Play, script: list[tuple[float, MeetingEvent]]) -> None:
-        self._play, self._script = play, script
+    def __init__(self, launcher: ScriptedLauncher, script: list[tuple[float, MeetingEvent]]) -> None:
+        self._play, self._script = launcher, script
 
     def events(self) -> list[MeetingEvent]:
         due = [event for at, event in self._script if at <= self._play.now]
@@ -126,30 +126,30 @@ def ended(task: str, code: int) -> Exited:
     return Exited(task, code, 0.0)
 
 
-def complain(log_dir: Path, task: str) -> None:
-    FailureRecord(task, 0.0, TaskLostError.exit_code, COMPLAINT).write(log_dir)
+def write_echo(log_dir: Path, task: str) -> None:
+    FailureRecord(task, 0.0, TaskLostError.exit_code, ECHO).write(log_dir)
 
 
-def start_with_complaint(play: Play, who: str, task: str, restarts: int) -> None:
-    Play.start(play, task, restarts)
+def start_with_echo(launcher: ScriptedLauncher, who: str, task: str, restarts: int) -> None:
+    ScriptedLauncher.start(launcher, task, restarts)
     if task == who and not restarts:
-        complain(play.log_dir, task)
+        write_echo(launcher.log_dir, task)
 
 
 def follow(
-    play: Play,
+    launcher: ScriptedLauncher,
     config: RunConfig,
     tasks: list[str] = TASKS,
     leader: str = "",
     start: Callable[[str, int], None] | None = None,
     meeting: Any = None,
 ) -> dict[str, Any]:
-    """Monitors the play to its end, by its clock; returns the result."""
-    monitor = Monitor(play, Console(), config, meeting, play.received, lambda: None, clock=play)  # type: ignore[arg-type]
-    return monitor.run(Tasks(tasks, leader or tasks[0], start or play.start))
+    """Monitors the script to its end, by its own clock; returns the result."""
+    monitor = Monitor(launcher, Console(), config, meeting, launcher.received, lambda: None, clock=launcher)  # type: ignore[arg-type]
+    return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start))
 
 
-def warnings_of(play: Play, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:
+def warnings_of(launcher: ScriptedLauncher, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:
     """Monitors a synchronous run to its result; returns the warnings."""
-    assert follow(play, RunConfig(mode="sync", watchdog_secs=10.0, max_restarts=max_restarts))["done"]
+    assert follow(launcher, RunConfig(mode="sync", watchdog_secs=10.0, max_restarts=max_restarts))["done"]
     return capsys.readouterr().err
