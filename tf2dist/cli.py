@@ -1,4 +1,4 @@
-"""Entry of the command: read the request, refuse it in one line or run it, end with the right exit code."""
+"""Entry of the command: reads the request, refuses it in a line or runs it, and exits with the right code."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def run_and_report(arguments: list[str], started_at: float, signals: Signals) -> int:
-    """Runs one command line and writes its error, if there is one; returns the exit code."""
+    """Runs one command line; prints its error, if there is one, and returns the exit code."""
     try:
         run(arguments, started_at, signals)
     except TfDistError as error:
@@ -60,7 +60,7 @@ def report(error: TfDistError) -> int:
     """Writes the error's lines for the user; returns its exit code."""
     text = brief(str(error)) if isinstance(error, RequestError) else str(error)
     stream = Unblocked(sys.stderr)
-    with contextlib.suppress(OSError):  # nobody can read it; the code is still the answer
+    with contextlib.suppress(OSError):  # nobody can read the error; the exit code remains
         print(printable(f"tf2dist: error: {text}"), file=stream, flush=True)
         stream.drain(DRAIN_SECS)
     return error.exit_code
@@ -77,7 +77,7 @@ def brief(text: str) -> str:
 
 
 def run(arguments: list[str], started_at: float, signals: Signals) -> None:
-    """Shows what a flag asks for, or trains."""
+    """Runs the action of one command line: prints what a flag asks for, runs a sweep, or trains."""
     request = parse(arguments)
     tf_config = os.environ.get("TF_CONFIG") or None
     if request.action == "--version":
@@ -100,7 +100,7 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
 
 
 def show(text: str) -> None:
-    """Writes what was asked for to the standard output, or as much of it as its reader wants.
+    """Prints a text to the standard output; a reader that leaves early is no error.
 
     Raises:
         TfDistError: it cannot be written, for example because of a full disk.
@@ -115,8 +115,8 @@ def show(text: str) -> None:
 
 
 def train(config: RunConfig, host_task: HostTask | None, started_at: float, signals: Signals) -> None:
-    """Checks what can be checked before anything is made, then makes the run directory and runs."""
-    # What the configuration alone shows.
+    """Checks the request as far as possible without creating anything, then creates the run directory and runs."""
+    # What the configuration alone shows, before anything is looked up or downloaded.
     check_alone(config, host_task)
 
     # The place of this task in a cluster of many hosts.
@@ -128,7 +128,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
     if host_task:
         if text := exposure(*host_task):
             console.warn(text)
-        # Each host sees its own data only, and falling back is for all hosts or none: so here no host does.
+        # Each host sees its own data only. Either all hosts fall back to other data or none does, so none may.
         config.data = replace(config.data, offline="fail")
 
     # The data, which a ps does not read.
@@ -150,7 +150,7 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
 
 
 def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
-    """Checks what the configuration alone shows, before anything is looked at. Raises ConfigError."""
+    """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     location.check_batch_size(config, num_workers)
     check_size(config, host_task)

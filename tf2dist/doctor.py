@@ -1,10 +1,10 @@
-"""``python -m tf2dist.doctor [options] [--json]``: what would stand in the way of a run, one line a finding.
+"""``python -m tf2dist.doctor [options] [--json]``: the problems that would prevent a run, one line for each finding.
 
-Takes the options and the TF_CONFIG of ``python -m tf2dist``, starts no training, makes nothing, and
-ends within four minutes, however slow the names and TensorFlow are. Plugins are loaded in a process
-of their own. Exit code 0 when nothing failed, 2 when something did. With --json the output is one
-JSON array of {"level", "topic", "text", "fix"}. A peer that does not listen yet is a warning: it may
-start later. A name that nobody knows or a host without a route to it is a failure.
+Takes the options and the TF_CONFIG of ``python -m tf2dist``. Starts no training and creates no file, and
+ends within four minutes, however slow the name server and TensorFlow are. Plugins are loaded in a process
+of their own. Exit code 0 if no check failed, otherwise 2. With --json the output is one JSON array of
+{"level", "topic", "text", "fix"}. A peer that does not listen yet is a warning: it may start later. A
+name that cannot be resolved, or a host without a route to it, is a failure.
 """
 
 import errno
@@ -32,7 +32,8 @@ from tf2dist.launch.machine import Finding
 from tf2dist.launch.plugin_findings import of_plugins
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
-NO_WAY = ("name unknown", *map(os.strerror, (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)))
+# Answers that no waiting changes: a connection that is refused may be accepted later.
+UNREACHABLE = ("name unknown", *map(os.strerror, (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)))
 Check = Callable[[], Iterator[Finding]]
 
 
@@ -42,11 +43,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     paths.settle_home()
     try:
         sys.exit(report(arguments))
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:
+        # The reader of our output has left. Python flushes the stream again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        os._exit(130)  # without waiting for a look-up of a name that hangs
+        os._exit(130)  # a thread may be in the look-up of a name, which cannot be cancelled
 
 
 def report(arguments: list[str]) -> int:
@@ -65,7 +67,9 @@ def report(arguments: list[str]) -> int:
     found = []
     for finding in examine(asked.overrides, os.environ.get("TF_CONFIG") or None, asked.source):
         found.append(finding)
+        # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:
+            # Findings quote names and paths that others have chosen; a terminal would obey control characters in them.
             print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(finding)), flush=True)
     if is_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1), flush=True)
@@ -91,17 +95,18 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
         checks += [lambda: machine.processors(*num_local_tasks(config)), machine.isolation]
     elif host_task:
         checks += [lambda: machine.processors(1, int(host_task.task in host_task.cluster.training_tasks))]
+    # The GPUs come last: TensorFlow has to be imported to list them.
     for check in [*checks, machine.gpus]:
         try:
             yield from check()
-        except Exception as error:  # a system that is set up in a way nobody thought of; go on with the other checks
+        except Exception as error:  # an unusual system must not keep the user from the other findings
             yield Finding("warn", "doctor", f"could not look: {type(error).__name__}: {first_line(str(error))}")
 
 
 def request(
     overrides: list[str], tf_config: str | None, source: Source = BUILT_IN
 ) -> tuple[RunConfig | None, HostTask | None, list[Finding]]:
-    """The configuration and this process's task, as far as they can be read, and what is wrong with them."""
+    """The configuration and this process's task, each None if it is invalid, and the findings about both."""
     config, host_task, found = None, None, []
     try:
         config = load(overrides, tf_config, source)
@@ -109,6 +114,7 @@ def request(
         found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:
         found += failures("configuration", error)
+    # The cluster is checked even if the options are wrong, so that the user learns of all mistakes at once.
     kind = config.cluster.kind if config else "tf_config" if tf_config else "local"
     mode = config.mode if config else next((mode for mode in MODES if f"mode={mode}" in overrides), MODES[0])
     if kind == "local":
@@ -126,6 +132,7 @@ def request(
 
 def failures(topic: str, error: TfDistError) -> list[Finding]:
     """One finding for each line of an error; the text behind the last semicolon is the fix."""
+    # The form of all errors: name (value): rule; way out.
     parts = [line.rpartition("; ") for line in str(error).splitlines()]
     return [Finding("fail", topic, text or fix, fix if text else "") for text, _, fix in parts]
 
@@ -144,7 +151,7 @@ def data(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
         yield from failures("data", error)
     if host_task is None:
         yield from machine.training_data(config.data)
-    elif host_task.task.job != "ps":  # falling back is for all hosts or none, so no host does
+    elif host_task.task.job != "ps":  # all hosts fall back to other data or none does, so none may
         yield from machine.training_data(replace(config.data, offline="fail"))
 
 
@@ -165,6 +172,7 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
         yield Finding("ok", "ports", f"{task} can listen at {address}, which is {means}")
     except ClusterError as error:
         yield from failures("ports", error)
+    # The kernel may give such a port to any outgoing connection before the task binds it.
     if port in (ephemeral := linux.ephemeral_ports()):
         text = f"port {port} of {task} is from the range {ephemeral[0]} to {ephemeral[-1]} of outgoing connections"
         yield Finding("warn", "ports", text, "choose a lower one, or it may be taken")
@@ -184,6 +192,7 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
         shift = config.cluster.control_port_shift
         port.check_ports(cluster, shift)
+        # Closed again at once, so that a run can start while the doctor goes on.
         with port.listen(cluster, task, shift) as listener:
             yield Finding("ok", "meeting", f"{task} can listen at its control port {listener.getsockname()[1]}")
     except (ClusterError, TaskLostError) as error:
@@ -191,9 +200,10 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
 
 
 def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
-    """Which other tasks answer, all asked at once; one that has not answered in time is reported as such."""
+    """Which of the other tasks answer. All are asked at once, since each may take until the timeout."""
     others = [task for task in cluster.tasks if task != own]
-    at_home = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
+    # With a loopback address of its own the whole cluster is on this machine, as in a trial.
+    own_is_loopback = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
 
     def ask(task: Task) -> tuple[list[addresses.Ip], str]:
         address = cluster.address(task)
@@ -203,13 +213,13 @@ def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
     for task in others:
         ips, why = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
         where = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")
-        if loopback(ips) and not at_home:
+        if loopback(ips) and not own_is_loopback:
             fix = "give the name by which the other hosts know it"
             yield Finding("fail", "peers", f"{where} is a loopback address, which means another host on each", fix)
         elif not why:
             yield Finding("ok", "peers", f"{where} answers")
-        elif why in NO_WAY:
-            fix = "correct the name, or add it to DNS" if why == NO_WAY[0] else "mend the route to that host"
+        elif why in UNREACHABLE:
+            fix = "correct the name, or add it to DNS" if why == UNREACHABLE[0] else "correct the route to that host"
             yield Finding("fail", "peers", f"{where} cannot be reached ({why})", fix)
         else:
             fix = "start it, or open the port in the firewall"

@@ -99,7 +99,7 @@ def test_a_host_without_a_route_is_a_failure(why: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(reachability, "why_unreachable", lambda address: why)
     mine, other = linux.unused_ports(2)
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{mine}", f"localhost:{other}"))
-    assert "mend the route" in only(lines, "fail  peers: worker-1")[0]
+    assert "correct the route" in only(lines, "fail  peers: worker-1")[0]
 
 
 def test_a_peer_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
