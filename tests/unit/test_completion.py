@@ -22,7 +22,7 @@ echo "${COMPREPLY[@]}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Has the command, which stands in for the installed one, and a configuration that would run something."""
+    """A folder with a substitute for the installed command, and a configuration that tries to execute something."""
     command = tmp_path / "bin" / "tf2dist"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tf2dist "$@"\n')
@@ -65,7 +65,7 @@ def offered(folder: Path, line: str) -> list[str]:
         ("tf2dist run_dir=./conf/", ["run_dir=./conf/evil.yaml", "run_dir=./conf/experiment"]),
     ],
 )
-def test_what_is_offered(folder: Path, line: str, words: list[str]) -> None:
+def test_completions(folder: Path, line: str, words: list[str]) -> None:
     assert offered(folder, line) == words
     assert not (folder / "ran").exists()
 

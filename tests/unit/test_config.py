@@ -1,4 +1,4 @@
-"""The configuration: defaults, choices, and one line for everything that is wrong."""
+"""The configuration: defaults, choices, and one line for each mistake."""
 
 import contextlib
 import subprocess
@@ -25,8 +25,8 @@ def test_defaults() -> None:
     assert made.train.batch_size_per_worker == 100
 
 
-def test_of_an_option_given_twice_the_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """As in any command line; scripts add to what they hold."""
+def test_the_last_value_of_an_option_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in any command line; scripts append to their fixed options."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["--cfg", "train.steps=5", "mode=async", "train.steps=6", "mode=sync"])
     assert ended.value.code == 0
@@ -40,7 +40,7 @@ def test_tf_config_chooses_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_local_clusters(number: int) -> None:
+def test_local_clusters_have_that_many_workers(number: int) -> None:
     assert load([f"cluster=local{number}"], None).cluster.num_workers == number
 
 
@@ -63,7 +63,7 @@ def test_yaml_and_back() -> None:
     assert schema.from_yaml(made.to_yaml()) == made
 
 
-def test_names_from_plugins_pass(tmp_path: Path) -> None:
+def test_names_of_plugins_are_accepted(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
     made = load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
@@ -82,15 +82,15 @@ def test_a_plugin_has_options_of_any_kind(tmp_path: Path) -> None:
     assert schema.from_yaml(made.to_yaml()) == made
 
 
-def test_a_plugin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my own.py").write_text("")
     for text in ("[~/my own.py]", "['~/my own.py']"):
         assert load([f"plugins={text}"], None).plugins == [str(tmp_path / "my own.py")]
 
 
-def test_a_whole_number_is_a_rate() -> None:
-    """Keras takes no whole number for a rate."""
+def test_a_whole_number_is_accepted_for_a_rate() -> None:
+    """Keras refuses an int for a rate."""
     made = load(["optimizer.learning_rate=1", "optimizer.clipnorm=2", "model=cnn", "model.dropout=0"], None)
     numbers = [made.optimizer["learning_rate"], made.optimizer["clipnorm"], made.model["dropout"]]
     assert list(map(repr, numbers)) == ["1.0", "2.0", "0.0"]
@@ -192,14 +192,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(bad[0]) for bad in BAD])
-def test_every_mistake_has_a_line(overrides: list[str], words: str) -> None:
+def test_each_mistake_is_named(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(overrides, None)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check(RunConfig(seed=-1, grace_secs=0))
     assert len(str(caught.value).splitlines()) == 2
@@ -213,7 +213,7 @@ def test_a_cluster_inside_another_cluster_is_refused(options: list[str]) -> None
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=40))
-def test_any_override_is_either_taken_or_refused(text: str) -> None:
+def test_any_override_is_either_accepted_or_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
         load([text], None)
 

@@ -1,4 +1,4 @@
-"""What keras.json decides becomes options, and what it cannot decide is refused by name."""
+"""The settings in keras.json become options; those that are invalid are refused by name."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_without_a_file_the_defaults_are_those_of_keras(file: Path) -> None:
     assert keras_settings.notes(keras_of()) == []
 
 
-def test_the_file_counts_unless_an_option_is_given(file: Path) -> None:
+def test_an_option_overrides_the_file(file: Path) -> None:
     file.write_text(json.dumps({"image_data_format": "channels_first", "epsilon": 1e-3, "nnx_enabled": True}))
     made = keras_of()
     assert made == KerasConfig(floatx="float32", image_data_format="channels_first", epsilon=1e-3)
@@ -42,7 +42,7 @@ def test_the_file_counts_unless_an_option_is_given(file: Path) -> None:
     )
 
 
-def test_what_keras_does_not_understand_it_passes_over(file: Path) -> None:
+def test_a_file_that_keras_ignores_is_ignored(file: Path) -> None:
     file.write_text('{"floatx": ')
     assert keras_of() == keras_settings.DEFAULTS
 
@@ -59,7 +59,7 @@ def test_what_keras_does_not_understand_it_passes_over(file: Path) -> None:
         ("[" * 100_000, "keras.json ({file}): cannot be read"),
     ],
 )
-def test_what_it_cannot_decide_is_refused(file: Path, text: str, words: str) -> None:
+def test_an_invalid_setting_is_refused(file: Path, text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         keras_of()
@@ -67,13 +67,13 @@ def test_what_it_cannot_decide_is_refused(file: Path, text: str, words: str) -> 
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_pipe_does_not_hold_us(file: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(file: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(ConfigError, match="is not a regular file"):
         keras_of()
 
 
-def test_an_option_that_cannot_be_had(file: Path) -> None:
+def test_an_unsupported_option_is_refused(file: Path) -> None:
     for option, words in (
         ("keras.floatx=float16", r"keras\.floatx \(float16\): must be float32"),
         ("keras.image_data_format=first", r"keras\.image_data_format \(first\)"),
@@ -84,7 +84,7 @@ def test_an_option_that_cannot_be_had(file: Path) -> None:
             keras_of(option)
 
 
-def test_hosts_compare_them(file: Path) -> None:
+def test_hosts_compare_their_settings(file: Path) -> None:
     cluster = Cluster("sync", {"worker": ("a:1", "b:1")})
     made = []
     for value in ("channels_last", "channels_first"):

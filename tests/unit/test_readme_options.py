@@ -1,4 +1,4 @@
-"""The README's table of options agrees with the schema: which there are, what is chosen, and the defaults."""
+"""The README's table of options agrees with the schema: their names, choices and defaults."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-from tf2dist.config.choices import groups, of_choices, public
+from tf2dist.config.choices import choices_by_option, groups, public
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
 
@@ -52,7 +52,7 @@ def test_every_option_has_a_place(name: str) -> None:
 
 
 def test_every_option_of_the_table_exists() -> None:
-    known = {*OPTIONS, *groups(), *of_choices()}
+    known = {*OPTIONS, *groups(), *choices_by_option()}
     unknown = [name for row in ROWS for name in names(row[0]) if name not in known]
     unknown += [name for name in names(TABLE) if "." in name and name not in known]
     assert unknown == []

@@ -18,7 +18,7 @@ PROMISED = {"cluster/local3.yaml: cluster.num_workers", "experiment/*: train.bat
 
 
 def settings(group: str, name: str) -> dict[str, Any]:
-    """What a file in conf/ sets, by dotted names."""
+    """The settings in a file of conf/, by dotted name."""
     tree = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     tree.pop("defaults", None)
     if group not in ("experiment", "mode"):
@@ -31,7 +31,7 @@ def settings(group: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", groups())
-def test_conf_says_nothing_again(group: str) -> None:
+def test_conf_repeats_no_default_of_the_schema(group: str) -> None:
     again = {
         f"{group}/{'*' if group == 'experiment' else f'{name}.yaml'}: {option}"
         for name in groups()[group]
@@ -57,7 +57,7 @@ def test_the_defaults_fit_their_types_and_their_ranges() -> None:
         assert option.default is None or all(must.holds(option.default) for must in option.musts), name
 
 
-def test_help_has_every_option_and_every_choice() -> None:
+def test_help_lists_every_option_and_choice() -> None:
     lines = help_text(120).splitlines()
     for name, option in OPTIONS.items():
         assert sum(line.startswith(f"  {name}=") for line in lines) == (not option.is_choice), name
@@ -108,13 +108,13 @@ def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
         ({"plugins": ["a", 1]}, ["a", "1"]),
     ],
 )
-def test_what_can_only_mean_one_thing_is_taken(tree: dict[str, Any], value: Any) -> None:
+def test_unambiguous_values_are_converted(tree: dict[str, Any], value: Any) -> None:
     (name,) = tree
     made = getattr(from_tree(tree), name)
     assert made == value
     assert type(made) is type(value)
 
 
-def test_each_configuration_has_lists_of_its_own() -> None:
+def test_configurations_do_not_share_lists() -> None:
     RunConfig().plugins.append("a.py")
     assert RunConfig().plugins == OPTIONS["plugins"].default == []

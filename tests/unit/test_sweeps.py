@@ -38,11 +38,11 @@ EXPANDED = [
 
 
 @pytest.mark.parametrize(("overrides", "lines"), EXPANDED, ids=lambda value: " ".join(value))
-def test_the_jobs_are_those_of_hydra(overrides: list[str], lines: list[str]) -> None:
+def test_the_jobs_are_the_same_as_with_hydra(overrides: list[str], lines: list[str]) -> None:
     assert [" ".join(job.overrides) for job in jobs(*overrides)] == lines
 
 
-def test_the_configurations_are_those_of_the_lines() -> None:
+def test_each_job_has_the_configuration_of_its_line() -> None:
     made = jobs("mode=async,sync", "train.steps=${seed},4", "seed=7", "init_from=/tmp,.")
     assert [(job.config.mode, job.config.train.steps, job.config.init_from) for job in made] == [
         (mode, steps, source) for mode in ("async", "sync") for steps in (7, 4) for source in ("/tmp", ".")

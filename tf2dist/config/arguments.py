@@ -1,4 +1,4 @@
-"""The arguments of the command: flags, under Hydra's names, and overrides of options."""
+"""The arguments of the command: flags, named as Hydra's, and overrides of options."""
 
 import difflib
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tf2dist.config.source import MAIN, Source
 from tf2dist.errors import ConfigError
 
+# Hydra's own short forms, some with two letters after one dash.
 SHORT = {
     "-h": "--help",
     "-c": "--cfg",
@@ -19,7 +20,7 @@ SHORT = {
     "-sc": "--shell-completion",
 }
 ACTIONS = ("--version", "--help", "--run", "--multirun", "--cfg", "--info", "--shell-completion")
-SUBJECTS = {  # what may follow a flag; the first is meant if nothing does
+SUBJECTS = {  # what may follow a flag; the first is the default
     "--cfg": ("job",),
     "--info": ("all", "config", "defaults", "defaults-tree", "searchpath"),
 }
@@ -29,17 +30,18 @@ REFUSED = {
     "--hydra-help": "Hydra's own settings have no use here; see --help",
     "--experimental-rerun": "run the same command again, with run_dir=DIR",
 }
+# Known, so that they are refused by name instead of being read as overrides.
 OTHERS_OF_HYDRA = {"--cfg": ("hydra", "all"), "--info": ("plugins",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """One command line.
+    """One parsed command line.
 
     Attributes:
-        action: one of `ACTIONS`; ``--run`` if none is given.
-        subject: what follows ``--cfg`` or ``--info``.
-        package: the part of the configuration that ``--cfg`` shows; None for the whole.
+        action: one of `ACTIONS`; ``--run`` by default.
+        subject: the word after ``--cfg`` or ``--info``.
+        package: the part of the configuration that ``--cfg`` shows; None for all of it.
         is_resolved: whether ``--cfg`` shows values instead of ``${...}``.
     """
 
@@ -52,14 +54,15 @@ class Arguments:
 
 
 def parse(arguments: list[str]) -> Arguments:
-    """Reads one command line.
+    """Parses one command line.
 
     Raises:
-        ConfigError: there is no such flag, or it lacks its value, or two of them contradict each other.
+        ConfigError: a flag is unknown, lacks its value, or contradicts another one.
     """
     overrides: list[str] = []
     flags: dict[str, str] = {}
     rest = list(arguments)
+    # Flags and overrides may come in any order, as with Hydra.
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("-"):
@@ -83,10 +86,11 @@ def _check_known(flag: str, argument: str) -> None:
 
 
 def _value(flag: str, given: str | None, rest: list[str]) -> str:
-    """What follows a flag, behind a = or as the next argument, which is taken from `rest`."""
+    """The value of a flag, after a = or as the next argument, which is removed from `rest`."""
     if flag in SUBJECTS:
         subjects, others = SUBJECTS[flag], OTHERS_OF_HYDRA[flag]
         if given is None:
+            # The next argument is the subject only if it is one; it may as well be an override.
             given = rest.pop(0) if rest and rest[0] in (*subjects, *others) else subjects[0]
         if given not in subjects:
             raise ConfigError(f"{flag} ({given}): must be {' or '.join(subjects)}")
@@ -103,12 +107,14 @@ def _value(flag: str, given: str | None, rest: list[str]) -> str:
 
 
 def _checked(overrides: list[str], flags: dict[str, str]) -> Arguments:
-    """The whole command line, unless its flags contradict each other."""
+    """The whole command line; raises ConfigError if its flags contradict each other."""
+    # In the order of `ACTIONS`: --version and --help win over everything else, as users expect of any command.
     asked = [action for action in ACTIONS if action in flags]
     if len(asked) > 1 and asked[0] not in ("--version", "--help"):
         raise ConfigError(f"{asked[1]}: cannot be combined with {asked[0]}; leave out one of them")
     action = asked[0] if asked else "--run"
     for flag in ("--package", "--resolve"):
+        # Without the check the training would start, although the user wanted to see something.
         if flag in flags and action not in ("--cfg", "--help"):
             raise ConfigError(f"{flag}: is for --cfg; add that")
     return Arguments(

@@ -1,4 +1,4 @@
-"""All rules of a configuration: the ranges that single options declare, and here those between several options."""
+"""Checks a configuration: the ranges that options declare, and the rules between several options."""
 
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
@@ -13,8 +13,9 @@ def check(config: RunConfig) -> None:
     """Checks everything and reports all mistakes at once.
 
     Raises:
-        ConfigError: one line for each rule that is broken.
+        ConfigError: one line for each broken rule.
     """
+    # A plugin may register a model under a name of ours, with other arguments.
     builtin = not config.plugins
     rules: list[Rule] = [
         *rules_of(config),
@@ -28,6 +29,7 @@ def check(config: RunConfig) -> None:
         *argument_rules("data", {"name": config.data.name, **config.data.arguments}, builtin),
         *path_rules({"run_dir": config.run_dir, "data.dir": config.data.dir}, config.plugins),
     ]
+    # Values may hold line breaks; each message stays on one line.
     broken = [" ".join(f"{name} ({value}): {rule}".split()) for name, value, holds, rule in rules if not holds]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -40,7 +42,9 @@ def _length(config: RunConfig) -> list[Rule]:
 
 
 def _mode(config: RunConfig) -> list[Rule]:
-    """mode=async needs a parameter server; an option that the mode has no use for is refused."""
+    """mode=async needs a parameter server; an option that the mode does not use is refused."""
+    # Refused and not ignored: the run would differ from what the user asked for. The default of 1 must pass, since a
+    # value that was given cannot be told from it.
     num_ps, all_reduce = config.cluster.num_ps, config.cluster.all_reduce
     if config.mode == "async":
         needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
@@ -52,7 +56,8 @@ def _mode(config: RunConfig) -> list[Rule]:
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
-    """Options of another kind of cluster are refused: they would be ignored, and every host might train alone."""
+    """Refuses options of another kind of cluster."""
+    # With host lists and without cluster=hosts every host would train alone, each with success.
     given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
     given |= {"task.type": config.task.type, "task.index": config.task.index}
     used = config.cluster.kind == "hosts"
@@ -65,12 +70,13 @@ def _hosts(config: RunConfig) -> list[Rule]:
 
 
 def _local(config: RunConfig) -> list[Rule]:
-    """A local cluster has a largest size; the message names the larger of its two numbers."""
+    """Limits the size of a local cluster; the message names the larger of its two counts."""
     cluster = config.cluster
     counts = {"cluster.num_workers": cluster.num_workers}
     if config.mode == "async":
         counts["cluster.num_ps"] = cluster.num_ps
     largest = max(counts, key=lambda name: counts[name])
+    # mode=async has a coordinator besides, which needs a port too.
     fits = sum(counts.values()) + (config.mode == "async") <= MAX_LOCAL_TASKS
     rule = f"a local cluster has at most {MAX_LOCAL_TASKS} tasks; use several hosts for more"
     return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]

@@ -1,7 +1,7 @@
-"""Shell completion: Hydra's own for bash, of the command ``tf2dist``.
+"""Shell completion in bash, by Hydra's own implementation, for the command ``tf2dist``.
 
-Its bash function expands what it is offered, so that a value or a file named ``$(command)`` would be run. Offered is
-only what bash takes literally.
+Hydra's bash function expands the completions, so that a value or a file named ``$(command)`` would be executed. Only
+completions that bash takes literally are offered.
 """
 
 import contextlib
@@ -19,33 +19,35 @@ from tf2dist.config.source import Source, opened
 from tf2dist.errors import ConfigError, RequestError
 
 LITERAL = re.compile(r"[\w.,:=/+@%-]+")
-NOT_GIVEN = re.compile(
+# What Hydra would complete and `compose` refuses: settings of Hydra itself, and names that are set by a choice.
+REFUSED = re.compile(
     rf"hydra\b|({'|'.join(PLUGIN_GROUPS)})\.name=|({'|'.join(PLUGIN_GROUPS)})={HIDDEN}$|cluster\.kind="
 )
 
 
 class Completion(BashCompletion):
-    """What bash is told about the command."""
+    """Hydra's completion, for our command and without what is refused or unsafe."""
 
     @staticmethod
     def _get_exec() -> str:
+        # Hydra would take the script that runs, which is not a command of its own here.
         return "tf2dist"
 
     def offered(self, source: Source, words: str) -> list[str]:
-        """The names and values with which the last of the words, separated by blanks, may go on."""
+        """The completions of the last word of a command line."""
         return self._query(source.name, words)
 
     def _query(self, config_name: str | None, line: str) -> list[str]:
         found: list[str] = super()._query(config_name, line)
-        return [text for text in found if LITERAL.fullmatch(text) and not NOT_GIVEN.match(text)]
+        return [text for text in found if LITERAL.fullmatch(text) and not REFUSED.match(text)]
 
 
 def answer(request: list[str], line: str) -> str:
-    """The text of ``--shell-completion``.
+    """The output of ``--shell-completion``.
 
     Args:
-        request: what follows it: install=bash or uninstall=bash, for the user to evaluate, or query=bash.
-        line: for query, the command line so far.
+        request: the words after it: install=bash or uninstall=bash, for the user to evaluate, or query=bash.
+        line: for a query, the command line so far.
 
     Raises:
         ConfigError: it is none of these.
@@ -58,6 +60,7 @@ def answer(request: list[str], line: str) -> str:
             '--shell-completion install=bash)"'
         )
     completion = Completion(_loader_of(Source()))
+    # Hydra prints instead of returning a text.
     with contextlib.redirect_stdout(io.StringIO()) as text:
         completion.install() if request == ["install=bash"] else completion.uninstall()
     return text.getvalue()
@@ -69,7 +72,7 @@ def _loader_of(source: Source) -> Any:
 
 
 def _offered(words: list[str]) -> list[str]:
-    """What may stand for the last of the words, which may be empty; nothing if those before it cannot be read."""
+    """The completions of the last word, which may be empty; none if the words before it cannot be parsed."""
     before, word = [each for each in words[:-1] if each], words[-1] if words else ""
     if word.startswith("-"):
         return sorted(flag for flag in (*ACTIONS, *VALUES, *SHORT, "--resolve") if flag.startswith(word))
@@ -80,5 +83,5 @@ def _offered(words: list[str]) -> list[str]:
             return []
         with opened(source) as hydra:
             return Completion(hydra.config_loader).offered(source, " ".join([*arguments.overrides, word]))
-    except (RequestError, *UNREADABLE):
+    except (RequestError, *UNREADABLE):  # a line that is being typed; a message would end up in the prompt
         return []

@@ -1,4 +1,4 @@
-"""The command line and the files, composed by Hydra into one plain tree, or one line that says why not."""
+"""Composes the command line and the files into one plain tree by Hydra, or says in one line why not."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config import interpolation
-from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS, groups, of_choices
+from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS, choices_by_option, groups
 from tf2dist.config.hints import for_unknown
 from tf2dist.config.schema import SECTIONS
 from tf2dist.config.source import Source, check_complete, opened, what_hydra_says, why_missing
@@ -22,21 +22,20 @@ VERBATIM = (
     "init_from",
     "init_layers",
     "data.dir",
-)  # taken as they are: Hydra's grammar would read signs in them
-MAX_OVERRIDE_CHARS = 4096
+)  # paths and patterns, which Hydra's grammar would misread: brackets, blanks and ~ mean something there
+MAX_OVERRIDE_CHARS = 4096  # far more than any real override has
 CALL = re.compile(r"\w+\s*\(.*\)\s*")
 MANY = ", or --multirun for a run of each"
 FORM = "options look like train.steps=1000; put values with ~ : [ ] or blanks in quotes, as in ['~/a b']"
-# What Hydra and its parser raise; the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
+# What Hydra and its parser raise: the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
 
 
 def compose(overrides: list[str], source: Source) -> dict[str, Any]:
-    """The tree of all options: the schema's defaults, what the choices set, and what is given; all of it filled in.
+    """The tree of all options: the schema's defaults, the settings of the choices, and the overrides, all resolved.
 
     Raises:
-        ConfigError: an override or a file cannot be used; the message says why, with the nearest known option if there
-            is one.
+        ConfigError: an override or a file cannot be used; says why, and names the nearest known option if there is one.
     """
     tree = interpolation.resolve(unresolved(overrides, source), overrides)
     check_complete(source, tree)
@@ -44,7 +43,7 @@ def compose(overrides: list[str], source: Source) -> dict[str, Any]:
 
 
 def unresolved(overrides: list[str], source: Source) -> DictConfig:
-    """The same as Hydra leaves it, with its ``${...}``. Raises ConfigError as `compose`."""
+    """The same tree before interpolation, with its ``${...}``. Raises ConfigError as `compose` does."""
     parts = for_hydra(overrides, source)
     try:
         return _hydra(parts, source)
@@ -57,7 +56,7 @@ def unresolved(overrides: list[str], source: Source) -> DictConfig:
 
 
 def for_hydra(overrides: list[str], source: Source) -> list[str]:
-    """The overrides in the form that Hydra needs. Raises ConfigError for those that this command does not take."""
+    """The overrides in the form that Hydra needs. Raises ConfigError for those that this command does not accept."""
     for override in overrides:
         _check_form(override)
     return [part for override in overrides for part in _checked_choice(override, overrides, source)]
@@ -66,13 +65,14 @@ def for_hydra(overrides: list[str], source: Source) -> list[str]:
 def _hydra(overrides: list[str], source: Source) -> DictConfig:
     with opened(source) as hydra:
         tree = hydra.compose_config(source.name, overrides, RunMode.RUN, from_shell=False)
+    # Hydra's own settings are no options of a run, and would not fit the schema.
     with open_dict(tree):
         del tree["hydra"]
     return tree
 
 
 def _check_form(override: str) -> None:
-    """Refuses overrides that Hydra would take and this command does not; each message says why."""
+    """Refuses overrides that Hydra would accept and this command does not; each message says why."""
     key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
     group, _, argument = key.partition(".")
     value = override.partition("=")[2]
@@ -87,15 +87,16 @@ def _check_form(override: str) -> None:
         raise ConfigError(f"{shown}: there is no such option; {instead}")
     if override.startswith("+") and key in groups():
         raise ConfigError(f"{shown}: is an existing option; leave out the +, as in {key}=NAME")
+    # The name alone would leave the arguments of another choice in place.
     if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
         raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
-    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is taken
+    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is accepted
         is_task = key == "task"
         way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
         raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
     if value.count("${") > value.count("}"):
         raise ConfigError(f"{key} ({value}): has ${{ without }}; close it, as in ${{train.steps}}")
-    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or what Hydra would compute, perhaps at random
+    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or a function that Hydra evaluates, such as shuffle
         raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself{MANY}")
 
 
@@ -107,22 +108,24 @@ def _checked_choice(override: str, overrides: list[str], source: Source) -> list
     key, separator, value = override.partition("=")
     if key == "plugins" or key in VERBATIM:
         return [quoted(override)]
-    if override == "experiment=null":
+    if override == "experiment=null":  # Hydra would look for a file of that name
         return []
     known = source.names(key)
+    # Hydra's message for an unknown choice has many lines, and suggests nothing.
     if not separator or key not in groups() or value in known:
         return [override]
     offered = [name for name in known if name != HIDDEN]
     names = ", ".join(offered)
     if "," in value:
         raise ConfigError(f"{key} ({value}): must be one of {names}; a run takes one of them, so give one{MANY}")
+    # Which names a plugin registers is known only when it is loaded, which the launching process does not do.
     if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
         return [f"{key}={HIDDEN}", f"{key}.name={value}"]
     raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, offered)}")
 
 
 def quoted(override: str) -> str:
-    """The override with its path in quotes: brackets and spaces have a meaning in Hydra's grammar."""
+    """The override with its path in quotes, since brackets and blanks have a meaning in Hydra's grammar."""
     key, _, value = override.partition("=")
     if key == "plugins":
         return f"{key}={_quoted_list(value)}"
@@ -144,12 +147,14 @@ def _quoted_list(value: str) -> str:
 def _explain(error: Exception, overrides: list[str], source: Source) -> str:
     """One line that says why Hydra could not compose the overrides, with the nearest known option."""
     parsed = []
+    # Hydra's errors do not always say which override they are about, so each is parsed by itself to find it.
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except UNREADABLE:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
     try:
+        # The choices alone: they decide which options exist.
         tree = _hydra([text for text in overrides if text.partition("=")[0] in groups()], source)
         chosen = _leaves(OmegaConf.to_container(tree))
     except UNREADABLE:
@@ -164,7 +169,7 @@ def _explain(error: Exception, overrides: list[str], source: Source) -> str:
 
 
 def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:
-    """What is wrong with one override, or "". `chosen`: the options that exist with the choices made, with values."""
+    """What is wrong with one override, or ""; `chosen`: the options of the choices that were made, with values."""
     key, known = override.key_or_group, [*groups(), *chosen]
     if override.is_sweep_override():
         value = str(override.input_line).partition("=")[2]
@@ -175,14 +180,14 @@ def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -
     if key in [*known, *names] or override.is_add() or override.is_force_add():
         return ""
     group = key.partition(".")[0]
-    meant = for_unknown(key, known, of_choices())
+    meant = for_unknown(key, known, choices_by_option())
     if f"{group}={HIDDEN}" in overrides and not (group == "data" and "mean" in meant):
         return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
     return f"{key}: there is no such option{meant}"
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """All options below a node by their dotted names, with their values; without those that only a choice sets."""
+    """All options below a node by dotted name, with their values, except for those that only a choice sets."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Turns plain values, as the command line and YAML give them, into the typed fields of a dataclass.
+"""Converts plain values, as the command line and YAML give them, into the typed fields of a dataclass.
 
-OmegaConf could do this, too, but what is wrong would have to be parsed out of its English messages, and
+OmegaConf could do this too, but the reason of an error would have to be parsed out of its English messages, and
 it accepts any int as bool.
 """
 
@@ -12,8 +12,8 @@ from tf2dist.errors import ConfigError
 
 T = TypeVar("T")
 
-REST = {"rest": True}  # metadata of the field that collects all keys for which its dataclass has no field
-TRUTHS = {
+REST = {"rest": True}  # metadata of the field that collects the keys without a field of their own
+BOOLS = {  # the words of YAML 1.1, and 0 and 1
     **dict.fromkeys(("true", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "no", "n", "off", "0"), False),
 }
@@ -21,15 +21,16 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
-    """An object of the dataclass `made` with the values of a tree; a field that the tree lacks has its default.
+    """An object of the dataclass `made` with the values of a tree; missing fields have their defaults.
 
     Args:
-        name: the dotted name of the section that the tree holds, for the messages; "" for the whole configuration.
+        name: the dotted name of the section, for messages; "" for the whole configuration.
 
     Raises:
         ConfigError: one line that names the option and says what it must be.
     """
     _check_dict(tree, name or "the configuration")
+    # The arguments of data stand among its options in files, and are separate in the dataclass.
     known = {each.name: each for each in fields(made)}  # type: ignore[arg-type]
     rest = next((each.name for each in known.values() if each.metadata.get("rest")), None)
     values: dict[str, Any] = {rest: {}} if rest else {}
@@ -55,6 +56,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{name}: must be a list such as [a,b]")
         return [_typed(get_args(kind)[0], item, f"{name}[{index}]") for index, item in enumerate(value)]
+    # Of the unions there is only `T | None`, with T first.
     kinds = get_args(kind) or (kind,)
     if value is None and NoneType in kinds:
         return None
@@ -72,12 +74,13 @@ def _check_dict(value: Any, name: str) -> None:
 
 def _scalar(kind: type, value: Any) -> Any:
     """The value as `kind`: int, float, bool or str. Raises ValueError if it is neither that nor a text of it."""
+    # Everything that has only one reading is accepted; 1.5 for a whole number has none.
     takes: dict[type, tuple[type, ...]] = {int: (int, str), float: (int, float, str), bool: (bool, int, str)}
-    # Not isinstance, since a bool is also an int.
+    # Not isinstance, for which a bool is an int too.
     if type(value) not in takes.get(kind, (bool, int, float, str)):
         raise ValueError
     if kind is bool:
-        if (word := str(value).lower()) not in TRUTHS:
+        if (word := str(value).lower()) not in BOOLS:
             raise ValueError
-        return TRUTHS[word]
+        return BOOLS[word]
     return kind(value)

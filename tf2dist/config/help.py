@@ -11,35 +11,37 @@ Train a Keras 3 model on many workers.
 
   tf2dist mode=async cluster=local3    on this machine: 1 ps, 3 workers, 1 coordinator
   tf2dist mode=sync  cluster=local3    on this machine: 3 workers
-  TF_CONFIG='{...}' tf2dist mode=async on each of many hosts: its task of the cluster
+  TF_CONFIG='{...}' tf2dist mode=async on each of many hosts: one task of the cluster
 
 Choices, as name=choice:
 """
 TAIL = """
-  --multirun, -m            one run after the other: mode=async,sync optimizer=glob(*) seed=range(3), and a table
+  --multirun, -m            every combination, one run after the other, with a table of the results: mode=async,sync
+                            optimizer=glob(*) seed=range(3)
   --config-dir, -cd DIR     a folder with configuration files of your own, such as DIR/experiment/mine.yaml
-  --config-name, -cn NAME   the file from which the configuration begins; it begins with "defaults: [config, _self_]"
-  --cfg, -c                 shows the configuration that the other arguments make;
-                            --package, -p SECTION: a part of it; --resolve: with values for ${...}
-  --info, -i                shows where it comes from; searchpath, defaults-tree, defaults or config: only that
+  --config-name, -cn NAME   the primary configuration file, instead of ours; begin it with "defaults: [config, _self_]"
+  --cfg, -c                 print the configuration that the other arguments make;
+                            --package, -p SECTION: only a part of it; --resolve: with values for ${...}
+  --info, -i                print where it comes from; searchpath, defaults-tree, defaults or config: only that
   --shell-completion, -sc   for bash: eval "$(tf2dist -sc install=bash)"
-  --help, -h                this text
-  --version                 the version
+  --help, -h                print this text
+  --version                 print the version
 
-A value may name other options, as in run_dir=runs/${model.name}. On the command line it may also name variables of the
-environment, as in ${oc.env:HOME}.
-python -m tf2dist.doctor, with the same arguments, does not train but says what would prevent a run.
+A value may refer to other options, as in run_dir=runs/${model.name}; on the command line also to environment variables,
+as in ${oc.env:HOME}.
+python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
 SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all sections
-OPTION_CHARS = 36
+OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 
 def help_text(line_chars: int) -> str:
-    """The whole text, in lines of at most `line_chars` characters as far as they can be broken."""
+    """The whole text; descriptions are wrapped at `line_chars` characters."""
     choices = [f"  {group:10} {', '.join(public(group))}\n" for group in sorted(groups())]
     described = [row for section in SECTIONS for row in _of_section(section)]
     chosen = RunConfig()
     defaults = {"data": chosen.data.name, "model": chosen.model["name"], "optimizer": chosen.optimizer["name"]}
+    # The default choice first, since its values are those that apply if nothing is given.
     for group, default in defaults.items():
         described += _of_choices(group, sorted(public(group), key=lambda name: name != default))
     rows = [_row(option, text, line_chars) + "\n" for option, text in described]
@@ -47,7 +49,7 @@ def help_text(line_chars: int) -> str:
 
 
 def _row(option: str, text: str, line_chars: int) -> str:
-    """One option and its text. All texts stand in one column, within which long ones are wrapped."""
+    """One option and its description, which is wrapped within a column of its own."""
     column = min(OPTION_CHARS, line_chars // 2)
     indent = " " * (column + 4)
     filled = textwrap.fill(text, line_chars, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
@@ -57,7 +59,7 @@ def _row(option: str, text: str, line_chars: int) -> str:
 
 
 def _of_section(section: str) -> list[tuple[str, str]]:
-    """The options of a section, as ("name=default", text)."""
+    """The options of a section, as ("name=default", description)."""
     return [
         (f"{name}={option.shown}", option.help)
         for name, option in OPTIONS.items()
@@ -66,10 +68,10 @@ def _of_section(section: str) -> list[tuple[str, str]]:
 
 
 def _of_choices(group: str, names: list[str]) -> list[tuple[str, str]]:
-    """The options of all choices of a group, as ("name=default", text).
+    """The options of all choices of a group, as ("name=default", description).
 
-    The default is that of the first choice that has the option. The text names the choices that have the option, if
-    not all do, and other defaults.
+    The default is that of the first choice with the option. The description also names the choices with the option,
+    unless all have it, and the defaults that differ.
     """
     owners: dict[str, dict[str, str]] = {}  # by option: the choices that have it, with their defaults
     for name in names:

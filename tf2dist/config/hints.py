@@ -1,19 +1,19 @@
-"""What a user may have meant by an option that does not exist."""
+"""Suggestions for an option that does not exist."""
 
 import difflib
 from collections.abc import Mapping
 
 
 def for_unknown(word: str, known: list[str], others: Mapping[str, list[str]]) -> str:
-    """The end of the message about the unknown option `word`: the best guess, or what there is instead.
+    """The end of the message about the unknown option `word`: the best guess, or what exists instead.
 
     Args:
-        known: the options that this command line has, and the groups that it can choose from.
-        others: the options that would come with other choices, each with these choices.
+        known: the options that exist with the choices of this command line, and the groups.
+        others: the options that would exist with other choices, each with these choices.
     """
     section, _, last = word.rpartition(".")
     names = {option: option.rpartition(".")[2] for option in known}
-    # From the surest guess to the vaguest.
+    # From the most certain guess to the vaguest: a wrong section is more likely than a wrong name.
     if same := [option for option in known if names[option] == last]:
         return f"; did you mean {same[0]}?"
     if chosen := [option for option in others if option == word or (not section and option.endswith(f".{last}"))]:

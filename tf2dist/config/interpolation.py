@@ -1,7 +1,7 @@
-"""What may be filled in for ``${...}``: other options, and of the environment what the command line itself names.
+"""Interpolation of ``${...}``: other options, and environment variables that the command line itself names.
 
-OmegaConf resolves it. It also offers functions, which files could use to read the environment: they are refused,
-all but ``oc.env``, and that one may stand on the command line alone.
+OmegaConf resolves them. It also offers functions, with which a file could read the environment: all are refused
+except for ``oc.env``, and that is allowed on the command line only.
 """
 
 import os
@@ -14,19 +14,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.errors import ConfigError
 
-FILLED = "\0"  # stands for an interpolation inside another one that has been looked at
+FILLED = "\0"  # replaces an inner interpolation that has been accepted; no option or file can contain it
 OPTION = re.compile(rf"\$\{{\s*[\w.\[\]{FILLED}-]+\s*\}}")  # ${train.steps}, ${..steps}, ${model.hidden_units[0]}
 ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*[A-Za-z_]\w*\s*(?:,[^${}]*)?\}")
 VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
 ANY = re.compile(r"\$\{[^${}]*\}?")
-MAX_DEPTH = 32
+MAX_DEPTH = 32  # an option that refers to a section around it has endless levels
 
 
 def check_file(name: str, content: Any) -> None:
     """Refuses functions in a configuration file.
 
     Raises:
-        ConfigError: it names the file and what it would fill in.
+        ConfigError: names the file and the function.
     """
     for text in _texts(content):
         if wrong := _not_allowed(text, ()):
@@ -35,15 +35,16 @@ def check_file(name: str, content: Any) -> None:
 
 
 def resolve(tree: DictConfig, overrides: list[str]) -> dict[str, Any]:
-    """The tree as plain values, with all ``${...}`` filled in.
+    """The tree as plain values, with all ``${...}`` resolved.
 
     Args:
-        overrides: the command line, which may name variables of the environment.
+        overrides: the command line, which may name environment variables.
 
     Raises:
-        ConfigError: something cannot be filled in; names the option.
+        ConfigError: an interpolation cannot be resolved; names the option.
     """
-    # Hydra removes backslashes, so a text may be met with and without them.
+    # Exactly the texts on the command line are allowed, so that a file cannot read another variable. Hydra removes
+    # backslashes, so a text occurs with and without them.
     written = [text for each in overrides for text in (each, each.replace("\\", ""))]
     named = {found for text in written for found in ENVIRONMENT.findall(text)}
     return {str(key): _plain(tree, key, str(key), named, 0) for key in tree}
@@ -51,6 +52,7 @@ def resolve(tree: DictConfig, overrides: list[str]) -> dict[str, Any]:
 
 def _plain(parent: DictConfig | ListConfig, key: Any, name: str, named: Iterable[str], depth: int) -> Any:
     """One value below `parent`, with everything inside it."""
+    # Access would raise an error of OmegaConf's; `load.check_literal` reports the option in our words.
     if OmegaConf.is_missing(parent, key):
         return "???"
     value = _filled_in(parent, key, name, named) if OmegaConf.is_interpolation(parent, key) else parent[key]
@@ -65,7 +67,8 @@ def _plain(parent: DictConfig | ListConfig, key: Any, name: str, named: Iterable
 
 
 def _filled_in(parent: DictConfig | ListConfig, key: Any, name: str, named: Iterable[str]) -> Any:
-    """What OmegaConf fills in for one value that has ``${...}``."""
+    """The resolved value of one interpolation."""
+    # Checked before OmegaConf sees it, which would call the function.
     text = raw(parent, key)
     if wrong := _not_allowed(text, named):
         raise ConfigError(
@@ -84,19 +87,21 @@ def _filled_in(parent: DictConfig | ListConfig, key: Any, name: str, named: Iter
 
 def raw(parent: DictConfig | ListConfig, key: Any) -> str:
     """A value as it was written, with its ``${...}``."""
+    # Reading `parent[key]` would resolve it.
     plain: Any = OmegaConf.to_container(parent, resolve=False)
     return str(plain[key])
 
 
 def _not_allowed(text: str, named: Iterable[str]) -> str:
-    """The first part of a text that is not filled in, or ""; `named`: what may be read from the environment."""
+    """The first interpolation that is not allowed in a text, or ""; `named`: those of the environment that are."""
     before = ""
+    # From the inside out, since the name of an option may itself be interpolated, as in ${a.${b}}.
     while before != text:
         before = text
         text = OPTION.sub(FILLED, text)
     for each in named:
         text = text.replace(each, FILLED)
-    while before != text:  # an option whose name has one of these in it
+    while before != text:  # an option whose name contains one of these
         before = text
         text = OPTION.sub(FILLED, text)
     found = ANY.search(text) if "${" in text else None
@@ -104,7 +109,7 @@ def _not_allowed(text: str, named: Iterable[str]) -> str:
 
 
 def _texts(node: Any) -> Iterable[str]:
-    """All texts of a tree, keys included."""
+    """All strings of a tree, keys included."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield str(key)

@@ -1,9 +1,9 @@
-"""The settings of Keras that its file keras.json would change on each host by itself.
+"""The settings of Keras that keras.json would otherwise change on each host separately.
 
 Keras reads KERAS_HOME/keras.json, or ~/.keras/keras.json, when it is imported. A data format or an
 epsilon from there makes another model of the same code, so the launcher reads the file once and the
 values become options: hosts compare them, checkpoints hold them, and every task sets them.
-The launcher must not import Keras, which takes seconds: this follows keras/src/backend/config.py.
+The launcher must not import Keras, which takes seconds: this module follows keras/src/backend/config.py.
 """
 
 import json
@@ -20,14 +20,15 @@ DEFAULTS = KerasConfig(floatx="float32", image_data_format="channels_last", epsi
 
 
 def resolve(settings: KerasConfig) -> KerasConfig:
-    """Fills in what the options leave open: from keras.json, or else Keras's own defaults.
+    """Completes the settings that no option gives: from keras.json, or else with Keras's own defaults.
 
     Raises:
-        ConfigError: the file holds what Keras or this program refuses.
+        ConfigError: the file holds a value that Keras or this program refuses.
     """
     found = from_file()
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     resolved = replace(DEFAULTS, **{**found, **given})
+    # After the merge: a value out of range in the file does no harm where an option overrides it.
     for name, value, holds, rule in rules_of(resolved, "keras."):
         if not holds:
             raise ConfigError(f"{name} ({value}, as in {path()}): {rule}")
@@ -35,7 +36,7 @@ def resolve(settings: KerasConfig) -> KerasConfig:
 
 
 def notes(settings: KerasConfig) -> list[str]:
-    """A line for each setting that keras.json changes from Keras's default."""
+    """A line about each setting that keras.json changes from Keras's default."""
     return [
         f"keras.{name} is {value}, as in {path()}"
         for name, value in from_file().items()
@@ -44,7 +45,7 @@ def notes(settings: KerasConfig) -> list[str]:
 
 
 def path() -> str:
-    """Where Keras looks for its file."""
+    """The path at which Keras looks for its file."""
     folder = os.environ.get("KERAS_HOME")
     if folder is None:
         home = os.path.expanduser("~")
@@ -54,15 +55,16 @@ def path() -> str:
 
 
 def from_file() -> dict[str, Any]:
-    """The settings that keras.json gives; none if there is no such file, or if it is not JSON: Keras ignores that, too.
+    """The settings in keras.json; none if the file does not exist, or is not JSON, which Keras ignores too.
 
     Raises:
-        ConfigError: Keras would fail on it, or wait for ever.
+        ConfigError: Keras would fail on the file, or wait for ever.
     """
     try:
         mode = os.stat(path()).st_mode
-    except (OSError, ValueError):  # there is none, or it is where we may not look
+    except (OSError, ValueError):  # it does not exist, or its folder is not accessible
         return {}
+    # Opening a named pipe would block until somebody writes to it.
     if not stat.S_ISREG(mode):
         raise ConfigError(f"keras.json ({path()}): is not a regular file; remove it, or set KERAS_HOME")
     try:
@@ -72,9 +74,10 @@ def from_file() -> dict[str, Any]:
         return {}
     except (OSError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"keras.json ({path()}): cannot be read ({reason}); mend it, or set KERAS_HOME") from None
+        raise ConfigError(f"keras.json ({path()}): cannot be read ({reason}); repair it, or set KERAS_HOME") from None
     if not isinstance(values, dict):
         raise ConfigError(f"keras.json ({path()}): is not a JSON object; remove it, or set KERAS_HOME")
+    # Keras asserts these types when it is imported, and a failed assertion names no file.
     expected = {"floatx": str, "image_data_format": str, "epsilon": float}
     for name, kind in expected.items():
         if name in values and not isinstance(values[name], kind):

@@ -15,21 +15,22 @@ from tf2dist.config.source import Source
 from tf2dist.errors import ConfigError
 
 BUILT_IN = Source()
-MAX_DIGITS = 308  # of a number that a float can hold
+MAX_DIGITS = 308  # of an integer that a float can hold
 
 
 def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN) -> RunConfig:
-    """Composes, types and checks the configuration of one command line.
+    """Composes, converts and checks the configuration of one command line.
 
     Args:
-        overrides: what follows the command, such as ``["mode=sync", "train.steps=100"]``.
+        overrides: the arguments of the command, such as ``["mode=sync", "train.steps=100"]``.
         tf_config: the value of the environment variable TF_CONFIG, which chooses the default cluster.
-        source: where the files are.
+        source: the configuration files.
 
     Raises:
-        ConfigError: with one line that says what is wrong and what would be right.
+        ConfigError: says what is wrong and what would be right.
     """
     try:
+        # Everything below resolves relative paths, and would fail with a traceback.
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
@@ -37,6 +38,7 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
     check_literal(tree)
     config = from_tree(tree)
     _check_names(config, overrides)
+    # The scheduler that has set it expects one task of its cluster here; a local cluster on each host would be wrong.
     if tf_config and config.cluster.kind != "tf_config":
         instead = "use the lists given here" if config.cluster.kind == "hosts" else "train on this machine alone"
         raise ConfigError(
@@ -44,7 +46,8 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
             f"of another cluster; leave out cluster=..., or unset TF_CONFIG to {instead}"
         )
     check(config)
-    # After the checks, whose messages show paths as the user has written them.
+    # After the checks, whose messages show paths as the user wrote them. Absolute, so that they mean the same in every
+    # process.
     config.plugins = [str(Path(path).expanduser().resolve()) for path in config.plugins]
     config.optimizer = with_floats("optimizer", config.optimizer)
     config.model = with_floats("model", config.model)
@@ -53,7 +56,7 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
 
 
 def with_cluster(overrides: list[str], tf_config: str | None) -> list[str]:
-    """The overrides with the cluster that TF_CONFIG chooses, unless they choose one."""
+    """The overrides, with cluster=tf_config if TF_CONFIG is set and they choose no cluster."""
     if tf_config and not any(override.startswith("cluster=") for override in overrides):
         return [*overrides, "cluster=tf_config"]
     return overrides
@@ -63,8 +66,8 @@ def check_literal(node: Any, name: str = "") -> None:
     """Refuses values that are not literal.
 
     Raises:
-        ConfigError: a value still has ``${...}``, for example from the environment, is missing, or is a number that no
-            float can hold.
+        ConfigError: a value still contains ``${...}``, for example one from the environment, is missing, or is a
+            number that no float can hold.
     """
     if isinstance(node, dict):
         for key, value in node.items():
@@ -81,14 +84,15 @@ def check_literal(node: Any, name: str = "") -> None:
 
 
 def _check_names(config: RunConfig, overrides: list[str]) -> None:
-    """Checks the chosen names: they become parts of file names, and without plugins only those in conf/ exist."""
+    """Checks the chosen names, and that our own models and data have the arguments that are given."""
+    # Names become parts of file names, such as that of the default run directory.
     chosen = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
     for group, name in chosen.items():
         if isinstance(name, str) and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name):
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in groups()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
-    # Our models and data take only the arguments in their files; an optimizer takes every argument of Keras's.
+    # Our models and data take only the arguments in their files; an optimizer takes every argument of its Keras class.
     for group, arguments_given in (("model", config.model), ("data", config.data.arguments)):
         known = {"name", *keys(group, chosen[group])}
         if not config.plugins and (unknown := [key for key in arguments_given if key not in known]):
@@ -96,7 +100,7 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
 
 
 def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> None:
-    """Raises ConfigError: a choice of ours has no such option; names the experiment that has given it, if one has."""
+    """Raises ConfigError for an option that a choice of ours lacks; names the experiment that sets it, if one does."""
     its = ", ".join(keys(group, name)) or "none"
     given = {each.partition("=")[0].lstrip("+") for each in overrides}
     experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]

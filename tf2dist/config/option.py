@@ -1,4 +1,4 @@
-"""What is said about an option where it is declared: its default, its help text, and what a value must be."""
+"""How an option is declared: with its default, its help text, and the conditions for a value."""
 
 import math
 import re
@@ -8,11 +8,11 @@ from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
 T = TypeVar("T")
-Rule = tuple[str, Any, bool, str]  # name, value, whether it holds, what must be
+Rule = tuple[str, Any, bool, str]  # name, value, whether the rule holds, what the value must be
 
-# Every number has an upper limit: one beyond it is a mistake, or makes a call fail much later.
+# Every number has an upper limit: a larger one is a mistake, or makes a call fail much later.
 MAX_COUNT = 10**12  # of steps: far more than anyone trains, far less than 64 bits hold
-MAX_SECS = 366 * 24 * 3600.0  # a year; the system's calls take no endless waits
+MAX_SECS = 366 * 24 * 3600.0  # a year; system calls reject much longer timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Must:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What stands in the metadata of an option's field, or in the table of the arguments.
+    """The declaration of an option: in the metadata of its field, or in the table of arguments.
 
     Attributes:
-        musts: the conditions for any value but None; the message has the first one that is broken.
-        is_choice: whether the value comes with the chosen file in ``conf/``, and cannot be given by itself.
+        musts: the conditions for any value but None; the message gives the first one that is broken.
+        is_choice: whether the value comes with a chosen file in ``conf/`` and cannot be given by itself.
     """
 
     default: Any = None
@@ -39,7 +39,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """The default as one would give it on the command line."""
+        """The default as it would be written on the command line."""
         if self.default is None or isinstance(self.default, bool):
             return {None: "null", True: "true", False: "false"}[self.default]
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -47,6 +47,7 @@ class Option:
 
 def option(default: T, *musts: Must, help: str = "", is_choice: bool = False) -> T:
     """Declares an option as a field of a dataclass; each object gets its own copy of a list."""
+    # As the type of the default and not as a `Field`, so that type checkers accept the declaration.
     metadata = {"option": Option(default=default, help=help, musts=musts, is_choice=is_choice)}
     if isinstance(default, list):
         return cast(T, field(default_factory=default.copy, metadata=metadata))
@@ -59,7 +60,7 @@ def choice(default: T, *musts: Must) -> T:
 
 
 def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
-    """The dotted names of all options of a dataclass and those inside it, in the order of their declaration."""
+    """The dotted names of all options of a dataclass and of those nested in it, in the order of declaration."""
     for each in fields(section):
         if is_dataclass(each.type):
             yield from options_of(each.type, f"{prefix}{each.name}.")
@@ -68,7 +69,7 @@ def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
 
 
 def rules_of(section: Any, prefix: str = "") -> list[Rule]:
-    """The rules that each option of an object declares for itself; `prefix` goes before their names."""
+    """The rules that the options of an object declare for themselves; `prefix` is put before their names."""
     rules = []
     for name, declared in options_of(section):
         value = attrgetter(name)(section)
@@ -79,6 +80,7 @@ def rules_of(section: Any, prefix: str = "") -> list[Rule]:
 
 def broken(value: Any, *musts: Must) -> str:
     """The text of the first condition that a value breaks, or ""."""
+    # In the order of declaration, so that a check of the type can come before one of the range.
     return next((must.text for must in musts if not must.holds(value)), "")
 
 

@@ -1,4 +1,4 @@
-"""Paths as a user writes them: with ~ for the home directory, and perhaps such as no system takes."""
+"""Paths as a user writes them: with ~ for the home directory, and perhaps invalid."""
 
 import errno
 import os
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def is_path(text: Any) -> bool:
-    """Whether a text can name a file at all; the file need not exist."""
+    """Whether a value is a valid path; the file need not exist."""
     if not isinstance(text, str):  # a list in a configuration may hold anything
         return False
     try:
-        text.encode()  # TensorFlow takes names in UTF-8 alone
+        text.encode()  # TensorFlow accepts names in UTF-8 only
         os.lstat(os.path.expanduser(text))
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return False
-    except ValueError:  # a null byte, or half a character
+    except ValueError:  # a null byte, or half of a surrogate pair
         return False
     return bool(text) and (not text.startswith("~") or os.path.expanduser(text) != text)
 
@@ -34,6 +34,7 @@ def expand(text: str) -> Path | None:
 
 
 def settle_home() -> None:
-    """Keeps Keras, where there is no home directory, from making a folder named ~ here and reading settings from it."""
+    """Sets KERAS_HOME if there is no home directory."""
+    # Otherwise Keras would create a folder named ~ in the working directory, and read its settings from there.
     if expand("~") is None:
         os.environ.setdefault("KERAS_HOME", os.devnull)

@@ -1,4 +1,4 @@
-"""The rules for values that the schema leaves open: arguments of models and optimizers, paths, plugins."""
+"""The rules for values that the schema does not declare: arguments of models and optimizers, paths, plugins."""
 
 import math
 import os
@@ -10,12 +10,13 @@ from tf2dist.config.option import Must, Option, Rule, above, at_least, broken, i
 from tf2dist.config.paths import is_path
 from tf2dist.files import open_to_read
 
-MAX_UNITS = 1_000_000
-MAX_PLUGIN_BYTES = 1 << 24
+MAX_UNITS = 1_000_000  # in one layer; more is a mistake in typing, and would end in a lack of memory
+MAX_PLUGIN_BYTES = 1 << 24  # far more than any program that a person wrote
 
 
 def _are_units(value: Any) -> bool:
     items = value if isinstance(value, list) else [None]
+    # Not isinstance, for which true would be one unit.
     return all(type(item) is int and 0 < item <= MAX_UNITS for item in items)
 
 
@@ -25,17 +26,19 @@ UNITS = Must(
 WHOLE = Must(
     lambda value: type(value) is int and 0 < value <= MAX_UNITS, f"must be a whole number from 1 to {MAX_UNITS:,}"
 )
-SHARE = Option(musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),))
+FRACTION = Option(
+    musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),)
+)
 SWITCH = Option(musts=(Must(lambda value: isinstance(value, bool), "must be true or false"),))
 
 # The arguments of all choices in ``conf/``, by name. The files there hold their defaults.
-RATES = {  # numbers that need not be whole
+FLOATS = {
     "learning_rate": Option(musts=(above(0),)),
-    "beta_1": SHARE,
-    "beta_2": SHARE,
-    "rho": SHARE,
-    "momentum": SHARE,
-    "dropout": Option(musts=SHARE.musts, help="before the last layer"),
+    "beta_1": FRACTION,
+    "beta_2": FRACTION,
+    "rho": FRACTION,
+    "momentum": FRACTION,
+    "dropout": Option(musts=FRACTION.musts, help="before the last layer"),
     "epsilon": Option(musts=(above(0),)),
     "weight_decay": Option(musts=(or_null(at_least(0)),)),
     "initial_accumulator_value": Option(musts=(or_null(at_least(0)),)),
@@ -44,10 +47,10 @@ RATES = {  # numbers that need not be whole
     "global_clipnorm": Option(musts=(or_null(above(0)),), help="of all gradients together"),
 }
 ARGUMENTS = {
-    **RATES,
+    **FLOATS,
     "schedule": Option(
         musts=(one_of("constant", "cosine"),),
-        help="of the learning rate: constant, or cosine (up for 5 % of the steps, then down to 0)",
+        help="of the learning rate: constant, or cosine (rises for 5 % of the steps, then falls to 0)",
     ),
     "amsgrad": SWITCH,
     "nesterov": SWITCH,
@@ -55,28 +58,29 @@ ARGUMENTS = {
     "batch_norm": Option(musts=SWITCH.musts, help="after each convolution"),
     "hidden_units": Option(musts=(UNITS,)),
     "units": Option(musts=(WHOLE,), help="of the hidden layer"),
-    "points": Option(musts=(WHOLE,), help="to train on, and as many others to test"),
-    "noise": Option(musts=(at_least(0),), help="its standard deviation"),
+    "points": Option(musts=(WHOLE,), help="training points, and as many others to test"),
+    "noise": Option(musts=(at_least(0),), help="standard deviation of the noise"),
 }
 
 
 def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list[Rule]:
-    """Arguments are finite numbers, switches, or lists of numbers; those of a plugin may be words, too.
+    """The rules for the arguments of a choice: plain finite values, of a plugin also words.
 
     Args:
         group: model, optimizer or data.
-        builtin: whether there are no plugins, which may give names another meaning; then ranges apply, too.
+        builtin: whether there are no plugins, which may give names another meaning; then ranges apply too.
     """
     own = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
     rules: list[Rule] = []
     for key, value in arguments.items():
         if key == "name":
             text = "" if isinstance(value, str) else "must be a name"
-        elif (group, key) == ("optimizer", "schedule"):  # our own, for a plugin's optimizer too
+        elif (group, key) == ("optimizer", "schedule"):  # handled by us for a plugin's optimizer too
             text = broken(value, *ARGUMENTS[key].musts)
         else:
             text = _problem(key, value, builtin, key in own)
         rules.append((f"{group}.{key}", value, not text, text))
+    # The schedule scales this number; a plugin's optimizer may have none, or another kind of rate.
     if group == "optimizer" and arguments.get("schedule") == "cosine":
         rate, must = arguments.get("learning_rate"), "must be a number for optimizer.schedule=cosine"
         rules.append(("optimizer.learning_rate", rate, is_number(rate) and math.isfinite(rate), must))
@@ -84,7 +88,7 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
 
 
 def _problem(key: str, value: Any, builtin: bool, is_own: bool) -> str:
-    """What an argument must be instead, or ""; `is_own`: whether its choice's file in ``conf/`` has it."""
+    """What an argument must be, if it is not, or ""; `is_own`: whether the file of its choice in ``conf/`` has it."""
     text = broken(value, *ARGUMENTS[key].musts) if builtin and key in ARGUMENTS else ""
     if _is_plain(value, words=not builtin and not is_own):
         return text
@@ -104,17 +108,18 @@ def _is_plain(value: Any, words: bool) -> bool:
 
 
 def with_floats(group: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with 1.0 for 1 where a number need not be whole: Keras takes no int for a rate."""
-    fractional = set(RATES) & set(keys(group, arguments["name"]))
+    """The arguments with 1.0 for 1 where a number need not be whole."""
+    # Keras refuses an int for a rate, and `learning_rate=1` on a command line is one.
+    fractional = set(FLOATS) & set(keys(group, arguments["name"]))
     if group == "optimizer":
-        fractional.add("learning_rate")  # a plugin's optimizer, too
+        fractional.add("learning_rate")  # of a plugin's optimizer too
     return {
         key: float(value) if key in fractional and type(value) is int else value for key, value in arguments.items()
     }
 
 
 def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]:
-    """Paths must be such as the system can look up, and plugins must be Python files."""
+    """The rules for paths: folders must have valid names, and plugins must be Python files."""
     rules: list[Rule] = [
         (name, path, path is None or is_path(path), "is not a valid name of a directory; leave it out for the default")
         for name, path in folders.items()
@@ -128,7 +133,8 @@ def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]
 
 
 def _syntax_problem(path: str) -> str:
-    """Why a file is not Python, or "". The file is compiled but not run."""
+    """Why a file is not Python, or ""; the file is not executed."""
+    # Compiled here, so that a mistake is found before TensorFlow is started in each task.
     try:
         compile(_read_file(path), path, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -142,14 +148,14 @@ def _read_file(path: str) -> bytes:
     """The bytes of a file on a disk.
 
     Raises:
-        OSError: it cannot be read, is too long, or is a device or made up by the system, such as those in /proc:
-            reading such a file may never end.
+        OSError: it cannot be read, is too large, or is a device or generated by the kernel, as in /proc: reading
+            such a file may never end.
     """
     with open_to_read(Path(path)) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 for a file that the system makes up
+        size = os.fstat(file.fileno()).st_size  # 0 for a file that the kernel generates
         if size > MAX_PLUGIN_BYTES:
             raise OSError(f"it has {size:,} bytes")
-        text = file.read(size + 1)  # None if there is nothing yet
+        text = file.read(size + 1)  # one more than its size, which a file on a disk does not have; None if it blocks
     if text is None or len(text) > size:
         raise OSError("it is a device")
     return text

@@ -1,7 +1,7 @@
 """The configuration: every option with its type, default, help text and range, declared here and nowhere else.
 
-``conf/`` chooses and overrides. What Hydra composes, ``--help`` and the ranges that are checked are made
-from these fields; `checks` has the rules between several options.
+``conf/`` chooses and overrides. The tree that Hydra composes, ``--help`` and the range checks are made from
+these fields; `checks` has the rules between several options.
 
 Nothing in a configuration is ever executed or instantiated.
 """
@@ -33,13 +33,13 @@ from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
-MAX_SHIFT = 32_767  # half of all ports: so either adding it to a port or subtracting it gives another port
+MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
-IS_SHARE = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
+IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
 IS_PATTERN = Must(is_pattern, "must be a regular expression, such as 'hidden[123]'")
 IS_FLOAT32 = Must(
     lambda value: value == "float32",
-    "must be float32, the type in which gradients and updates travel; give keras.floatx=float32, and "
+    "must be float32, the type in which gradients and updates are sent; give keras.floatx=float32, and "
     "devices.precision=bfloat16 for mixed precision",
 )
 
@@ -48,16 +48,17 @@ IS_FLOAT32 = Must(
 class ClusterConfig:
     kind: str = choice("local", one_of("local", "hosts", "tf_config"))
     num_workers: int = option(3, *COUNT)
-    num_ps: int = option(1, at_least(0), help="parameter servers, async only")
-    chief: list[str] = option([], help="host:port lists, only with cluster=hosts")
+    num_ps: int = option(1, at_least(0), help="number of parameter servers, only with mode=async")
+    # Under the names of TensorFlow's jobs, as TF_CONFIG has them.
+    chief: list[str] = option([], help="lists of host:port, only with cluster=hosts")
     ps: list[str] = option([])
     worker: list[str] = option([])
     evaluator: list[str] = option([])
     check_address: bool = option(
-        True, help="refuse an address that is not this host's; false where it is reached through a proxy"
+        True, help="refuse an address that is not this host's; false for one that leads here through a proxy"
     )
     allow_public: bool = option(
-        False, help="accept an address that the internet can reach; TensorFlow's servers have no password"
+        False, help="accept an address that can be reached from the internet; TensorFlow's servers have no password"
     )
     control_port_shift: int = option(
         CONTROL_PORT_SHIFT,
@@ -67,7 +68,8 @@ class ClusterConfig:
     all_reduce: str = option(
         "auto",
         one_of("auto", "tensorflow"),
-        help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always that",
+        help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always "
+        "TensorFlow's",
     )
 
 
@@ -88,45 +90,48 @@ class DataConfig:
     offline: str = option(
         "fallback",
         one_of("fallback", "fail"),
-        help="what to do without the data: fallback (train on digits) or fail (always so on many hosts)",
+        help="if the data cannot be had: fallback (train on digits) or fail (always on many hosts)",
     )
-    num_validation: int = option(0, at_least(0), help="how many of the first training examples are for validation")
+    num_validation: int = option(
+        0, at_least(0), help="how many of the first training examples are held out for validation"
+    )
     download_timeout_secs: float = option(300.0, *SECS)
-    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # further arguments, of a plugin's data
+    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # those of a choice, or of a plugin's data
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    steps: int | None = option(None, *COUNT, help="how many global steps; or give train.epochs")
+    # Neither by default: the length of a run depends on the data, which is known only later.
+    steps: int | None = option(None, *COUNT, help="number of global steps; or give train.epochs")
     epochs: float | None = option(
         None,
         above(0),
         at_most(MAX_EPOCHS),
-        help="passes over the training set by the whole cluster; both null: the data's default",
+        help="passes of the whole cluster over the training set; both null: the default of the data",
     )
     batch_size_per_worker: int = option(100, *COUNT)
-    log_every_steps: int = option(100, *COUNT, help="a worker logs a line every so many of its own steps")
+    log_every_steps: int = option(100, *COUNT, help="interval of a worker's log lines, in its own steps")
     eval_every_steps: int | None = option(
-        None, *COUNT, help="evaluate the validation set every so many global steps; null: only at the end"
+        None, *COUNT, help="interval of evaluations on the validation set, in global steps; null: only at the end"
     )
     steps_per_execution: int | None = option(
-        None, *COUNT, help="how many steps a worker takes in one call; null: chosen automatically"
+        None, *COUNT, help="number of steps in one call of TensorFlow; null: chosen automatically"
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every_secs: float | None = option(
-        600.0, *SECS, help="save at least this often, at the end and on a signal; null: not by time"
+        600.0, *SECS, help="save at this interval, besides at the end and on a signal; null: not by time"
     )
-    every_steps: int | None = option(None, *COUNT, help="save at every multiple of so many global steps")
-    keep: int = option(3, *COUNT, help="how many checkpoints are kept")
+    every_steps: int | None = option(None, *COUNT, help="save at every multiple of this number of global steps")
+    keep: int = option(3, *COUNT, help="number of checkpoints to keep")
 
 
 @dataclass(kw_only=True, slots=True)
 class DevicesConfig:
     gpu_memory_fraction: float | None = option(
-        None, IS_SHARE, help="a fixed share of each GPU, such as 0.2; null: memory grows as needed"
+        None, IS_FRACTION, help="a fixed fraction of each GPU's memory, such as 0.2; null: it grows as needed"
     )
     xla: bool = option(False, help="compile the forward and backward pass with XLA")
     precision: str = option("float32", one_of("float32", "bfloat16"), help="float32, or bfloat16 for mixed precision")
@@ -134,24 +139,24 @@ class DevicesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class KerasConfig:
-    """None stands for the value in keras.json, or else for Keras's default; `keras_settings` fills it in."""
+    """None stands for the value in keras.json, or else for Keras's default; `keras_settings` completes them."""
 
     floatx: str | None = option(None, IS_FLOAT32, help="float32")
     image_data_format: str | None = option(
         None,
         one_of("channels_last", "channels_first"),
-        help="channels_last or channels_first: the layout that layers assume; the images are not changed",
+        help="channels_last or channels_first: the layout that layers assume; the images are not transposed",
     )
     epsilon: float | None = option(
-        None, POSITIVE, help="the small number that Keras adds to divisors; its default is 1e-7"
+        None, POSITIVE, help="the small number that Keras adds to divisors; Keras's default is 1e-7"
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """All options of a run. `model` and `optimizer` hold a name and the arguments that belong to it.
+    """All options of a run. `model` and `optimizer` hold a name and its arguments.
 
-    In a file, as on the command line, the arguments of the data stand among its other options.
+    In files and on the command line the arguments of the data stand among its other options.
     """
 
     mode: str = choice("async", one_of(*MODES))
@@ -164,10 +169,10 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     keras: KerasConfig = field(default_factory=KerasConfig)
-    plugins: list[str] = option([], help="Python files that register models, data or optimizers of your own")
+    plugins: list[str] = option([], help="Python files that register your own models, data or optimizers")
     run_dir: str | None = option(
         None,
-        help="the directory of the run; a run that is there goes on; null: outputs/DATE_TIME-MODE-MODEL",
+        help="the directory of the run; an existing run is continued; null: outputs/DATE_TIME-MODE-MODEL",
     )
     init_from: str | None = option(
         None, help="a run directory whose newest checkpoint gives a new run its first weights"
@@ -177,25 +182,24 @@ class RunConfig:
     )
     seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
     profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
-    startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks")
+    startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks at the start")
     watchdog_secs: float = option(
         120.0,
         *SECS,
-        help="how long a task may make no progress (600 more at its start); without a sign of life, 0.6 of it",
+        help="a task without progress for this long is lost (600 more at its start); without a sign of life, after "
+        "0.6 of it",
     )
-    max_restarts: int = option(3, at_least(0), help="how often lost tasks are started again")
-    grace_secs: float = option(10.0, *SECS, help="how long tasks may take to save and end after a signal")
+    max_restarts: int = option(3, at_least(0), help="how many times lost tasks are restarted")
+    grace_secs: float = option(10.0, *SECS, help="how long tasks may take to save and exit after a signal")
 
     @property
     def silence_secs(self) -> float:
-        """How long a task or a host may show no sign of life.
-
-        Shorter than `watchdog_secs`, so that a silent task is found before the tasks that wait for it give up.
-        """
+        """How long a task or a host may show no sign of life."""
+        # Shorter than `watchdog_secs`, so that a silent task is found before the tasks that wait for it give up.
         return 0.6 * self.watchdog_secs
 
     def as_tree(self) -> dict[str, Any]:
-        """All options as the user gives them."""
+        """All options as a tree, in the form of files and the command line."""
         tree = asdict(self)
         tree["data"] |= tree["data"].pop("arguments")
         return tree
@@ -209,7 +213,7 @@ SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
 
 
 def defaults() -> dict[str, Any]:
-    """The tree of all options with their defaults, except for those that come with the choice of a group."""
+    """The tree of all options with their defaults, except for those that come with a choice."""
     tree = RunConfig().as_tree()
     del tree["mode"], tree["cluster"]["kind"]
     for group in ("data", "model", "optimizer"):
@@ -218,10 +222,10 @@ def defaults() -> dict[str, Any]:
 
 
 def from_tree(tree: Any) -> RunConfig:
-    """The typed configuration; an option that the tree lacks has its default.
+    """The typed configuration; missing options have their defaults.
 
     Raises:
-        ConfigError: there is no such option, or a value is not of its option's type.
+        ConfigError: an option does not exist, or a value is not of its type.
     """
     return to_dataclass(RunConfig, tree)
 
@@ -230,8 +234,9 @@ def from_yaml(text: str) -> RunConfig:
     """The configuration that another process has checked and written.
 
     Raises:
-        ConfigError: the text is no such configuration, for example because a YAML tag in it would make an object.
+        ConfigError: the text is not such a configuration, for example because a YAML tag in it would make an object.
     """
+    # OmegaConf reads YAML with a safe loader, which makes no objects of Python.
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -240,5 +245,5 @@ def from_yaml(text: str) -> RunConfig:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, on one line."""
+    """The message of a library's error, on one line."""
     return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())

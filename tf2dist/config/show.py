@@ -1,4 +1,4 @@
-"""What ``--cfg`` and ``--info`` show: the configuration of a command line, and where it comes from."""
+"""The output of ``--cfg`` and ``--info``: the configuration of a command line, and where it comes from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +17,12 @@ GLOBAL = "_global_"
 
 
 def configuration(arguments: Arguments, tf_config: str | None) -> str:
-    """The text of ``--cfg``: the whole configuration in YAML, or one part of it.
+    """The output of ``--cfg``: the whole configuration in YAML, or one part of it.
 
     Raises:
-        ConfigError: the command line is wrong, or there is no such part.
+        ConfigError: the command line is wrong, or the part does not exist.
     """
+    # Loaded and checked even if it is shown unresolved, so that it is shown only if it would run.
     tree: Any = load(arguments.overrides, tf_config, arguments.source).as_tree()
     if not arguments.is_resolved:
         written = unresolved(with_cluster(arguments.overrides, tf_config), arguments.source)
@@ -39,7 +40,7 @@ def configuration(arguments: Arguments, tf_config: str | None) -> str:
 
 
 def _as_written(value: Any, written: Any) -> Any:
-    """A value with ``${...}`` where it was written so."""
+    """A value with ``${...}`` where it was written like that."""
     if isinstance(value, dict) and isinstance(written, dict):
         return {key: _as_written(inside, written.get(key)) for key, inside in value.items()}
     if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
@@ -48,13 +49,14 @@ def _as_written(value: Any, written: Any) -> Any:
 
 
 def information(arguments: Arguments, tf_config: str | None) -> str:
-    """The text of ``--info``.
+    """The output of ``--info``.
 
     Raises:
         ConfigError: the command line is wrong.
     """
-    load(arguments.overrides, tf_config, arguments.source)  # what is wrong is told as for a run
+    load(arguments.overrides, tf_config, arguments.source)  # for its errors, which are clearer than Hydra's
     overrides = for_hydra(with_cluster(arguments.overrides, tf_config), arguments.source)
+    # Functions, since each part makes Hydra read the files again.
     makers: dict[str, Callable[[], str]] = {
         "searchpath": lambda: _search_path(arguments.source),
         "defaults-tree": lambda: _defaults(arguments.source, overrides)[0],
@@ -69,12 +71,13 @@ def _search_path(source: Source) -> str:
     with opened(source) as hydra:
         sources = hydra.config_loader.get_sources()
         shown = [(each.provider, each.full_path().replace(UserFolder.scheme(), "file", 1)) for each in sources]
+    # Our own schema and Hydra's files are on the path as well, and mean nothing to the user.
     rows = [row for row in shown if row[0] not in ("hydra", "schema")]
     return _table("Config search path", ("Provider", "Search path"), rows)
 
 
 def _defaults(source: Source, overrides: list[str]) -> tuple[str, str]:
-    """The tree of the files that make the configuration, and the list of them in the order in which they are merged."""
+    """The tree of the files that make the configuration, and their list in the order in which they are merged."""
     try:
         with opened(source) as hydra:
             found = hydra.config_loader.compute_defaults_list(source.name, overrides, RunMode.RUN)
@@ -90,7 +93,7 @@ def _defaults(source: Source, overrides: list[str]) -> tuple[str, str]:
 
 
 def _branch(node: DefaultsTreeNode | InputDefault, depth: int) -> list[str]:
-    """The lines of one node and those below it, without what is Hydra's own."""
+    """The lines of one node and those below it, without Hydra's own files."""
     inner = node.node if isinstance(node, DefaultsTreeNode) else node
     children = (node.children or []) if isinstance(node, DefaultsTreeNode) else []
     if isinstance(inner, VirtualRoot):

@@ -1,6 +1,7 @@
-"""Where the configuration files are: those in ``conf/``, and the folder of a user, opened by Hydra.
+"""The configuration files: those in ``conf/`` and those in a folder of the user's, read by Hydra.
 
-A file of a user is data. It is refused if it asks for what Hydra would compute, import, or read from the environment.
+A user's file is data. It is refused if it contains anything that Hydra would compute, import, or read from the
+environment.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ from tf2dist.config.schema import defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 
 MAIN = "config"  # conf/config.yaml
-OPTIONS_NODE = "tf2dist_options"  # conf/config.yaml begins with it
+OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What ``--config-dir`` and ``--config-name`` choose.
+    """The values of ``--config-dir`` and ``--config-name``.
 
     Attributes:
-        folder: a folder with configuration files of the user, as it was given; None for none.
-        name: the file from which the configuration begins.
+        folder: a folder with the user's configuration files, as it was given; or None.
+        name: the primary configuration file, without its suffix.
     """
 
     folder: str | None = None
@@ -53,6 +54,7 @@ class Source:
 
     def names(self, group: str) -> list[str]:
         """The names that may follow ``group=``: those in ``conf/``, and then those in the user's folder."""
+        # Ours come first and hide the user's, as they do on Hydra's search path.
         ours = groups().get(group, [])
         folder = self.path / group if self.path else None
         if folder is None or not group or not is_folder(str(folder)):
@@ -61,13 +63,13 @@ class Source:
         return [*ours, *(name for name in files if name not in ours)]
 
     def flags(self) -> list[str]:
-        """The flags that choose the same again, from whatever directory."""
+        """The flags that give the same source in any working directory."""
         given = [f"--config-dir={self.path}"] if self.folder else []
         return [*given, *([f"--config-name={self.name}"] if self.name != MAIN else [])]
 
 
 class UserFolder(FileConfigSource):
-    """A folder of the user's, as Hydra reads it; each file that is read is checked."""
+    """Hydra's access to the user's folder, which checks each file that is read."""
 
     @staticmethod
     def scheme() -> str:
@@ -85,14 +87,17 @@ class UserFolder(FileConfigSource):
 
 
 def _check_file(name: str, found: ConfigResult) -> None:
-    """Refuses a file that has more than values in it.
+    """Refuses a file that contains more than values.
 
     Raises:
-        ConfigError: it sets what is Hydra's own, or has an interpolation with a resolver.
+        ConfigError: it changes settings of Hydra itself, or has an interpolation that is a function.
     """
+    # Unresolved, since resolving would already call the functions that are looked for.
     content = OmegaConf.to_container(found.config, resolve=False)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} ({type(content).__name__}): must hold options, as in train: {{steps: 100}}")
+    # Three ways to Hydra's own settings, which can name a class to import: a key, the package of the whole file, and a
+    # choice in the list of defaults.
     package = str(found.header.get("package", ""))
     chosen = yaml.safe_dump(content.get("defaults", []))
     if "hydra" in content or re.match(r"hydra\b", package) or re.search(r"\bhydra\b", chosen):
@@ -102,17 +107,18 @@ def _check_file(name: str, found: ConfigResult) -> None:
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[Hydra]:
-    """Hydra with ``conf/`` and the user's folder on its search path. A name in ``conf/`` hides the same in the folder.
+    """Hydra with ``conf/`` and the user's folder on its search path. Files in ``conf/`` hide those of the same name.
 
     Raises:
-        ConfigError: there is no such folder, or the name leads out of it.
+        ConfigError: the folder does not exist, or the name leads out of it.
     """
     if source.folder is not None and not is_folder(source.folder):
         raise ConfigError(f"--config-dir ({source.folder}): there is no such folder; name one with your .yaml files")
     if not is_path(source.name) or ".." in Path(source.name).parts or Path(source.name).is_absolute():
         raise why_missing(source)
     ConfigStore.instance().store(OPTIONS_NODE, defaults())
-    GlobalHydra.instance().clear()  # the caller may have used Hydra itself, as a test might
+    GlobalHydra.instance().clear()  # Hydra is a singleton, which the caller may have initialized
+    # Hydra's behaviour depends on this number; without it an older version's would apply.
     version.setbase("1.3")
     Plugins.instance().register(UserFolder)
     search_path = create_config_search_path(f"pkg://{CONF_MODULE}")
@@ -121,14 +127,15 @@ def opened(source: Source) -> Iterator[Hydra]:
         search_path.prepend("command-line", f"{UserFolder.scheme()}://{source.path}", place)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a file without _self_ comes last, which is what is meant
+            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant.
+            warnings.simplefilter("ignore", UserWarning)
             yield Hydra.create_main_hydra2("tf2dist", search_path)
     finally:
         GlobalHydra.instance().clear()
 
 
 def why_missing(source: Source) -> ConfigError:
-    """The refusal of a ``--config-name`` that is in neither folder."""
+    """The error for a ``--config-name`` that neither folder has."""
     files = source.path.glob("*.yaml") if source.path else ()
     known = sorted({MAIN, *(file.stem for file in files)})
     where = f"{source.folder} has {', '.join(known)}" if source.folder else "add --config-dir DIR"
@@ -138,10 +145,10 @@ def why_missing(source: Source) -> ConfigError:
 
 
 def check_complete(source: Source, tree: dict[str, Any]) -> None:
-    """Refuses a file of the user's that does not begin with our own.
+    """Refuses a primary file of the user's that does not include ours.
 
     Raises:
-        ConfigError: the tree lacks options of ours.
+        ConfigError: the tree lacks some of our options.
     """
     if missing := sorted(set(defaults()) - set(tree)):
         raise ConfigError(
@@ -151,5 +158,6 @@ def check_complete(source: Source, tree: dict[str, Any]) -> None:
 
 
 def what_hydra_says(error: Exception) -> str:
-    """One line of what Hydra says; of some errors only the cause says something."""
+    """The message of an error of Hydra, on one line."""
+    # Some of its errors have no text of their own, only a cause.
     return first_line(error.__cause__ if isinstance(error.__cause__, Exception) and not str(error) else error)

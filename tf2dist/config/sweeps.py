@@ -1,4 +1,4 @@
-"""The jobs of a sweep: the command line of each, expanded as by Hydra's own sweeper, and its checked configuration."""
+"""The jobs of a sweep: the command line of each, expanded by Hydra's own sweeper, and its checked configuration."""
 
 import itertools
 import math
@@ -20,8 +20,8 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.config.source import Source, opened, what_hydra_says
 from tf2dist.errors import ConfigError, RequestError
 
-MAX_JOBS = 1000  # each is checked before the first begins, a tenth of a second
-FOLDER = "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"  # Hydra's default, as that of the jobs in it
+MAX_JOBS = 1000  # all are checked before the first begins, which takes a tenth of a second each
+FOLDER = "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"  # Hydra's default, as is the next one
 JOB_FOLDER = "${hydra.job.num}"
 NOW = re.compile(r"\$\{now:([^{}]*)\}")
 
@@ -32,9 +32,9 @@ class Job:
 
     Attributes:
         overrides: its command line.
-        varying: its values of the options that the sweep varies.
-        folder: its run directory, inside the sweep's.
-        config: what its command line makes, without the run directory.
+        varying: the values of the options that the sweep varies.
+        folder: its run directory, relative to that of the sweep.
+        config: the configuration of its command line, without the run directory.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All jobs; `folder` is the sweep's directory, None for a new one below `multirun`."""
+    """All jobs, and the directory of the sweep; None for a new one below `multirun`."""
 
     jobs: list[Job]
     folder: Path | None
@@ -62,13 +62,14 @@ def sweep_of(overrides: list[str], tf_config: str | None, source: Source, check:
         check: raises RequestError for a configuration that cannot be run.
 
     Raises:
-        RequestError: the line is wrong, or that of a job; names the job.
+        RequestError: the command line is wrong, or that of a job; names the job.
     """
     own, rest = _split(overrides)
     if tf_config:
         raise ConfigError("--multirun: a sweep runs on this machine alone; unset TF_CONFIG, or run the jobs one by one")
     folder = _folder(own["hydra.sweep.dir"]) if "hydra.sweep.dir" in own else None
     jobs = []
+    # All jobs are checked before the first one starts: a mistake in the last must not be found hours later.
     for number, (line, varying) in enumerate(_expanded(rest, source)):
         place = _job_folder(own.get("hydra.sweep.subdir", JOB_FOLDER), number, line)
         try:
@@ -89,6 +90,7 @@ def sweep_of(overrides: list[str], tf_config: str | None, source: Source, check:
 
 def _split(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
     """The options of the sweep itself, and those of its jobs."""
+    # `compose` refuses all of Hydra's settings, so these two are taken out before.
     own, rest = {}, []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -102,6 +104,7 @@ def _split(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _folder(text: str) -> Path:
+    # By hand and not by OmegaConf, whose resolvers could read the environment.
     filled = NOW.sub(lambda found: datetime.now().strftime(found[1]), text)
     path = expand(filled)
     if not is_path(filled) or path is None:
@@ -112,7 +115,7 @@ def _folder(text: str) -> Path:
 
 
 def new_folder() -> Path:
-    """A name for the directory of a new sweep, after the present time."""
+    """The directory of a new sweep, named after the present time; no other sweep has it."""
     first = _folder(FOLDER)
     names = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
     return next(name for name in names if not name.exists())
@@ -125,6 +128,7 @@ def _job_folder(text: str, number: int, overrides: tuple[str, ...]) -> str:
         raise ConfigError(
             f"hydra.sweep.subdir ({text}): only ${{hydra.job.num}} and ${{hydra.job.override_dirname}} may stand in it"
         )
+    # The values of overrides come into the name, so it could lead out of the folder of the sweep.
     parts = PurePosixPath(filled).parts
     if not parts or filled.startswith("/") or ".." in parts or not is_path(filled):
         raise ConfigError(
@@ -134,14 +138,15 @@ def _job_folder(text: str, number: int, overrides: tuple[str, ...]) -> str:
 
 
 def _expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """For each job its command line, and its values of what varies; in the order of Hydra's `BasicSweeper`."""
+    """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
     with opened(source) as hydra:
         parser = OverridesParser.create(config_loader=hydra.config_loader)
         parsed = [_parsed(parser, override) for override in overrides]
-        # Of an option that is given twice the last one counts, as in a single run.
+        # If an option is given twice, the last one counts, as in a single run.
         last = {override.get_key_element(): override for override in parsed}
         varying = [key for key, override in last.items() if override.is_sweep_override()]
         counts = {key: _count(last[key]) for key in varying}
+        # Before the expansion, which would build the list of all combinations in memory.
         if math.prod(counts.values()) > MAX_JOBS:
             raise ConfigError(f"--multirun: would make more than {MAX_JOBS:,} jobs; sweep over fewer values")
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
@@ -155,7 +160,7 @@ def _expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str,
 
 
 def _pair(override: str) -> tuple[str, str]:
-    """Name and value; a path without the backslashes of Hydra's grammar, which is not applied to paths."""
+    """Name and value; a path loses the backslashes of Hydra's grammar, which does not apply to paths."""
     key, _, value = override.partition("=")
     return key, _plain(value) if key in VERBATIM else value
 
@@ -167,13 +172,14 @@ def _plain(value: str) -> str:
 
 def _parsed(parser: OverridesParser, override: str) -> Override:
     """Raises ConfigError if the override cannot be read."""
-    # A path may hold signs that Hydra's grammar cannot read; in quotes it can.
+    # A path may contain characters that Hydra's grammar cannot parse without quotes.
     for text in (override, quoted(override)):
         try:
             parsed = parser.parse_overrides([text])[0]
         except UNREADABLE:
             continue
         value = parsed.value()
+        # glob(*) means the choices that users see.
         if isinstance(value, Glob) and parsed.key_or_group in PLUGIN_GROUPS:
             value.exclude.append(HIDDEN)
         return parsed
@@ -181,16 +187,17 @@ def _parsed(parser: OverridesParser, override: str) -> Override:
 
 
 def _count(override: Override) -> int:
-    """How many values a sweep has, counted up to one more than `MAX_JOBS`.
+    """The number of values of a sweep, at most `MAX_JOBS` + 1.
 
     Raises:
-        ConfigError: none, or they cannot be counted.
+        ConfigError: there are none, or they cannot be counted.
     """
     name, text = override.key_or_group, override.get_value_string()
     if not override.is_discrete_sweep():
         raise ConfigError(f"{name} ({text}): has no single values; give a list such as 0.1,0.2 or range(0,1,0.1)")
     value = override.value()
     try:
+        # Hydra's iterator of a shuffled range would build the whole list, even of range(1000000000).
         values = value.range() if isinstance(value, RangeSweep) else override.sweep_string_iterator()
         count = sum(1 for _ in itertools.islice(values, MAX_JOBS + 1))
     except UNREADABLE as error:
