@@ -16,7 +16,7 @@ from tf2dist.fitting import shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.state import changes_since, give_back, state_of
+from tf2dist.fitting.state import changes_since, restore, state_of
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
 from tf2dist.model.plan import EpochPlan
@@ -64,14 +64,14 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
     callback.things = value
     state = changes_since(before, state_of([callback]))
     assert all(array.dtype.kind in "biuf" and np.isfinite(array).all() for array in state.values())
-    give_back([other], state)
+    restore([other], state)
     assert plain(other.things) == plain(value)
 
 
 def test_numbers_of_numpy_become_python_s_own() -> None:
     callback, other = Counter(), Counter()
     callback.things = [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")]
-    give_back([other], state_of([callback]))
+    restore([other], state_of([callback]))
     assert other.things == [0.5, 3, True, "a"]
     assert [type(each) for each in other.things] == [float, int, bool, str]
 
@@ -87,7 +87,7 @@ def test_only_what_has_changed_is_kept_and_functions_are_not() -> None:
     assert kept.keys() == {"callbacks", "callbacks/Counter-0/things/0"}
     other = Counter()
     other.count = 7
-    give_back([other], kept)
+    restore([other], kept)
     assert (other.count, other.function) == (7, print)
 
 
@@ -102,7 +102,7 @@ def test_what_a_call_gives_goes_before_what_a_checkpoint_has() -> None:
     before = state_of([first])
     for epoch, loss in enumerate((1.0, 1.0, 1.0)):
         first.on_epoch_end(epoch, {"loss": loss})
-    give_back([then], changes_since(before, state_of([first])))
+    restore([then], changes_since(before, state_of([first])))
     assert (then.wait, then.best, then.patience) == (2, 1.0, 9)
     then.on_epoch_end(3, {"loss": 0.7})
     assert then.wait == 3, "less than min_delta is no improvement"
@@ -112,7 +112,7 @@ def test_callbacks_are_known_by_their_class_and_not_by_their_place() -> None:
     callbacks = [Counter(), Counter(), keras.callbacks.History()]
     callbacks[1].things = "second"  # type: ignore[attr-defined]
     others = [keras.callbacks.History(), Counter(), Counter(), Counter()]
-    give_back(others, state_of(callbacks))
+    restore(others, state_of(callbacks))
     assert [each.things for each in others[1:]] == [None, "second", None]  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_state_is_refused(spoil: Callable[[bytes], bytes]) -> None:
     state = state_of([callback])
     state["callbacks"] = np.frombuffer(spoil(state["callbacks"].tobytes()), np.uint8)
     with pytest.raises(CheckpointError, match="the state of the callbacks in its checkpoint cannot be read"):
-        give_back([callback], state)
+        restore([callback], state)
 
 
 # The conversation with a leader.
@@ -217,7 +217,7 @@ def test_the_states_of_random_generators_travel_with_a_model(tmp_path: Path) -> 
     data = Arrays(np.zeros((4, 2), np.float32), np.zeros(4, np.float32))
     shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
     model(np.ones((1, 2), np.float32), training=True)
-    wanted, found = (np.array(seeds_of(each)[0].value) for each in (model, shipping.sent_model(tmp_path)))
+    wanted, found = (np.array(seeds_of(each)[0].value) for each in (model, shipping.load_sent_model(tmp_path)))
     assert found[0] == wanted[0]
     assert (found[1], wanted[1]) == (0, 1), "what the model draws later is its own"
 

@@ -137,13 +137,13 @@ def test_validation_data_of_two_or_three_parts(given: Any) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"x": None}, "x: is None"),
-    "a list of numbers": ({"x": [1, 2, 3]}, "x: holds a int where an array must stand"),
-    "a number": ({"x": np.array(1.0)}, "x: holds a single number"),
-    "lengths": ({"x": NUMBERS, "y": NUMBERS[1:]}, "same number of examples, and have x 12, y 11"),
+    "a list of numbers": ({"x": [1, 2, 3]}, "x: has a int in place of an array"),
+    "a number": ({"x": np.array(1.0)}, "x: is a single number"),
+    "lengths": ({"x": NUMBERS, "y": NUMBERS[1:]}, "same number of examples, but have x 12, y 11"),
     "no examples": ({"x": NUMBERS[:0]}, "x: has no examples"),
-    "no arrays": ({"x": []}, "x: holds no array"),
+    "no arrays": ({"x": []}, "x: contains no array"),
     "dates": ({"x": np.zeros(3, "datetime64[s]")}, "datetime64"),
-    "objects": ({"x": np.array([{}, []], object)}, "neither texts nor numbers"),
+    "objects": ({"x": np.array([{}, []], object)}, "must hold only strings or only numbers"),
     "sparse": ({"x": tf.sparse.from_dense(NUMBERS)}, "is sparse or ragged"),
     "ragged": ({"x": tf.ragged.constant([[1], [1, 2]])}, "is sparse or ragged"),
     "both weights": ({"x": NUMBERS, "y": LABELS["numbers"], "sample_weight": np.ones(N), "class_weight": {0: 1.0}},
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "classes of two outputs": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "class_weight": {0: 1.0}}, "single output"),
     "wide weights": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "sample_weight": NUMBERS}, "must be [n]"),
     "other weights": ({"x": NUMBERS, "y": [NUMBERS], "sample_weight": {"a": NUMBERS}}, "another structure than y"),
-    "a dataset": ({"x": tf.data.Dataset.from_tensors(NUMBERS)}, "made in this process"),
+    "a dataset": ({"x": tf.data.Dataset.from_tensors(NUMBERS)}, "made in this process and cannot be sent"),
     "a generator": ({"x": (each for each in NUMBERS)}, "made in this process"),
     "a function": ({"x": lambda shard: None}, "x: is a function"),
 }  # fmt: skip
@@ -172,7 +172,7 @@ def test_what_cannot_be_sent_is_refused_by_name(what: str) -> None:
     ("data", "split", "words"),
     [
         ((NUMBERS,) * 4, 0.0, "validation_data: is a tuple of 4"),
-        ((NUMBERS[:, :2], NUMBERS), 0.0, "the training data is"),
+        ((NUMBERS[:, :2], NUMBERS), 0.0, "but the training data is"),
         (None, 1.0, "validation_split (1.0)"),
         (None, -0.5, "validation_split (-0.5)"),
         (None, 0.99, "one part would be empty"),

@@ -1,4 +1,4 @@
-"""The callbacks of `fit`, called in the caller's thread when the leader asks, on a mirror of its model."""
+"""The callbacks of `fit`: called in the caller's thread when the leader asks for it, on a mirror of its model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,13 @@ import keras
 from tf2dist.errors import FitError
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.refusals import is_own_hook
-from tf2dist.fitting.state import changes_since, give_back, state_of
+from tf2dist.fitting.state import changes_since, restore, state_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
 
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-# Keras's own that neither look at the weights after a batch nor change anything: they are called without a pause.
-ONLY_LOOK = (
+# Keras's own callbacks that neither read the weights after a batch nor change anything: the cluster need not pause.
+READ_ONLY = (
     keras.callbacks.CSVLogger,
     keras.callbacks.History,
     keras.callbacks.ProgbarLogger,
@@ -29,17 +29,18 @@ class Callbacks:
 
     Attributes:
         is_over: whether `on_train_end` was called.
-        wants_pauses: whether a callback is called after batches, and may look at the weights then or change them.
-        looks_at_batches: whether a callback is called after batches at all.
+        needs_pauses: whether a callback has batch hooks in which it may read or change the weights.
+        has_batch_hooks: whether a callback is called after batches at all.
 
     Args:
         callbacks: as `keras.Model.fit` takes them.
         verbose: 2 for a line at the end of each epoch, as Keras prints it.
-        steps: of an epoch; None if not known.
+        steps: the number of steps in an epoch; None if it is not known.
     """
 
     def __init__(self, callbacks: Any, mirror: Mirror, plan: EpochPlan, verbose: int, steps: int | None) -> None:
         self._mirror, self._plan = mirror, plan
+        # The live progress of verbose=1 is the console's; Keras's own bar would mix with it.
         shows = verbose == 2
         self._list = keras.callbacks.CallbackList(
             callbacks,
@@ -51,16 +52,18 @@ class Callbacks:
             model=mirror.model,
         )
         self.history: keras.callbacks.History = mirror.model.history
-        self.looks_at_batches = any(map(_has_batch_hook, self._list.callbacks))
-        self.wants_pauses = any(_has_batch_hook(each) and not _only_looks(each) for each in self._list.callbacks)
+        self.has_batch_hooks = any(map(_has_batch_hook, self._list.callbacks))
+        self.needs_pauses = any(_has_batch_hook(each) and not _is_read_only(each) for each in self._list.callbacks)
         self.is_over = False
+        # The state of the callbacks after `on_train_begin`: what differs from it later goes into checkpoints, and a
+        # run whose tasks all start again begins from it.
         self._at_begin: NamedArrays | None = None
         self._epoch = plan.initial_epoch
         self._logs: dict[str, Any] = {}
 
     @property
     def wants_to_stop(self) -> bool:
-        """Whether a callback has set `stop_training`; set when an epoch begins, it ends that one early, as in Keras."""
+        """Whether a callback has set `stop_training`; in `on_epoch_begin` that ends the epoch early, as in Keras."""
         return bool(self.model.stop_training)
 
     @property
@@ -68,35 +71,41 @@ class Callbacks:
         return self._mirror.model
 
     def begin(self, epoch: int, arrays: NamedArrays, learning_rate: float, step: int, state: NamedArrays) -> Change:
-        """Before the first step, and again after all tasks were started again.
+        """Calls the hooks before the first step; called again whenever all tasks were started again.
 
         Args:
-            epoch: the first to run, from 0.
-            state: of the callbacks, from the checkpoint from which the run goes on; empty for none.
+            epoch: the first to run, counted from 0.
+            state: of the callbacks, from the checkpoint from which the run continues; empty without one.
         """
         self._mirror.put(arrays, learning_rate, step)
         if self._at_begin is None:
+            # A model that was trained before may still have it from a callback of that training.
             self.model.stop_training = False
             self._list.on_train_begin()
             self._at_begin = state_of(self._list.callbacks)
         else:
-            give_back(self._list.callbacks, self._at_begin)  # what came after the checkpoint has not happened
+            # The run repeats what came after the checkpoint, so the callbacks must forget it: first everything since
+            # `on_train_begin`, which is not called twice, then back to the state of the checkpoint.
+            restore(self._list.callbacks, self._at_begin)
             self.is_over = False
-        give_back(self._list.callbacks, state)
+        restore(self._list.callbacks, state)
         self._begin_epoch(epoch)
         return self._change()
 
-    def epoch(self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
-        """After an epoch, and after its validation if there was one; begins the next one, unless it was the last."""
+    def after_epoch(self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
+        """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rate, step)
         self._epoch, self._logs = epoch, dict(logs)
+        # Keras gives the hooks of a validation its metrics without the prefix, as it does for `evaluate`.
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if validation:
             self._list.on_test_begin()
+            # The cluster has validated already. Comparing all weights takes time, so it is done only for callbacks
+            # that could have changed one.
             if any(is_own_hook(each, "on_test_begin") for each in self._list.callbacks) and self._mirror.changes()[0]:
                 raise FitError(
-                    "callbacks: on_test_begin has changed weights, and the validation was made with those of the "
-                    "cluster; change them in on_epoch_begin or on_epoch_end"
+                    "callbacks: on_test_begin has changed weights, but the cluster has already validated with its own; "
+                    "change them in on_epoch_begin or on_epoch_end"
                 )
             self._list.on_test_end(validation)
         self._list.on_epoch_end(epoch, self._logs)
@@ -106,33 +115,36 @@ class Callbacks:
         return self._change(stop)
 
     def pause(self, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
-        """At one exact step, for callbacks that are called after batches."""
+        """Calls the batch hooks while the cluster pauses at one exact step."""
         self._mirror.put(arrays, learning_rate, step)
-        self.batch(step, logs)
+        self.call_batch_hooks(step, logs)
         return self._change(self.wants_to_stop)
 
-    def batch(self, step: int, logs: Logs) -> None:
-        """Calls the hooks of a batch; the number of the batch is that of the global step."""
+    def call_batch_hooks(self, step: int, logs: Logs) -> None:
+        """Calls the hooks before and after a batch; `batch` is the global step."""
+        # Both hooks come together: this process learns of a step only after it was taken.
         self._list.on_train_batch_begin(step)
         self._list.on_train_batch_end(step, dict(logs))
 
-    def not_finite(self, step: int) -> None:
-        """Does what Keras does about a loss that is not finite, for `TerminateOnNaN`, after the cluster has stopped."""
+    def end_not_finite(self, step: int) -> None:
+        """Ends the training as Keras does with `TerminateOnNaN`, after the cluster has stopped with such a loss."""
+        # The cluster ends with an error that has no logs; NaN makes `TerminateOnNaN` set `stop_training`.
         logs = {"loss": float("nan")}
-        self.batch(step, logs)
+        self.call_batch_hooks(step, logs)
         self._list.on_epoch_end(self._epoch, logs)
         self._logs = logs
         self.end()
 
-    def last(self, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
-        """After the last step, with the weights that are evaluated."""
+    def after_last_step(self, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
+        """Calls `on_train_end`, with the weights that the cluster evaluates next."""
         self._mirror.put(arrays, learning_rate, step)
         self.end()
         return self._change()
 
     def end(self) -> None:
-        """Ends the training, once, if it has begun."""
+        """Calls `on_train_end` if the training has begun and has not ended yet."""
         if self._at_begin is not None and not self.is_over:
+            # Set first: a hook that raises must not be called a second time.
             self.is_over = True
             self._list.on_train_end(dict(self._logs) or None)
 
@@ -142,21 +154,23 @@ class Callbacks:
             self._list.on_epoch_begin(epoch)
 
     def _change(self, stop: bool = False) -> Change:
-        """What has changed since the cluster's variables were put into the mirror."""
+        """What callbacks have changed since the cluster's variables were copied into the mirror."""
         arrays, rate = self._mirror.changes()
         state = changes_since(self._at_begin or {}, state_of(self._list.callbacks))
         return Change(stop, learning_rate=rate, arrays=arrays, state=state)
 
 
 def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:
+    # `LambdaCallback` sets its hooks as attributes of the object, which the class does not show.
     return any(
         name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
         for name in BATCH_HOOKS
     )
 
 
-def _only_looks(callback: keras.callbacks.Callback) -> bool:
-    """Whether it is called after batches without looking at the weights; a user's subclass may do anything."""
+def _is_read_only(callback: keras.callbacks.Callback) -> bool:
+    """Whether its batch hooks leave the weights alone; a subclass of the user's may do anything."""
+    # With a number of batches for `save_freq` it saves the weights in its batch hooks.
     if type(callback) is keras.callbacks.ModelCheckpoint:
         return bool(callback.save_freq == "epoch")
-    return type(callback) in ONLY_LOOK
+    return type(callback) in READ_ONLY

@@ -1,4 +1,4 @@
-"""A run in a thread of its own, while the caller's thread answers the leader and handles Ctrl-C."""
+"""Runs the cluster in a thread of its own, while the caller's thread answers the leader and handles Ctrl-C."""
 
 import queue
 import signal
@@ -19,11 +19,16 @@ from tf2dist.training.hooks import Change, NamedArrays
 from tf2dist.training.launcher_hooks import take_arrays, write_arrays
 
 T = TypeVar("T")
+# Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that
+# the kernel gives to another thread does not end the wait of this one.
 LOOK_SECS = 0.5
 
 
 class Conversation(Generic[T]):
     """The caller's side of one run; see `launch.caller.Caller`.
+
+    The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
+    callbacks; Python raises KeyboardInterrupt only there. Apart from the queue each attribute is written by one thread.
 
     Args:
         job: the folder with the data and the model.
@@ -42,13 +47,15 @@ class Conversation(Generic[T]):
         self._callbacks, self._num_epochs = callbacks, num_epochs
         self._console: Console | None = None
         self._asked = Asked()
+        # None says that the run has ended.
         self._heard: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
-        self._wants_pause = False  # a pause is on its way
+        self._is_pause_requested = False
         self._result: list[T] = []
         self._error: BaseException | None = None
         self.step = 0
-        self._metrics: dict[str, float] = {}  # of the last progress
+        # Those of the last progress message: the call for a pause has none.
+        self._metrics: dict[str, float] = {}
 
     # In the thread of the run.
 
@@ -56,6 +63,7 @@ class Conversation(Generic[T]):
         self._send = send
 
     def hear(self, message: Heard) -> None:
+        # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             text = metrics_text(dict(message.logs))
             self._console.note(f"epoch {message.epoch + 1}/{self._num_epochs}: {text}")
@@ -65,6 +73,7 @@ class Conversation(Generic[T]):
         try:
             self._result.append(run(self._asked))
         except BaseException as error:
+            # Kept for the caller's thread: raised here it would only be printed.
             self._error = error
         finally:
             self._heard.put(None)
@@ -72,18 +81,19 @@ class Conversation(Generic[T]):
     # In the caller's thread.
 
     def follow(self, run: Callable[[Asked], T], console: Console) -> T:
-        """Calls `run` in another thread, and the callbacks in this one, to the end of both.
+        """Calls `run` in another thread and the callbacks in this one, until the run has ended.
 
         Args:
-            console: takes a line for each epoch.
-
-        The thread lasts as long as the processes that it starts: the kernel kills those when it ends.
+            run: gets the object by which this thread asks it to stop.
+            console: gets a line for each epoch.
 
         Raises:
-            KeyboardInterrupt: the run has been stopped in order.
-            Exception: what a callback has raised, after the run has been stopped; or what `run` has raised.
+            KeyboardInterrupt: of Ctrl-C, after the run has saved and ended.
+            Exception: what a callback has raised, after the run has saved and ended; or what `run` has raised.
         """
         self._console = console
+        # It must outlive the tasks: a death signal is tied to the thread that started a process, not to its process.
+        # It is a daemon so that an interpreter that exits does not wait for a training.
         thread = threading.Thread(target=self._run, args=(run,), name="tf2dist", daemon=True)
         thread.start()
         try:
@@ -91,6 +101,7 @@ class Conversation(Generic[T]):
         except BaseException as error:
             self._asked.ask(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             self._wait_for_end(thread)
+            # The user should see the error of the callback itself. At which step the run was saved goes with it.
             if isinstance(self._error, TfDistError):
                 error.add_note(f"tf2dist: {self._error}")
             raise
@@ -104,6 +115,7 @@ class Conversation(Generic[T]):
             try:
                 thread.join(LOOK_SECS)
             except KeyboardInterrupt:
+                # As on the command line, a later Ctrl-C asks for an end at once.
                 self._asked.ask(signal.SIGINT)
 
     def _answer_all(self) -> None:
@@ -114,6 +126,7 @@ class Conversation(Generic[T]):
                 continue
             if message is None:
                 return
+            # Without callbacks the queue must be emptied all the same: only its last entry ends this loop.
             if self._callbacks is None:
                 continue
             if isinstance(message, HookCall):
@@ -123,31 +136,36 @@ class Conversation(Generic[T]):
 
     def _answer(self, call: HookCall, callbacks: Callbacks) -> None:
         self.step = call.step
-        if call.kind in ("begin", "pause"):  # a leader that begins again does not know what the one before was asked
-            self._wants_pause = False
+        # A pause answers the request. A leader that begins may be a new one, which never got it.
+        if call.kind in ("begin", "pause"):
+            self._is_pause_requested = False
         arrays, state = (self._read(path) for path in (call.arrays, call.state))
+        # JSON has no arrays: a metric of several numbers comes as a list, and Keras's callbacks expect an array.
         logs = {name: np.array(value) if isinstance(value, list) else value for name, value in call.logs.items()}
         put = arrays, call.learning_rate, call.step
         match call.kind:
             case "begin":
                 change = callbacks.begin(call.epoch, *put, state)
             case "epoch":
-                change = callbacks.epoch(call.epoch, logs, *put)
+                change = callbacks.after_epoch(call.epoch, logs, *put)
             case "pause":
                 change = callbacks.pause(self._metrics, *put)
             case _:
-                change = callbacks.last(*put)
+                change = callbacks.after_last_step(*put)
         self._send(self._packed(call.number, change))
+        # Set by `on_epoch_begin`: Keras then takes one more step before it ends the epoch, so the stop comes with a
+        # pause, which the leader grants after a step at the earliest.
         if callbacks.wants_to_stop and not change.stop and call.kind != "end":
-            self._want_pause()
+            self._request_pause()
 
     def _read(self, path: str) -> NamedArrays:
         try:
             return take_arrays(path) if path else {}
         except (OSError, ValueError) as error:
-            raise TrainingError(f"what the leader has sent cannot be read ({first_line(str(error))})") from None
+            raise TrainingError(f"{path}: the leader's variables cannot be read ({first_line(str(error))})") from None
 
     def _packed(self, number: int, change: Change) -> HookAnswer:
+        # Arrays go by file, since a packet to a task holds 128 KiB. The leader removes the files when it has read them.
         try:
             files = [
                 write_arrays(self.job / f"answer-{number}-{name}.npz", arrays) if arrays else ""
@@ -161,12 +179,14 @@ class Conversation(Generic[T]):
 
     def _on_progress(self, progress: Progress, callbacks: Callbacks) -> None:
         self.step, self._metrics = progress.step, progress.metrics
-        if callbacks.wants_pauses:
-            if not self._wants_pause:
-                self._want_pause()
-        elif callbacks.looks_at_batches:
-            callbacks.batch(progress.step, progress.metrics)
+        # Hooks that may read or change weights wait for the pause, which brings the weights of one step. The others
+        # are called right here, so the cluster does not pause for them.
+        if callbacks.needs_pauses:
+            if not self._is_pause_requested:
+                self._request_pause()
+        elif callbacks.has_batch_hooks:
+            callbacks.call_batch_hooks(progress.step, progress.metrics)
 
-    def _want_pause(self) -> None:
-        self._wants_pause = True
+    def _request_pause(self) -> None:
+        self._is_pause_requested = True
         self._send(PauseWanted())

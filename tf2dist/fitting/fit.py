@@ -44,45 +44,50 @@ def fit(
 ) -> Result:
     """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
 
-    An epoch is one pass over the data by the whole cluster. A step is a batch of one worker with mode="async", and a
-    batch of each worker with mode="sync".
+    An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker, with
+    mode="sync" it is one batch of each worker.
 
     Args:
         model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
-            one, always the same. The function runs in this process and in each task.
+            a model, the same one at each call. The function runs in this process and in each task.
         x, y, sample_weight: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an
-            array that was mapped with ``numpy.load(file, mmap_mode="r")`` is passed on as that file.
-        batch_size: of each worker, in examples; None for Keras's 32.
-        verbose: 0 silent but for warnings; 1 or "auto" progress on the standard error; 2 a line an epoch, as Keras.
-        callbacks: called in this thread, between two steps of the cluster. Hooks of batches are called now and then,
-            with the number of the global step for `batch`.
-        data: instead of x, y and sample_weight, for what does not fit into memory: a function that is called in each
-            worker with its `tf2dist.Shard`, and gives a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
-            The dataset begins again when it ends. When a run goes on, each worker leaves out as many batches as it
-            had taken of its pass, so the run repeats itself if every pass has the same batches in the same order;
-            with another number of workers, each goes on at the same part of the epoch. `steps_per_epoch` must be
-            given if TensorFlow does not know how many batches there are. It is called in this process, too, to see
-            what the batches are. `validation_data` are arrays.
-        mode: "async", workers with parameter servers; or "sync", all-reduce.
-        cluster: None for the one in the environment variable TF_CONFIG, or `Local()` without it.
-        run_dir: where everything of the run goes, and where an earlier run in it goes on; None for a new folder
-            below ``outputs``.
-        seed: of the initial weights, the order of the examples, and the layers' random numbers.
-        options: of the command line, such as ``{"checkpoint.every_secs": 60}``.
+            array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied, the tasks map its file.
+        batch_size: the examples in a batch of one worker; None for Keras's 32.
+        verbose: 0: warnings only; 1 or "auto": progress on the standard error; 2: a line for each epoch, as Keras.
+        callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
+            step; their `batch` is the global step.
+        data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
+            `tf2dist.Shard` of a worker and returns a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
+            It is called in each worker, and in this process to learn the shapes of the batches. The dataset is
+            repeated when it ends. A run that is resumed skips the batches that each worker had already taken in its
+            current pass, so it trains as if it had not been stopped, provided that every pass gives the same batches
+            in the same order; with another number of workers each worker resumes at the same fraction of the epoch.
+            `steps_per_epoch` must be given if TensorFlow does not know the number of batches. `validation_data` must
+            be arrays.
+        mode: "async": workers and parameter servers; "sync": all-reduce.
+        cluster: None for the cluster in the environment variable TF_CONFIG, or `Local()` if that is not set.
+        run_dir: the directory for all files of the run; a run that it already holds is resumed. None for a new
+            directory in ``outputs``.
+        seed: of the initial weights, the order of the examples, and the random numbers of layers.
+        options: options of the command line, such as ``{"checkpoint.every_secs": 60}``.
 
     Returns:
-        The trained model, its history, and what summary.json holds.
+        The trained model, its history, and the content of summary.json.
 
     Raises:
-        ConfigError: something cannot be done; the message says what can. Nothing has been started.
-        DataError: `data` fails, or gives no batches of known shape.
+        ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started.
+        DataError: `data` raises an error, or its batches have no known shape.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
         TfDistError: the training failed, or tasks were lost too often.
-        KeyboardInterrupt: of Ctrl-C; the run was saved, and the same call with `run_dir` goes on.
+        KeyboardInterrupt: of Ctrl-C; the run was saved, and the same call with the same `run_dir` resumes it.
     """
     started_at = time.time()
+    # A task imports the module of the model. If that module calls `fit` itself, each task would start a cluster.
     if shipping.is_task:
-        raise FitError("fit: was called in a task of a run; keep the call out of the module that has the model")
+        raise FitError(
+            "fit: was called in a task of a run, which imports the module of the model; move the call into another "
+            'module, or below `if __name__ == "__main__":`'
+        )
     if mode not in MODES:
         raise FitError(f"mode ({mode}): must be 'async' or 'sync'")
     refusals.check_numbers(batch_size=batch_size)
@@ -101,6 +106,7 @@ def fit(
         train = request.training_set(x, y, sample_weight, class_weight)
         train, validation = request.validation_set(train, validation_data, validation_split, class_weight is not None)
         splits = Splits(train, validation, num_classes=None)
+        # Only now: without a batch size it depends on the number of examples that the validation set leaves.
         config.train.batch_size_per_worker = inputs.batch_size_of(
             batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1
         )
@@ -108,7 +114,8 @@ def fit(
         given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
         refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
         config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
-        leave_gpus_to_tasks()  # before the user's function takes them
+        # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
+        leave_gpus_to_tasks()
         stream = Stream(request.name_of(data), data, num_workers, seed, config.train.batch_size_per_worker)
         splits = request.streamed(stream, validation_data)
         plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, mode))
@@ -121,4 +128,4 @@ def fit(
         refusals.check_callbacks(callbacks),
         refusals.check_verbose(verbose),
         started_at,
-    ).to_its_end()
+    ).execute()

@@ -1,6 +1,6 @@
-"""What `fit` takes as data, checked and converted as `keras.Model.fit` does, and as files for the tasks.
+"""The data of `fit`: checked and converted as `keras.Model.fit` does it, and written to files for the tasks.
 
-A tree is an array, or a dict, list or tuple of trees. All arrays of one data set have one first dimension, [n, ...].
+A tree is an array, or a dict, list or tuple of trees. All arrays of a data set have the same first dimension: [n, ...].
 """
 
 import math
@@ -16,14 +16,14 @@ from tf2dist.data.layout import Tree, leaves_of
 from tf2dist.errors import FitError, kind_of
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
-SPARSE = "is sparse or ragged, and only dense arrays can be sent; make it dense, or pad it"
+SPARSE = "is sparse or ragged, but only dense arrays can be sent; make it dense, or pad it"
 
 
 def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None) -> Arrays:
-    """The training set.
+    """The training set, with class weights turned into a weight for each example, as Keras does.
 
     Raises:
-        FitError: `fit` of Keras would refuse it too, or it cannot be sent.
+        FitError: the data is wrong in a way that Keras refuses too, or cannot be sent to the tasks.
     """
     if x is None:
         raise FitError("x: is None; give arrays with one example in each row, or a dict, list or tuple of them")
@@ -41,7 +41,7 @@ def validation_examples(validation_data: Any) -> Arrays:
     """The validation set: x, (x,), (x, y) or (x, y, sample_weight).
 
     Raises:
-        FitError: it is none of these, or see `training_examples`.
+        FitError: it is none of these; or see `training_examples`.
     """
     try:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -58,25 +58,29 @@ def validation_examples(validation_data: Any) -> Arrays:
 
 
 def split_off(examples: Arrays, share: float) -> tuple[Arrays, Arrays]:
-    """The training set and the validation set, which is its last part, before any shuffling.
+    """Splits the examples, in the order given, into a training set and a validation set, which is the last part.
 
     Raises:
-        FitError: `share` is none, or one of the two would be empty.
+        FitError: `share` is not between 0 and 1, or one of the two sets would be empty.
     """
     if not 0 < share < 1:
         raise FitError(f"validation_split ({share}): must be at least 0 and less than 1, such as 0.2")
     total = len(examples)
+    # This rounding is Keras's, in floating point too: one example more or less would be another history.
     at = math.floor(total * (1.0 - share))
     if at in (0, total):
-        raise FitError(f"validation_split ({share}): of {total} examples one part would be empty; give more of them")
+        raise FitError(
+            f"validation_split ({share}): of {total} examples one part would be empty; give more examples, or another "
+            "share"
+        )
     return examples[:at], examples[at:]
 
 
 def converted(tree: Tree, name: str) -> Tree:
-    """The tree with numpy arrays as Keras makes them: floats of its floatx, integers, bools and strings as they are.
+    """The tree with numpy arrays as Keras converts them: floats to its floatx; integers, bools and strings unchanged.
 
     Raises:
-        FitError: a leaf is no array, or a sparse or ragged one.
+        FitError: a leaf is not an array, or it is sparse or ragged.
     """
     if tree is None:
         return None
@@ -84,54 +88,66 @@ def converted(tree: Tree, name: str) -> Tree:
 
 
 def _as_numpy(leaf: Any, name: str) -> np.ndarray:
+    # Known by their names, so that none of these packages need be installed.
     package = type(leaf).__module__.partition(".")[0]
     if package == "scipy" or type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "BCOO"):
         raise FitError(f"{name}: {SPARSE}")
     if isinstance(leaf, str | bytes | int | float) or not hasattr(leaf, "__array__"):
-        raise FitError(f"{name}: holds {kind_of(leaf)} where an array must stand; make an array of it with numpy.array")
+        raise FitError(f"{name}: has {kind_of(leaf)} in place of an array; convert it with numpy.array")
+    # numpy cannot read a tensor of PyTorch that has a gradient or lies on a GPU.
     if package == "torch":
         leaf = leaf.detach().cpu()
-    if isinstance(leaf, np.memmap):  # stays what it is: its file can be passed on
+    # `asarray` would make a plain array of it, which does not know its file, so that it would be copied for the tasks.
+    if isinstance(leaf, np.memmap):
         array: np.ndarray = leaf
     elif package == "pandas":
         array = leaf.to_numpy()
+        # Keras makes [n, 1] of a Series.
         array = array[:, None] if array.ndim == 1 else array
     else:
         array = np.asarray(leaf)
     if array.ndim == 0:
-        raise FitError(f"{name}: holds a single number where an array must stand, one example in each row")
+        raise FitError(f"{name}: is a single number; give an array with one example in each row")
     return _of_known_type(array, name)
 
 
 def _of_known_type(array: np.ndarray, name: str) -> np.ndarray:
     floatx = keras.config.floatx()
+    # numpy knows bfloat16 only by its name: its kind is "V", that of unknown types.
     if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
         return array if array.dtype.name == floatx else array.astype(floatx)
+    # TensorFlow's strings are bytes, and numpy's "U" takes four bytes for each character.
     if array.dtype.kind == "U":
         return np.char.encode(array, "utf-8")
     if array.dtype == object:
         return _of_objects(array, name)
     if array.dtype.kind not in "biuSc":
-        raise FitError(f"{name} ({array.dtype}): is no type of numbers or texts; convert it with astype")
+        raise FitError(f"{name} ({array.dtype}): is neither numbers nor text; convert it with astype")
     return array
 
 
 def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
-    """Texts as bytes in UTF-8, or the numbers that a table of mixed columns holds."""
+    """Strings as bytes in UTF-8, or numbers as Keras's floatx.
+
+    Raises:
+        FitError: there is something else among them.
+    """
+    # pandas gives such arrays for columns of strings, and for tables whose columns are of several types. As objects
+    # they could be sent only by pickle.
     flat = array.ravel()
     if all(isinstance(each, str | bytes) for each in flat):
         texts = [each.encode() if isinstance(each, str) else each for each in flat]
         return np.array(texts, "S").reshape(array.shape)
     if all(isinstance(each, bool | int | float | np.number | np.bool_) for each in flat):
         return array.astype(keras.config.floatx())
-    raise FitError(f"{name} (object): holds neither texts nor numbers alone; convert it with astype")
+    raise FitError(f"{name} (object): must hold only strings or only numbers; convert it with astype")
 
 
 def _for_each_output(y: Tree, weights: Tree) -> Tree:
-    """One array of weights for each output, as Keras takes them.
+    """One array of weights for each output, as Keras has it.
 
     Raises:
-        FitError: they do not fit to the outputs.
+        FitError: the weights do not match the outputs.
     """
     if not keras.tree.is_nested(y):
         return weights
@@ -141,6 +157,7 @@ def _for_each_output(y: Tree, weights: Tree) -> Tree:
         except ValueError:
             raise FitError("sample_weight: has another structure than y; give one array for each output") from None
         return weights
+    # Weights for each step of a sequence, [n, steps], belong to one output, so Keras refuses them for several.
     if not (weights.ndim == 1 or (weights.ndim == 2 and weights.shape[1] == 1)):
         raise FitError(
             f"sample_weight ({list(weights.shape)}): a single array for several outputs must be [n]; give one array "
@@ -150,14 +167,22 @@ def _for_each_output(y: Tree, weights: Tree) -> Tree:
 
 
 def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
-    """A weight for each example, from that of its class, which is 1 if it is not given."""
+    """A weight for each example: that of its class, or 1 for a class without one.
+
+    Raises:
+        FitError: `y` does not have one class for each example.
+    """
     if keras.tree.is_nested(y) or y is None:
         raise FitError("class_weight: is for a model with a single output; give sample_weight")
     classes = y
+    # As Keras: labels are class numbers, [n] or [n, 1], or one-hot, [n, classes].
     if y.ndim > 1:
         classes = y.argmax(-1) if y.shape[-1] != 1 else y[..., 0]
     if classes.ndim != 1:
-        raise FitError(f"class_weight: y is {list(y.shape)}, and must be [n], [n, 1] or [n, classes]")
+        raise FitError(
+            f"class_weight: y is {list(y.shape)}, but must be [n], [n, 1] or [n, classes]; give sample_weight instead"
+        )
+    # One look-up in the dict for each class instead of one for each example.
     known, places = np.unique(np.round(classes).astype(np.int32), return_inverse=True)
     weights = np.array([class_weight.get(int(each), 1.0) for each in known], keras.config.floatx())
     return weights[places]
@@ -165,11 +190,11 @@ def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
 
 def _checked(examples: Arrays, name: str) -> Arrays:
     if not leaves_of(examples.x):
-        raise FitError(f"{name}: holds no array; give one example in each row")
+        raise FitError(f"{name}: contains no array; give arrays with one example in each row")
     lengths = {part: sorted({len(leaf) for leaf in leaves_of(tree)}) for part, tree in _parts(examples)}
     if len({length for each in lengths.values() for length in each}) > 1:
         shown = ", ".join(f"{part} {' and '.join(map(str, each))}" for part, each in lengths.items() if each)
-        raise FitError(f"{name}: the arrays must have the same number of examples, and have {shown}")
+        raise FitError(f"{name}: the arrays must have the same number of examples, but have {shown}")
     if not len(examples):
         raise FitError(f"{name}: has no examples")
     return examples
@@ -180,28 +205,35 @@ def _parts(examples: Arrays) -> Iterator[tuple[str, Tree]]:
 
 
 def batch_size_of(batch_size: int | None, num_examples: int, steps_per_epoch: int | None, batches_a_step: int) -> int:
-    """The batch of a worker that Keras takes if none is given: 32, or such that `steps_per_epoch` steps see all."""
+    """The batch size of a worker; if none is given, Keras's: 32, or the size with which `steps_per_epoch` see all.
+
+    Args:
+        batches_a_step: how many batches the cluster takes in one step.
+    """
     if batch_size is not None:
         return batch_size
     return math.ceil(num_examples / (steps_per_epoch * batches_a_step)) if steps_per_epoch else DEFAULT_BATCH_SIZE
 
 
-# Files for the tasks: each array as .npy, which tasks map into their memory, and the trees as JSON.
+# Files for the tasks: each array as .npy, which the tasks map into their memory, and the trees as JSON. So all tasks of
+# a host share one copy, in the kernel's cache of files.
 
 
 def store(examples: Arrays, folder: Path, prefix: str) -> dict[str, Any]:
-    """Writes the arrays into `folder`; returns what `load` needs, as JSON holds it.
+    """Writes the arrays into `folder`; returns what `load` needs, as a value of JSON.
 
     Raises:
         OSError: they cannot be written.
     """
-    paths: dict[int, str] = {}  # one array may stand in several places
+    # By the identity of the array: one that stands in several places is written once.
+    paths: dict[int, str] = {}
     return {part: _stored(tree, folder, f"{prefix}-{part}", paths) for part, tree in _parts(examples)}
 
 
 def _stored(tree: Tree, folder: Path, name: str, paths: dict[int, str]) -> Any:
     if tree is None:
         return None
+    # Pairs, since the keys of an object in JSON are strings; numbers as names, since keys may not be names of files.
     if isinstance(tree, dict):
         return {"dict": [[key, _stored(tree[key], folder, f"{name}-{n}", paths)] for n, key in enumerate(tree)]}
     if isinstance(tree, list | tuple):
@@ -219,11 +251,12 @@ def _written(path: Path, array: np.ndarray) -> str:
 
 
 def mapped_file(array: np.ndarray) -> str:
-    """The .npy file that an array is, as a whole and unchanged; "" if it is none."""
-    if not isinstance(array, np.memmap) or array.mode not in ("r", "c") or array.filename is None:
+    """The path of the .npy file that the array maps as a whole and read-only; "" for any other array."""
+    # A file that was mapped "c" (copy on write) may differ from what this process has written into the array, and
+    # one that was mapped "r+" may still change.
+    if not isinstance(array, np.memmap) or array.mode != "r" or array.filename is None:
         return ""
-    if array.mode == "c":  # may have been written to, which the file does not show
-        return ""
+    # A view of a part is a memmap too, and has the name of the file: only an equal layout in memory makes it the whole.
     try:
         found = np.load(array.filename, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -238,7 +271,7 @@ def mapped_file(array: np.ndarray) -> str:
 
 
 def load(stored: dict[str, Any]) -> Arrays:
-    """The examples that `store` has written, mapped and not read.
+    """The examples that `store` has written, mapped into memory without being read.
 
     Raises:
         OSError, ValueError: a file is missing or damaged.

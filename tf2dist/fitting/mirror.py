@@ -1,4 +1,4 @@
-"""The model in the caller's process: what the cluster trains, as callbacks see it between two of its steps."""
+"""The model in the caller's process that callbacks see: it holds the variables of the cluster between two steps."""
 
 import keras
 import numpy as np
@@ -13,33 +13,36 @@ from tf2dist.training.hooks import NamedArrays
 
 
 class Mirror:
-    """Puts what the cluster has into a model, and finds what callbacks have changed in it.
+    """Copies the cluster's variables into a model, and finds what callbacks have changed in it.
 
     Args:
         model: compiled and built, the one that callbacks see.
-        twin: made as the tasks make theirs, so that its variables have the names by which the cluster calls them;
-            None if `model` itself is. It has the same layers in the same order.
+        twin: a model made in the same way as those of the tasks, with the same layers as `model` in the same order,
+            so that its variables have the names that the cluster uses; None if `model` itself was made so.
     """
 
     def __init__(self, model: keras.Model, twin: keras.Model | None = None) -> None:
         self.model = model
         self._named = _named(model, twin or model)
         self._generators = generators(model)
-        self._put: NamedArrays = {}
-        self._counter = counter_of(self.optimizer)  # `iterations` is no variable of one that accumulates
-        self._earlier_updates = int(self._counter.numpy())  # of an earlier training
-        self._rate: float | None = None
-        self._step = self._earlier_updates
+        self._cluster_arrays: NamedArrays = {}
+        # Unlike `iterations` it counts the updates, too, that an optimizer only accumulates.
+        self._counter = counter_of(self.optimizer)
+        # A run counts its steps from 0, but a model that was trained before goes on with its own count in Keras, and
+        # learning rate schedules depend on it.
+        self._earlier_updates = int(self._counter.numpy())
+        self._cluster_rate: float | None = None
+        self._cluster_step = self._earlier_updates
 
     @property
     def optimizer(self) -> keras.Optimizer:
         return self.model.optimizer
 
     def put(self, arrays: NamedArrays, learning_rate: float, step: int) -> None:
-        """Takes over the variables of the cluster at a step.
+        """Copies the variables of the cluster at a step into the model.
 
         Raises:
-            TrainingError: it has variables that this model does not have.
+            TrainingError: the cluster has variables that this model does not have.
         """
         for name, array in arrays.items():
             variable = self._named.get(name, self._generators.get(name))
@@ -49,62 +52,64 @@ class Mirror:
                     "it must give the same layers at each call"
                 )
             variable.assign(array)
-        self._step = self._earlier_updates + step
-        self._counter.assign(self._step)
+        self._cluster_step = self._earlier_updates + step
+        self._counter.assign(self._cluster_step)
+        # Keras refuses to assign a rate to an optimizer with a schedule.
         if isinstance(learning_rate_of(self.optimizer), keras.Variable):
             self.optimizer.learning_rate = learning_rate
-        self.settle()
-
-    def settle(self) -> None:
-        """Takes what the model holds now for what the cluster has."""
-        self._put = self._values()
-        self._rate = self._learning_rate()
+        # Read back from the model: its variables may round a number, such as the rate to float32, and that must not
+        # look like a change by a callback.
+        self._cluster_arrays = self._values()
+        self._cluster_rate = self._learning_rate()
 
     def changes(self) -> tuple[NamedArrays, float | None]:
-        """The arrays that differ from what the cluster has, and the learning rate if that does.
+        """The arrays that differ from those of the cluster, and the learning rate if it differs.
 
         Raises:
-            FitError: the number of updates differs, which the cluster alone counts.
+            FitError: a callback has changed the number of updates, which only the cluster counts.
         """
-        if (found := int(self._counter.numpy())) != self._step:
+        if (found := int(self._counter.numpy())) != self._cluster_step:
             raise FitError(
-                f"callbacks: optimizer.iterations was {self._step} and is {found} now, and the cluster counts the "
-                "updates itself; leave that out"
+                f"callbacks: optimizer.iterations was {self._cluster_step} and is {found} now, but only the cluster "
+                "counts updates; do not assign it in a callback"
             )
-        now = self._values()
-        changed = {name: now[name] for name in now if not np.array_equal(now[name], self._put[name], equal_nan=True)}
+        now, before = self._values(), self._cluster_arrays
+        # Without equal_nan a weight that is NaN would differ from itself and be sent back after every call.
+        changed = {name: now[name] for name in now if not np.array_equal(now[name], before[name], equal_nan=True)}
         rate = self._learning_rate()
-        return changed, rate if rate != self._rate else None
+        return changed, rate if rate != self._cluster_rate else None
 
     def _values(self) -> NamedArrays:
         return {name: _value(variable) for name, variable in self._named.items()}
 
     def _learning_rate(self) -> float | None:
-        """None for a schedule, which no callback can change."""
+        """The learning rate; None for a schedule, which callbacks cannot change."""
         rate = learning_rate_of(self.optimizer)
         return float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else None
 
 
 def _named(model: keras.Model, twin: keras.Model) -> dict[str, keras.Variable]:
-    """The variables of the model and of its optimizer by the names that those of its twin have in checkpoints."""
+    """The variables of the model and of its optimizer, by the names that those of its twin have in checkpoints."""
+    # An optimizer makes its variables only when it is built. If model and twin are one object, it is built once.
     for each in {id(model): model, id(twin): twin}.values():
         if not each.optimizer.built:
             each.optimizer.build(each.trainable_variables)
     names = {name: variables[0] for name, variables in named_variables(twin, twin.weights, [twin.optimizer]).items()}
     theirs = {id(variable): name for name, variable in names.items()}
+    # Paired by position: Keras numbers layers without a name anew in each process, so only the order is the same.
     pairs = [*zip(twin.weights, model.weights, strict=True)]
     pairs += zip(twin.optimizer.variables, model.optimizer.variables, strict=True)
     return {theirs[id(one)]: other for one, other in pairs if id(one) in theirs}
 
 
 def _value(variable: keras.Variable) -> np.ndarray:
-    """As in a checkpoint: numpy's files do not know bfloat16, and float32 holds it exactly."""
+    """The value as checkpoints hold it: numpy's files do not know bfloat16, and float32 holds it exactly."""
     array = np.array(keras.ops.convert_to_numpy(variable))
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 
 def build(model: keras.Model, name: str, layout: Layout) -> None:
-    """Makes the variables of a model that has none yet, and those of its metrics, as `keras.Model.fit` does.
+    """Creates the variables of a model that has none yet, and those of its metrics, as `keras.Model.fit` does.
 
     Args:
         name: of the model, for messages.
@@ -114,6 +119,7 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
         FitError: the model, its losses and its metrics do not fit the data.
     """
     check_inputs(name, model, layout)
+    # A model without an Input layer learns the shape of its input from its first call.
     if not model.built:
         x, _, _ = layout.symbolic()
         model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))

@@ -1,4 +1,4 @@
-"""What `fit` cannot do, refused by name and with the way out before anything is started."""
+"""What `fit` refuses before anything is started, each with the name of the argument and a way out."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ import keras
 from tf2dist.errors import FitError, kind_of
 
 OWN_STEPS = ("train_step", "test_step")
-# Options that an argument of `fit` stands for, and options of the command line alone.
+# Options of the command line that are arguments of `fit`. Given twice they could contradict each other.
 ARGUMENT_OF = {
     "mode": "mode",
     "seed": "seed",
@@ -22,7 +22,7 @@ ARGUMENT_OF = {
     "train.steps": "epochs and steps_per_epoch",
     "train.eval_every_steps": "validation_freq",
 }
-# What `data=load` does itself.
+# What the function of `data=load` does instead of these arguments.
 INSTEAD = {
     "x": "its batches are (x, y) or (x, y, sample_weight)",
     "y": "its batches are (x, y) or (x, y, sample_weight)",
@@ -32,110 +32,121 @@ INSTEAD = {
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
+# Options by which the command line chooses what `fit` is given as Python objects.
 OF_THE_COMMAND = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
 
 
 def check_numbers(**given: Any) -> None:
-    """Refuses what is no whole number of at least 1; None stays for what may be left out.
+    """Refuses values that are neither whole numbers of at least 1 nor None.
 
     Raises:
-        FitError: names the first.
+        FitError: naming the first.
     """
     for name, value in given.items():
+        # Python's bool is an int, and True for a number is a mistake.
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FitError(f"{name} ({value}): must be a whole number of at least 1")
 
 
 def check_data(x: Any, name: str) -> None:
-    """Refuses data that come batch by batch.
+    """Refuses data that come batch by batch, such as datasets, generators and data loaders.
+
+    Args:
+        name: of the argument.
 
     Raises:
-        FitError: names them.
+        FitError: naming the argument.
     """
     ways = "data=load, a function that makes the dataset of each worker, or arrays" if name == "x" else "arrays"
+    # By the names of the classes, so that PyTorch, whose loaders Keras takes too, need not be installed.
     kinds = [kind.__name__ for kind in type(x).__mro__ if kind is not object]
     is_dataset = "DatasetV2" in kinds or "DataLoader" in kinds or "DataAdapter" in kinds or "PyDataset" in kinds
     if inspect.isgenerator(x) or is_dataset:
         raise FitError(
-            f"{name}: is {kind_of(x)}, whose batches are made in this process; give {ways}, also memory-mapped ones "
-            "(numpy.load with mmap_mode='r')"
+            f"{name}: is {kind_of(x)}, whose batches are made in this process and cannot be sent to the workers; give "
+            f"{ways}, also memory-mapped ones (numpy.load with mmap_mode='r')"
         )
     if callable(x) and not hasattr(x, "__array__"):
         raise FitError(f"{name}: is a function; give {ways}")
 
 
 def check_stream(load: Any, **others: Any) -> None:
-    """Refuses what goes with arrays alone beside `data=load`.
+    """Refuses arguments that need arrays when `data=load` is given.
 
     Args:
-        others: by name of the argument; None or False for what is not given.
+        others: those arguments by name; None or False for one that is not given.
 
     Raises:
-        FitError: names the first.
+        FitError: naming the first.
     """
     if not callable(load):
-        raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that gives a tf.data.Dataset")
+        raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that returns a tf.data.Dataset")
     for name, value in others.items():
         if value is not None and value is not False:
             raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:
-    """Refuses a compiled model that the tasks would not train as Keras does.
+    """Refuses a compiled model that the tasks cannot train as Keras would.
 
     Raises:
-        FitError: says why.
+        FitError: naming the model and the reason.
     """
     if model.run_eagerly:
         raise FitError(
-            f"model ({name}): has run_eagerly=True, and the tasks compile their steps; leave it out, and use tf.print "
-            "in the model to look inside"
+            f"model ({name}): has run_eagerly=True, but the tasks compile their steps; leave it out, and use tf.print "
+            "to see values inside the model"
         )
+    # The tasks compute losses and gradients by a step of tf2dist's own and never call these methods: training without
+    # them would succeed and be wrong.
     own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
     if own:
         raise FitError(
-            f"model ({name}): has {' and '.join(own)} of its own, which would not be used; give losses with add_loss, "
-            "or a loss and metrics of your own"
+            f"model ({name}): has its own {' and '.join(own)}, which would not be used; add losses with add_loss, or "
+            "compile the model with your own loss and metrics"
         )
     if model.optimizer is None:
-        raise FitError(f"model ({name}): is compiled without an optimizer; give one")
+        raise FitError(f"model ({name}): is compiled without an optimizer; give one to model.compile")
+    # Keras applies a constraint to the weights after an update. On a ps another worker's update may come in between.
     constrained = [weight for weight in model.trainable_weights if weight.constraint is not None]
     if mode == "async" and constrained:
         raise FitError(
-            f"model ({name}): {constrained[0].path} has a constraint, which the updates of several workers would "
-            "break; use mode='sync'"
+            f"model ({name}): {constrained[0].path} has a constraint, which concurrent updates of several workers "
+            "would break; use mode='sync'"
         )
 
 
 def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks in a list.
+    """The callbacks as a list.
 
     Raises:
-        FitError: one cannot be called here.
+        FitError: one of them needs something that a cluster cannot do for it.
     """
+    # Keras takes nested lists, single callbacks and its own CallbackList.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     found: list[Any] = keras.tree.flatten(callbacks) if callbacks else []
     for each in found:
         if not isinstance(each, keras.callbacks.Callback):
-            raise FitError(f"callbacks: holds {kind_of(each)}, and takes keras.callbacks.Callback alone")
+            raise FitError(f"callbacks: has {kind_of(each)}; give objects of subclasses of keras.callbacks.Callback")
         if isinstance(each, keras.callbacks.BackupAndRestore):
-            raise FitError("callbacks: BackupAndRestore is not needed; name a run_dir, where the same call goes on")
+            raise FitError("callbacks: BackupAndRestore is not needed; give run_dir, and the same call resumes the run")
         if isinstance(each, keras.callbacks.SwapEMAWeights):
             raise FitError(
-                "callbacks: SwapEMAWeights exchanges the weights around a validation, which the cluster makes with its "
-                "own; leave it out: with use_ema=True of the optimizer the finished model has the averages"
+                "callbacks: SwapEMAWeights swaps the weights for a validation, but the cluster validates with its own; "
+                "leave it out: with use_ema=True in the optimizer the finished model has the averages"
             )
         if own := [name for name in BATCH_HOOKS_OF_TEST if is_own_hook(each, name)]:
             raise FitError(
-                f"callbacks: {kind_of(each)} has {own[0]}, which is not called, since all workers validate at once; "
-                "use on_test_begin and on_test_end"
+                f"callbacks: {kind_of(each)} has {own[0]}, which would not be called, since all workers validate at "
+                "once; use on_test_begin and on_test_end"
             )
     return found
 
 
 def is_own_hook(callback: keras.callbacks.Callback, name: str) -> bool:
-    """Whether a callback of the user's has a hook; those of Keras' callbacks do what is done here anyway."""
+    """Whether a callback has a hook that the user wrote, not one of Keras's."""
+    # `LambdaCallback` keeps the user's functions as attributes of the object.
     if name in vars(callback):
         return True
     hook = getattr(type(callback), name)
@@ -146,7 +157,7 @@ def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
     """The number of epochs between validations, or the epochs with one, counted from 1.
 
     Raises:
-        FitError: it is neither.
+        FitError: it is something else.
     """
     if isinstance(freq, list | tuple | set | range) and all(isinstance(one, int) for one in freq):
         return tuple(sorted(freq))
@@ -157,11 +168,12 @@ def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
 
 
 def check_shuffle(shuffle: Any) -> bool:
-    """Whether examples are shuffled; "batch" shuffles only inside batches, which changes no step.
+    """Whether examples are shuffled.
 
     Raises:
-        FitError: it is neither.
+        FitError: it is neither a bool nor "batch".
     """
+    # It shuffles only within batches, and the sum over a batch does not depend on their order.
     if shuffle == "batch":
         return False
     if not isinstance(shuffle, bool):
@@ -170,7 +182,7 @@ def check_shuffle(shuffle: Any) -> bool:
 
 
 def check_verbose(verbose: Any) -> int:
-    """0, 1 or 2; "auto" is 1.
+    """The level 0, 1 or 2; "auto" is 1.
 
     Raises:
         FitError: it is none of these.
@@ -184,8 +196,9 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
     """The options as on the command line, such as "train.steps_per_execution=10".
 
     Raises:
-        FitError: one is an argument of `fit`, or belongs to the command line alone.
+        FitError: one of them is an argument of `fit`, or has a meaning only on the command line.
     """
+    # A string is a sequence too, of letters.
     if isinstance(options, str):
         raise FitError(f"options ({options}): must be a list or a dict, such as {{'checkpoint.every_secs': 60}}")
     if isinstance(options, Mapping):
@@ -194,17 +207,20 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
         overrides = list(options or ())
     for override in overrides:
         if not isinstance(override, str):
-            raise FitError(f"options: holds {kind_of(override)}; write 'checkpoint.every_secs=60', or give a dict")
+            raise FitError(f"options: has {kind_of(override)}; write 'checkpoint.every_secs=60', or give a dict")
+        # With a plus Hydra adds an option; it is still the same option.
         name = override.lstrip("+").partition("=")[0]
         if name in ARGUMENT_OF:
-            raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that")
+            raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
         if name.partition(".")[0] in OF_THE_COMMAND:
-            raise FitError(f"options: {name} belongs to the command line; fit has the model and the data themselves")
+            raise FitError(
+                f"options: {name} belongs to the command line; give fit the model, the data and the settings themselves"
+            )
     return overrides
 
 
 def _text(value: Any) -> str:
-    """A value in the grammar of the command line."""
+    """A value in the grammar of Hydra's command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -213,5 +229,5 @@ def _text(value: Any) -> str:
 
 
 def has_terminator(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-    """Whether a loss that is not finite is to end the training without an error."""
+    """Whether a loss that is not finite ends the training without an error, as in Keras with `TerminateOnNaN`."""
     return any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)

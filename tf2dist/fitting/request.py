@@ -1,4 +1,4 @@
-"""The arguments of `fit` as what a run is made of."""
+"""Turns the arguments of `fit` into the parts of a run: its data, its plan, its options."""
 
 import os
 import re
@@ -22,12 +22,16 @@ from tf2dist.fitting import inputs, refusals
 from tf2dist.model.plan import EpochPlan
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
-POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16"}  # of Keras, and the option devices.precision
+POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16"}  # Keras's policies as values of devices.precision
 
 
 @dataclass(frozen=True)
 class Local:
-    """A cluster of processes on this machine; `ps`: parameter servers, for mode="async"."""
+    """A cluster of processes on this machine.
+
+    Attributes:
+        ps: the number of parameter servers, for mode="async".
+    """
 
     workers: int = 3
     ps: int = 1
@@ -42,13 +46,18 @@ def plan_of(
     validation_batch_size: int | None,
     shuffle: bool | str,
 ) -> EpochPlan:
-    """Raises FitError: one of them is not what `keras.Model.fit` takes."""
+    """The plan of the epochs.
+
+    Raises:
+        FitError: an argument is not one that `keras.Model.fit` takes.
+    """
     refusals.check_numbers(
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
         validation_batch_size=validation_batch_size,
     )
+    # Python's bool is an int, and `initial_epoch=True` is a mistake.
     is_whole = isinstance(initial_epoch, int) and not isinstance(initial_epoch, bool)
     if not is_whole or not 0 <= initial_epoch < epochs:
         raise FitError(f"initial_epoch ({initial_epoch}): must be a whole number from 0 to {epochs - 1}")
@@ -64,14 +73,23 @@ def plan_of(
 
 
 def with_batch_size(plan: EpochPlan, batch_size: int) -> EpochPlan:
-    """The plan whose `validation_steps` count batches of the training, if none of the validation are given."""
+    """The plan with the batch size of the validation, where `validation_steps` needs one and none is given.
+
+    Args:
+        batch_size: of the training, which Keras then uses for the validation.
+    """
+    # Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
     if plan.validation_steps and not plan.validation_batch_size:
         return replace(plan, validation_batch_size=batch_size)
     return plan
 
 
 def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Arrays:
-    """Raises FitError: see `inputs`, or the data come batch by batch."""
+    """The training set.
+
+    Raises:
+        FitError: see `inputs`; or the data come batch by batch.
+    """
     refusals.check_data(x, "x")
     return inputs.training_examples(x, y, sample_weight, class_weight)
 
@@ -79,14 +97,15 @@ def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, 
 def validation_set(
     train: Arrays, validation_data: Any, validation_split: float, has_class_weight: bool = False
 ) -> tuple[Arrays, Arrays | None]:
-    """What is left to train on, and what to validate on; None for nothing.
+    """The training set without its validation part, and the validation set or None.
 
     Args:
         has_class_weight: whether the weights of the training set are those of classes, which a validation leaves out.
 
     Raises:
-        FitError: see `inputs`, or the two are of different kinds.
+        FitError: see `inputs`; or the two sets are of different types or shapes.
     """
+    # As in Keras, validation_data takes precedence over validation_split.
     if validation_data is None:
         if not validation_split:
             return train, None
@@ -109,12 +128,23 @@ def _with_ones(examples: Arrays, other: Arrays) -> Arrays:
 
 
 def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
-    """Raises FitError: see `validation_set`; `layout`: of the training set."""
+    """The validation set that a user gives as arrays.
+
+    Args:
+        layout: of the training set.
+
+    Raises:
+        FitError: see `validation_set`.
+    """
     refusals.check_data(validation_data, "validation_data")
     validation = inputs.validation_examples(validation_data)
-    known = min(len(layout.specs), len(validation.leaves))  # one of the two may have weights and the other none
+    # Sample weights come last, and one of the two sets may have them without the other.
+    known = min(len(layout.specs), len(validation.leaves))
     if validation.layout.specs[:known] != layout.specs[:known]:
-        raise FitError(f"validation_data: is {validation.layout}, and the training data is {layout}")
+        raise FitError(
+            f"validation_data: is {validation.layout}, but the training data is {layout}; give arrays of the same "
+            "types and shapes"
+        )
     return validation
 
 
@@ -130,12 +160,13 @@ def streamed(stream: Stream, validation_data: Any) -> Splits:
 
 
 def steps_of(stream: Stream, mode: str) -> int:
-    """The global steps of an epoch over streams: one pass over all of them.
+    """The global steps of an epoch over streams, which is one pass over all of them.
 
     Raises:
-        FitError: their length is not known, or they are not equally long and every step needs all of them.
+        FitError: TensorFlow does not know their lengths, or the lengths differ and mode="sync" needs equal ones.
     """
     numbers = stream.num_batches()
+    # TensorFlow's `cardinality` is negative for a dataset that is endless or of unknown length.
     if min(numbers) < 0:
         raise FitError(
             f"steps_per_epoch: must be given, since TensorFlow does not know how many batches {stream.shown(0)} has"
@@ -143,17 +174,21 @@ def steps_of(stream: Stream, mode: str) -> int:
     if mode == "sync" and len(set(numbers)) > 1:
         raise FitError(
             f"steps_per_epoch: must be given, since the workers have {', '.join(map(str, numbers))} batches, and with "
-            "mode='sync' each step takes one of every worker"
+            "mode='sync' each step takes one batch of every worker"
         )
     if min(numbers) == 0:
-        raise FitError(f"{stream.shown(numbers.index(0))} has no batch; give every worker one at least")
+        raise FitError(f"{stream.shown(numbers.index(0))} has no batch; give every worker at least one")
     return numbers[0] if mode == "sync" else sum(numbers)
 
 
 def configuration(
     mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
 ) -> tuple[RunConfig, HostTask | None]:
-    """The options of the run, and the task that this process is in a cluster of many hosts."""
+    """The options of the run, and this process's task in a cluster of many hosts; None for a local cluster.
+
+    Raises:
+        RequestError: an argument, an option or TF_CONFIG is wrong.
+    """
     if cluster is not None and not isinstance(cluster, Local):
         raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -165,34 +200,43 @@ def configuration(
         refusals.check_numbers(workers=cluster.workers)
         given += ["cluster=local", f"cluster.num_workers={cluster.workers}", f"cluster.num_ps={cluster.ps}"]
     config = load([*given, *overrides], tf_config)
+    # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
     config.run_dir = None if run_dir is None else os.fspath(run_dir)
     host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
     return config, host_task
 
 
 def check_share(num_examples: int, num_workers: int) -> None:
-    """Raises FitError: a worker would have nothing to train on."""
+    """Makes sure that every worker has an example.
+
+    Raises:
+        FitError: there are fewer examples than workers.
+    """
     if num_examples < num_workers:
         raise FitError(f"x: has {num_examples} examples to train on, for {num_workers} workers; use fewer workers")
 
 
 def name_of(model: Model | Load) -> str:
-    """Of the model or a function, as it may stand in the name of a folder."""
+    """The name of a model or function, in letters that may stand in the name of a folder."""
     name = model.name if isinstance(model, keras.Model) else getattr(model, "__name__", type(model).__name__)
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")[:64] or "model"
 
 
-def take_over(config: RunConfig, model: keras.Model, name: str, data: str) -> None:
-    """Puts the model, the kind of the data, and Keras's settings in this process, into the options.
+def set_model_options(config: RunConfig, model: keras.Model, name: str, data: str) -> None:
+    """Fills in the options that come from the model and from the settings of Keras in this process.
+
+    Args:
+        data: "arrays" or "stream".
 
     Raises:
-        FitError: the tasks cannot train with these settings.
+        FitError: the tasks cannot train with these settings of Keras.
     """
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy().name
     if floatx != "float32":
         raise FitError(f"keras.config.floatx ({floatx}): must be float32, the type in which updates travel")
     if policy not in POLICIES:
         raise FitError(f"keras.config.dtype_policy ({policy}): must be one of {', '.join(POLICIES)}")
+    # Only names: the summary and the checkpoints show them, but the tasks get model and data from the job's folder.
     config.model, config.data = {"name": name}, DataConfig(name=data)
     config.optimizer = {"name": re.sub(r"\W+", "_", model.optimizer.name)}
     config.keras = KerasConfig(
@@ -200,7 +244,7 @@ def take_over(config: RunConfig, model: keras.Model, name: str, data: str) -> No
     )
     if config.devices.precision == "float32":
         config.devices = replace(config.devices, precision=POLICIES[policy])
-    # Beside a GPU Keras itself chooses True for a model that says nothing, so it is no wish there.
+    # On a machine with a GPU Keras sets jit_compile by itself unless the user has set it, so True says nothing there.
     if model.jit_compile and not tf.config.list_physical_devices("GPU"):
         config.devices = replace(config.devices, xla=True)
     if model.steps_per_execution > 1 and config.train.steps_per_execution is None:

@@ -1,4 +1,4 @@
-"""What `fit` gives back."""
+"""What `fit` returns."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +11,14 @@ from tf2dist.errors import TfDistError
 
 @dataclass(frozen=True)
 class Result:
-    """A run at its end.
+    """The result of a run.
 
     Attributes:
-        history: as `History.history` of Keras: by metric, a number for each epoch; empty on the hosts without the
-            leader.
-        summary: what summary.json holds; empty on those hosts, and after `TerminateOnNaN` has ended the run.
-        run_dir: the directory of the run, on this host.
+        history: as Keras's `History.history`: for each metric a list with a number for each epoch. Empty on hosts
+            without the leader.
+        summary: the content of summary.json; empty on hosts without the leader, and after `TerminateOnNaN` has ended
+            the run.
+        run_dir: the directory of the run on this host.
     """
 
     history: dict[str, list[Any]]
@@ -31,8 +32,10 @@ class Result:
         """The compiled model with the final weights.
 
         Raises:
-            TfDistError: it is on another host; the message says on which.
+            TfDistError: it is on another host, which the message names.
         """
+        # Only the leader's process has a mirror of the model. An error here, rather than in `fit`, lets the same script
+        # run to its end on every host.
         if self._model is None:
             raise TfDistError(f"the model is not on this host: {self._where}; tf2dist.load_model reads it there")
         return self._model

@@ -1,4 +1,4 @@
-"""One call of `fit` from its checked arguments to its result."""
+"""One call of `fit`, from its checked arguments to its result."""
 
 import io
 import shutil
@@ -23,7 +23,7 @@ from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.request import Model, check_share, name_of, take_over
+from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
 from tf2dist.fitting.result import Result
 from tf2dist.launch.console import Console
 from tf2dist.launch.start import check_place, check_size, run_in_folder
@@ -34,6 +34,7 @@ from tf2dist.signals import Asked
 from tf2dist.training.loop import sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
+# The class of a task's error, of which only the exit code and the text come out of its process.
 ERRORS: dict[int, type[TfDistError]] = {
     ConfigError.exit_code: ConfigError,
     NotFiniteError.exit_code: NotFiniteError,
@@ -46,7 +47,7 @@ class Run:
     """A call of `fit`.
 
     Attributes:
-        host_task: of this process in a cluster of many hosts; None for a local cluster.
+        host_task: the task of this process in a cluster of many hosts; None for a local cluster.
         verbose: 0, 1 or 2.
         started_at: `time.time()` of the call.
     """
@@ -64,15 +65,17 @@ class Run:
     def num_workers(self) -> int:
         return self.host_task.cluster.num_workers if self.host_task else self.config.cluster.num_workers
 
-    def to_its_end(self) -> Result:
-        """Raises what `fit` raises."""
+    def execute(self) -> Result:
+        """Runs the cluster to its end; raises what `fit` raises."""
+        # Without streams only: how many examples those have is not known here.
         if not self.splits.stream:
             check_share(len(self.splits.train), self.num_workers)
+        # Before the model exists: its variables make TensorFlow take the GPUs.
         leave_gpus_to_tasks()
-        own = own_model(self.model, self.splits.layout)
+        own = local_model(self.model, self.splits.layout)
         name = name_of(self.model)
         refusals.check_model(name, own, self.config.mode)
-        take_over(self.config, own, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
+        set_model_options(self.config, own, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         with private_folder() as job:
             shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
@@ -80,7 +83,9 @@ class Run:
             return self._follow(job, self.host_task)
 
     def _lead(self, own: keras.Model, job: Path) -> Result:
-        twin = shipping.sent_model(job) if isinstance(self.model, keras.Model) else None
+        # A compiled model keeps the names that it was made with in this process. Its copy from the job's folder has
+        # those that it has in the tasks.
+        twin = shipping.load_sent_model(job) if isinstance(self.model, keras.Model) else None
         sharding = sharding_of(
             self.splits,
             self.plan,
@@ -93,20 +98,21 @@ class Run:
         callbacks = Callbacks(self.callbacks, Mirror(own, twin), self.plan, self.verbose, steps)
         conversation = self._conversation(job, callbacks)
         try:
-            folder, summary = self._hold(conversation)
+            folder, summary = self._run_tasks(conversation)
         except TaskFailure as failure:
             if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.callbacks):
-                raise of_its_kind(failure) from None
-            callbacks.not_finite(conversation.step)
+                raise as_public_error(failure) from None
+            # The tasks have ended without a summary; the mirror has the weights of the last call of the hooks.
+            callbacks.end_not_finite(conversation.step)
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
         return Result(dict(callbacks.history.history), summary, folder, own)
 
     def _follow(self, job: Path, host_task: HostTask) -> Result:
         try:
-            folder, summary = self._hold(self._conversation(job, None))
+            folder, summary = self._run_tasks(self._conversation(job, None))
         except TaskFailure as failure:
-            raise of_its_kind(failure) from None
+            raise as_public_error(failure) from None
         leader = host_task.cluster.leader
         where = f"{leader} at {host_task.cluster.address(leader)} has it, in its run_dir"
         return Result({}, summary, folder, None, where)
@@ -116,7 +122,8 @@ class Run:
         sys_path = [entry for entry in sys.path if isinstance(entry, str)]
         return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
 
-    def _hold(self, conversation: Conversation[Outcome]) -> Outcome:
+    def _run_tasks(self, conversation: Conversation[Outcome]) -> Outcome:
+        # Only the process's own standard error may be used by its descriptor.
         stream = sys.stderr if sys.stderr is sys.__stderr__ and sys.stderr else cast(TextIO, NoFile(sys.stderr))
         console = Console(stream) if self.verbose == 1 else QuietConsole(stream)
         check_size(self.config, self.host_task)
@@ -132,7 +139,7 @@ class Run:
 
 
 class QuietConsole(Console):
-    """Shows warnings alone."""
+    """Shows only warnings."""
 
     def status(self, text: str) -> None:
         pass
@@ -145,7 +152,11 @@ class QuietConsole(Console):
 
 
 class NoFile(io.TextIOBase):
-    """A stream that a notebook or a test has put in the place of the standard error: its descriptor leads elsewhere."""
+    """A stream that a notebook or a test has put in place of the standard error.
+
+    Its `fileno` may be that of the process's own standard error, and what is written there does not appear below the
+    cell of a notebook. So this stream has none.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -161,25 +172,25 @@ class NoFile(io.TextIOBase):
 
 
 def leave_gpus_to_tasks() -> None:
-    """Lets this process take no more of a GPU's memory than it needs, unless TensorFlow has taken all of it already."""
+    """Makes this process take only as much of a GPU's memory as it needs; too late if TensorFlow already uses it."""
     for device in tf.config.list_physical_devices("GPU"):
-        with suppress(RuntimeError, ValueError):  # it is in use, or in parts
+        with suppress(RuntimeError, ValueError):  # the GPU is in use, or has been divided into logical ones
             tf.config.experimental.set_memory_growth(device, True)
 
 
-def own_model(model: Model, layout: Layout) -> keras.Model:
-    """The model of this process, with its variables.
+def local_model(model: Model, layout: Layout) -> keras.Model:
+    """The model in this process, with its variables.
 
     Args:
         layout: of the data.
 
     Raises:
-        FitError: it is none.
+        FitError: the argument is no compiled model, and no function that returns one.
     """
     if not isinstance(model, keras.Model):
         if not callable(model):
             raise FitError(f"model: is {kind_of(model)}; give a compiled keras.Model, or a function that builds one")
-        return shipping.built(model, name_of(model), layout)
+        return shipping.call_builder(model, name_of(model), layout)
     if not model.compiled:
         raise FitError(f"model ({name_of(model)}): is not compiled; call model.compile(optimizer, loss) first")
     mirror.build(model, name_of(model), layout)
@@ -187,22 +198,24 @@ def own_model(model: Model, layout: Layout) -> keras.Model:
 
 
 def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
-    """What hosts compare of a call."""
+    """What must be equal in the calls of all hosts, in a form that people can read."""
+    # The number of examples, types and shapes stand for the arrays: hashing gigabytes would delay every start.
     described = {"train": str(splits.stream or splits.train)}
     if splits.validation:
         described["validation"] = str(splits.validation)
     return {**described, **asdict(plan)}
 
 
-def of_its_kind(failure: TaskFailure) -> TfDistError:
-    """The failure of tasks as the error that its exit code stands for, with the same text."""
+def as_public_error(failure: TaskFailure) -> TfDistError:
+    """The failure of tasks as the error class that its exit code stands for, with the same text."""
     kind = ERRORS.get(failure.exit_code)
     return kind(str(failure)) if kind else failure
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))  # of mode 0700
+    # `mkdtemp` makes it with mode 0700: what is pickled in it must come from this user alone.
+    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))
     try:
         yield folder
     finally:

@@ -1,15 +1,15 @@
-"""The way of the model and the data to the tasks of this host: files in a private folder, the job's.
+"""Sends the model and the data to the tasks of this host: as files in a private folder, that of the job.
 
-    job.json        where everything stands, and the plan
-    *.npy           the arrays, which tasks map
+    job.json        the plan, and which of the files below hold what
+    *.npy           the arrays, which tasks map into their memory
     model.keras     a compiled model, with its weights, as Keras saves it; or
-    build.pickle    a function that tasks cannot import, by cloudpickle
-    load.pickle     likewise the one that makes the streams of data
+    build.pickle    the function that builds it, by cloudpickle, if tasks cannot import it
+    load.pickle     the function that makes the streams of data, by cloudpickle, if tasks cannot import it
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
     seeds.json      the states of the random generators in a compiled model
 
-What is unpickled here has been written by the same user's process on this host, into a folder that nobody else can
-write. Nothing of it goes to other hosts: there the same script makes its own.
+What is unpickled here was written by the same user on this host, into a folder in which nobody else can write.
+Nothing of it goes to other hosts: each of them runs the same script and makes its own.
 """
 
 import contextlib
@@ -37,16 +37,17 @@ from tf2dist.process.tf_internals import fresh_names, seeds_of
 
 JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
 SEEDS = "seeds.json"
-OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")  # not the user's own code
-is_task = False  # whether this process is a task that has got a job
+# Packages that every task has: their classes and functions in a model need not be sent.
+OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
+is_task = False  # whether this process is a task that has read a job
 
 
 def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -> None:
-    """Writes the job of one run.
+    """Writes the files of one job.
 
     Args:
         folder: exists, is empty, and belongs to this user alone.
-        model: a compiled model, or a function without arguments that gives one.
+        model: a compiled model, or a function without arguments that returns one.
 
     Raises:
         FitError: the model cannot be sent.
@@ -61,8 +62,9 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
             "model": _ship_model(folder, model)
             if isinstance(model, keras.Model)
-            else functions.sent(folder, model, BUILD, "model"),
+            else functions.send_function(folder, model, BUILD, "model"),
         }
+        # Last of all, so a job that can be read is whole.
         write_whole(folder / JOB, json.dumps(stored))
     except OSError as error:
         raise TrainingError(
@@ -73,7 +75,7 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
 
 def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
     shared = {"name": stream.name, "count": stream.count, "seed": stream.seed, "batch_size": stream.batch_size}
-    return {**shared, "load": functions.sent(folder, stream.load, LOAD, "data")}
+    return {**shared, "load": functions.send_function(folder, stream.load, LOAD, "data")}
 
 
 # Compiled models.
@@ -82,29 +84,32 @@ def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
 def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
     try:
         model.save(folder / MODEL)
-    except OSError:
+    except OSError:  # a full disk, which `ship` reports
         raise
-    except Exception as error:
+    except Exception as error:  # get_config of the user's layers may raise anything
         raise FitError(
             f"model ({model.name}): Keras cannot save it ({first_line(str(error))}); give a function that builds it "
             "instead"
         ) from None
     write_whole(folder / CUSTOM, cloudpickle.dumps(custom_objects(model)))
-    # Keras does not save the states of random generators; without a seed of the user's they differ in each process.
+    # Keras does not save the states of random generators, and a generator without a seed begins with a random one, so
+    # that each task would draw its own numbers.
     write_whole(folder / SEEDS, json.dumps([np.array(seed.value).tolist() for seed in seeds_of(model)]))
+    # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
     try:
-        sent_model(folder)
+        load_sent_model(folder)
     except Exception as error:
         raise FitError(
-            f"model ({model.name}): Keras cannot load what it has saved of it ({first_line(str(error))}); give its "
+            f"model ({model.name}): Keras has saved it but cannot load it again ({first_line(str(error))}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
     return {"keras": MODEL}
 
 
-def sent_model(folder: Path) -> keras.Model:
-    """The compiled model of a job, with the names that it has in each of its processes."""
+def load_sent_model(folder: Path) -> keras.Model:
+    """The compiled model of a job; its variables have the same names in every process of the job."""
     custom = {name: cloudpickle.loads(data) for name, data in cloudpickle.loads((folder / CUSTOM).read_bytes()).items()}
+    # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
     with fresh_names():
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
     for seed, value in zip(seeds_of(model), json.loads((folder / SEEDS).read_bytes()), strict=True):
@@ -113,10 +118,12 @@ def sent_model(folder: Path) -> keras.Model:
 
 
 def custom_objects(model: keras.Model) -> dict[str, bytes]:
-    """The user's own classes and functions in a model, pickled, by the names by which Keras looks for them.
+    """The user's own classes and functions in a model, pickled, by the names under which Keras looks them up.
 
-    What cannot be pickled is left out; it may not be needed.
+    Those that cannot be pickled are left out: Keras may not need them, and if it does, loading the model fails.
     """
+    # Each is pickled alone, so that one that fails leaves the others; by both names, since Keras asks for the
+    # registered name of some and for the plain name of others.
     found: dict[str, bytes] = {}
     for each in _users_own(model):
         with contextlib.suppress(FitError):
@@ -126,8 +133,10 @@ def custom_objects(model: keras.Model) -> dict[str, bytes]:
 
 
 def _users_own(model: keras.Model) -> Iterator[Any]:
-    """The classes and functions that a model is made of, but for those of Keras itself."""
-    seen: dict[int, Any] = {}  # holds them, or another object could get the number of one that is gone
+    """The user's own classes and functions to which a model refers, directly or through its attributes."""
+    # The values keep the objects alive: the `id` of one that is gone could be given to another.
+    seen: dict[int, Any] = {}
+    # A list instead of recursion, since layers refer to each other in long chains and in circles.
     waiting: list[Any] = [model]
     while waiting:
         one = waiting.pop()
@@ -138,11 +147,13 @@ def _users_own(model: keras.Model) -> Iterator[Any]:
             waiting += one.values()
         elif isinstance(one, list | tuple | set):
             waiting += one
+        # A lambda has no name by which Keras could ask for it; Keras saves its code itself.
         elif isinstance(one, types.FunctionType | type):
             if _is_users(one) and one.__name__ != "<lambda>":
                 yield one
         elif not _is_users(type(one)) or hasattr(one, "get_config"):
             waiting.append(type(one))
+            # Into the attributes of Keras's objects and of what Keras can save; not into all the user's data.
             if type(one).__module__.partition(".")[0] == "keras" or hasattr(one, "get_config"):
                 waiting += vars(one).values() if hasattr(one, "__dict__") else ()
 
@@ -158,16 +169,17 @@ class Shipped:
     """The model and the data of a job, in a task's process; see `model.source.Source`.
 
     Args:
-        folder: the job's.
+        folder: that of the job.
 
     Raises:
-        TrainingError: it is not this user's alone, or a file is missing.
+        TrainingError: other users can write in the folder, or a file is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         global is_task
         is_task = True
         self._folder = folder
+        # Before anything is read: some of the files are unpickled, which runs whatever is in them.
         check_private(folder)
         try:
             self._job = json.loads((folder / JOB).read_bytes())
@@ -180,10 +192,10 @@ class Shipped:
         self.plan: EpochPlan | None = EpochPlan(**plan)
 
     def load(self) -> Splits:
-        """The data, in memory that all tasks of this host share, or in streams.
+        """The data: arrays mapped from files, in memory that all tasks of this host share, or streams.
 
         Raises:
-            DataError: the function of a stream fails.
+            DataError: the function that makes a stream has failed.
         """
         try:
             train, validation = (self._arrays(split) for split in ("train", "validation"))
@@ -192,41 +204,42 @@ class Shipped:
         if train:
             return Splits(train, validation, num_classes=None)
         sent = self._job["stream"]
-        load = functions.received(self._folder, sent["load"])
+        load = functions.load_function(self._folder, sent["load"])
         return Stream(sent["name"], load, sent["count"], sent["seed"], sent["batch_size"]).splits(validation)
 
     def _arrays(self, split: str) -> Arrays | None:
         return inputs.load(self._job[split]) if self._job[split] else None
 
     def build(self, splits: Splits) -> keras.Model:
-        """A new model at each call.
+        """Builds a new model at each call.
 
         Raises:
-            FitError: the function gives no compiled model.
+            FitError: the user's function returns no compiled model.
         """
         sent = self._job["model"]
         if "keras" in sent:
-            return sent_model(self._folder)
-        return built(functions.received(self._folder, sent), self.name, splits.layout)
+            return load_sent_model(self._folder)
+        return call_builder(functions.load_function(self._folder, sent), self.name, splits.layout)
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:
     return TrainingError(f"{folder}: the job cannot be read ({first_line(str(error))})")
 
 
-def built(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:
-    """The model that the user's function gives, with the names that it has in each process of the job.
+def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:
+    """Calls the user's function; the variables of its model have the same names in every process of the job.
 
     Args:
-        layout: of the data, for a model that makes its variables when it is called first.
+        layout: of the data, for a model that creates its variables when it is first called.
 
     Raises:
-        FitError: it is no compiled model.
+        FitError: the function does not return a compiled model.
     """
+    # Keras numbers layers by what the process has made before, and checkpoints know variables by these names.
     with fresh_names():
         model = function()
         if not isinstance(model, keras.Model):
-            raise FitError(f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model")
+            raise FitError(f"model ({name}): its function returns {kind_of(model)}, but must return a keras.Model")
         if not model.compiled:
             raise FitError(
                 f"model ({name}): is not compiled; call model.compile(optimizer, loss, metrics=...) before it is "
@@ -240,8 +253,9 @@ def check_private(folder: Path) -> None:
     """Refuses a job that another user could have written.
 
     Raises:
-        TrainingError: it belongs to another user, or others can write into it.
+        TrainingError: it belongs to another user, or others can write in it.
     """
+    # `lstat`, since a link could be pointed at another folder after this check.
     status = folder.lstat()
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others:

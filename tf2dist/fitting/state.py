@@ -1,7 +1,8 @@
-"""The state of callbacks as arrays of numbers, which a checkpoint keeps: plain values alone, nothing pickled.
+"""The state of callbacks as arrays of numbers, for checkpoints: plain values only, so that nothing is unpickled.
 
-Kept is what has changed since `on_train_begin` among a callback's attributes: numbers, texts, None, numpy arrays, and
-lists, tuples and dicts of these. What else a callback holds, such as a file or a function, it has to make again itself.
+A callback's state is every attribute that has changed since `on_train_begin` and is a number, a string, None, a numpy
+array, or a list, tuple or dict of these. Anything else, such as a file or a function, is not saved: the callback has to
+create it again.
 """
 
 import inspect
@@ -18,13 +19,13 @@ import numpy as np
 from tf2dist.errors import CheckpointError, first_line
 from tf2dist.training.hooks import NamedArrays
 
-TEXT = "callbacks"
+TEXT = "callbacks"  # the name of the array that holds everything but the arrays, as JSON in UTF-8
 NUMBERS = "biufc"
 Text = dict[str, dict[str, Any]]  # attributes by callback
 
 
 class NotPlain(Exception):
-    """A value that is not kept."""
+    """A value that cannot be saved."""
 
 
 def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> NamedArrays:
@@ -34,6 +35,7 @@ def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> NamedArrays:
     for name, callback in _by_name(callbacks).items():
         text[name] = {}
         for attribute in sorted(vars(callback).keys() - _given(callback)):
+            # Filled on the way: if a later item of a list is not plain, the arrays of earlier ones must not stay.
             found: NamedArrays = {}
             try:
                 text[name][attribute] = _encoded(vars(callback)[attribute], f"{TEXT}/{name}/{attribute}", found)
@@ -44,7 +46,8 @@ def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> NamedArrays:
 
 
 def changes_since(before: NamedArrays, now: NamedArrays) -> NamedArrays:
-    """Of the state `now` only those attributes that were not the same `before`."""
+    """The part of the state `now` whose attributes are new or differ from those in `before`."""
+    # What has not changed comes from the call of `fit`, which may give another patience when a run is resumed.
     texts = [_text(state) for state in (before, now)]
     changed = {
         name: {
@@ -54,12 +57,14 @@ def changes_since(before: NamedArrays, now: NamedArrays) -> NamedArrays:
         }
         for name, attributes in texts[1].items()
     }
+    # With a slash at the end, so that an attribute "best" does not take along the arrays of "best_weights".
     prefixes = tuple(f"{TEXT}/{name}/{attribute}/" for name, each in changed.items() for attribute in each)
     kept = {name: array for name, array in now.items() if f"{name}/".startswith(prefixes or ("\0",))}
     return {TEXT: _bytes(json.dumps(changed).encode()), **kept}
 
 
 def _equal(before: dict[str, Any], now: dict[str, Any], attribute: str, prefix: str, *states: NamedArrays) -> bool:
+    # As text, in which NaN equals NaN, and 1, 1.0 and True differ.
     if attribute not in before or json.dumps(before[attribute]) != json.dumps(now[attribute]):
         return False
     one, other = (
@@ -68,11 +73,11 @@ def _equal(before: dict[str, Any], now: dict[str, Any], attribute: str, prefix: 
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def give_back(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -> None:
-    """Gives each callback the attributes that are in the state of a checkpoint; others keep theirs.
+def restore(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -> None:
+    """Sets the attributes of the callbacks that the state of a checkpoint contains; all others stay as they are.
 
     Raises:
-        CheckpointError: it is no such state.
+        CheckpointError: the state is damaged.
     """
     if TEXT not in state:
         return
@@ -80,6 +85,7 @@ def give_back(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays)
     try:
         for name, attributes in _text(state).items():
             for attribute, value in attributes.items():
+                # A run may be resumed without a callback that it had.
                 if name in named:
                     setattr(named[name], attribute, _decoded(value, state))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,10 +96,11 @@ def give_back(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays)
 
 
 def _by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
-    """Callbacks by class, and number among those of their class: so their order may change between two runs."""
+    """Callbacks by class and number within the class, so that the order of classes may change between two runs."""
     count: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
+        # The name of a class in a function has "<locals>" in it, and arrays are stored as files of these names.
         kind = re.sub(r"[^\w.]", ".", type(callback).__qualname__)
         named[f"{kind}-{count[kind]}"] = callback
         count[kind] += 1
@@ -101,7 +108,8 @@ def _by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.c
 
 
 def _given(callback: keras.callbacks.Callback) -> set[str]:
-    """Attributes that are no state: the model, and what the user has given to a callback of Keras."""
+    """Attributes that are not state: the model, and the arguments with which the user has made a callback of Keras."""
+    # A user's own class may count in an attribute that is named like an argument; none of Keras's does.
     given = {"model", "_model", "params"}
     for kind in type(callback).__mro__:
         if kind.__module__.partition(".")[0] == "keras" and "__init__" in vars(kind):
@@ -119,11 +127,12 @@ def _bytes(data: bytes) -> np.ndarray:
 
 
 def _encoded(value: Any, place: str, arrays: NamedArrays) -> Any:
-    """The value as JSON holds it; arrays go into `arrays`, under the names of their places.
+    """The value in a form for JSON; numpy arrays go into `arrays`, under the names of their places.
 
     Raises:
-        NotPlain: it is or holds something else.
+        NotPlain: the value, or something in it, is of another type.
     """
+    # A subclass such as an enum could not be read back as what it was; its number can.
     if value is None or isinstance(value, bool | int | float | str):
         return value if type(value) in (type(None), bool, int, float, str) else _number(value)
     if isinstance(value, np.generic):
@@ -131,12 +140,13 @@ def _encoded(value: Any, place: str, arrays: NamedArrays) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in NUMBERS and value.dtype.name != "bfloat16":
             raise NotPlain
-        # As bytes: a checkpoint whose arrays are not finite is refused, and here infinity is a value as others.
+        # As bytes: a checkpoint refuses arrays that are not finite, but here infinity is a value like any other.
         arrays[place] = _bytes(np.ascontiguousarray(value).tobytes())
         return {"array": [place, value.dtype.name, list(value.shape)]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encoded(each, f"{place}/{n}", arrays) for n, each in enumerate(value)]}
+    # No subclass: a defaultdict would come back without its default. Pairs, since keys in JSON are strings only.
     if type(value) is dict:
         pairs = [
             [_encoded(key, f"{place}/{n}-key", arrays), _encoded(value[key], f"{place}/{n}", arrays)]
@@ -147,7 +157,7 @@ def _encoded(value: Any, place: str, arrays: NamedArrays) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number or text of numpy, or of a subclass, as Python's own."""
+    """A number or string of numpy, or of a subclass, as Python's own type."""
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):
@@ -163,6 +173,7 @@ def _decoded(value: Any, arrays: NamedArrays) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
+    # The copy is the callback's own, and can be written to; what `frombuffer` gives cannot.
     if kind == "array":
         place, dtype, shape = content
         return np.frombuffer(arrays[place].tobytes(), np.dtype(dtype)).reshape(shape).copy()
