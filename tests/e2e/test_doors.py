@@ -214,9 +214,9 @@ def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, t
     ("content", "words"),
     [
         (None, "cannot be read (No such file or directory)"),
-        (b"no image", "is no image that can be read"),
-        (np.zeros((3, 5)), "is float64 [3, 5], and the model takes numbers [n, 28, 28, 1]"),
-        (np.array([{}]), "is no array of numpy"),
+        (b"no image", "is no image that can be decoded"),
+        (np.zeros((3, 5)), "is float64 [3, 5], but the model takes numbers [n, 28, 28, 1]"),
+        (np.array([{}]), "is no numpy array"),
     ],
 )
 def test_files_that_are_none(digits: Path, tmp_path: Path, content: Any, words: str) -> None:

@@ -16,7 +16,7 @@ from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
-from tf2dist.finished.names import counted
+from tf2dist.finished.names import saved_variables
 from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
 
 EXAMPLES = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
@@ -52,7 +52,7 @@ def trained(build: Callable[[], keras.Model]) -> keras.Model:
 
 
 def snapshot_of(model: keras.Model, step: int) -> Snapshot:
-    variables = [both[0] for both in counted(model).values()]
+    variables = [both[0] for both in saved_variables(model).values()]
     return Snapshot(step, values(named_variables(model, variables, [model.optimizer])), facts(step))
 
 
@@ -122,7 +122,7 @@ def test_a_learning_rate_that_a_callback_has_changed(tmp_path: Path) -> None:
 def test_classes_of_the_users_own_come_from_the_caller(tmp_path: Path, step: int | None) -> None:
     model = trained(with_own_layer)
     assert leave(tmp_path, model, with_own_layer) == []
-    with pytest.raises(ConfigError, match=r"has the class Twice, which is code of yours; give custom_objects"):
+    with pytest.raises(ConfigError, match=r"needs the class Twice, which is your own code; give custom_objects"):
         tf2dist.load_model(tmp_path, step)
     for loaded in (tf2dist.load_model(tmp_path, step, {"Twice": Twice}), registered(tmp_path, step)):
         np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)

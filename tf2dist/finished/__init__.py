@@ -1,1 +1,1 @@
-"""What a run leaves for others: a compiled Keras model, and what is made of it."""
+"""The finished model of a run: a compiled Keras model, and what the commands make of it."""

@@ -1,4 +1,4 @@
-"""A process that draws what a run has learned of a function of one number: the points, and the model's curve."""
+"""A process that draws the data of a regression with one input as points, and the run's model as a curve."""
 
 import os
 import sys
@@ -17,15 +17,16 @@ NUM_POINTS = 200  # of the curve
 
 
 def main() -> None:
-    """Draws regression.png in the run directory ``sys.argv[1]``, for the process ``sys.argv[2]``.
+    """Draws regression.png in the run directory ``sys.argv[1]``, for the parent process ``sys.argv[2]``.
 
-    Prints why it cannot.
+    If that fails, it prints the reason and exits with code 1.
     """
     die_with_parent(int(sys.argv[2]))
     try:
         draw(Path(sys.argv[1]))
-    except Exception as error:  # the process that waits tells it in a line
+    except Exception as error:  # the parent makes one warning of this line
         print(first_line(str(error)) or type(error).__name__, flush=True)
+        # Not `sys.exit`, which waits for TensorFlow's threads.
         os._exit(1)
 
 
@@ -33,7 +34,7 @@ def draw(run_dir: Path) -> None:
     """Draws regression.png.
 
     Raises:
-        RequestError: the model or the data cannot be had.
+        RequestError: the model or the data cannot be loaded.
     """
     model = load_model(run_dir)
     points = data.load(schema.from_yaml((run_dir / "config.yaml").read_text()).data).train

@@ -1,4 +1,4 @@
-"""The loss and the metrics of a run's model on a data set."""
+"""Evaluates the model of a run on a data set."""
 
 import math
 import sys
@@ -16,13 +16,14 @@ BATCH_SIZE = 256
 
 
 def evaluate(request: Request) -> None:
-    """Prints the loss and the metrics, one a line, and then the number of examples.
+    """Prints the loss and each metric in a line of its own, and then the number of examples.
 
     Raises:
-        RequestError: the model or the data cannot be had, or do not fit.
+        RequestError: the model or the data cannot be loaded, or the data does not fit the model.
         NotFiniteError: the loss is not finite.
     """
     split = request.options.get("split", "test")
+    # The model first: that runs the plugins, which may register the data.
     model = model_of(request)
     name, splits = data_of(request)
     arrays = split_of(name, splits, split)
@@ -31,17 +32,22 @@ def evaluate(request: Request) -> None:
     for key, value in results.items():
         say(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
     say(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
+    # After the figures are printed: which metric is not finite may tell the reason.
     if not math.isfinite(results["loss"]):
-        raise NotFiniteError(f"the loss is {results['loss']}; the weights or the data are not as they should be")
+        raise NotFiniteError(f"the loss is {results['loss']}; look for NaN in the weights and in the data")
 
 
 def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
-    """The loss first."""
+    """The loss and the metrics by name, the loss first.
+
+    Raises:
+        DataError: the data does not fit the model.
+    """
     try:
         found: dict[str, float] = model.evaluate(
             arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
         what = first_line(str(error))
         raise DataError(f"data ({name}): does not fit the model ({what}); choose another one with data=NAME") from None
     return {"loss": found.pop("loss"), **found}

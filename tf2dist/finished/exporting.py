@@ -1,4 +1,4 @@
-"""A run's model in the formats of other programs; Keras itself does the work."""
+"""Exports the model of a run to the formats of other programs, with Keras's own `Model.export`."""
 
 import contextlib
 import importlib.util
@@ -14,12 +14,12 @@ from tf2dist.finished.shell import Request, one_of
 
 @dataclass(frozen=True)
 class Format:
-    """One that can be asked for.
+    """A format of exported models.
 
     Attributes:
         in_keras: its name for `keras.Model.export`.
-        file: what it is called in the run directory.
-        needs: the module that must be there beside TensorFlow, from the extra of the format's own name.
+        file: the default name of the file or folder in the run directory.
+        needs: a module that must be installed in addition; the extra with the name of the format has it.
     """
 
     in_keras: str
@@ -35,14 +35,15 @@ FORMATS = {
 
 
 def export(request: Request) -> Path:
-    """Makes the file or folder asked for, whole or not at all; returns where it is.
+    """Writes the exported file or folder, whole or not at all; returns its path.
 
     Raises:
-        RequestError: it cannot be made so.
-        TrainingError: Keras could not make it, or it could not be written.
+        RequestError: the request is wrong, or OUT cannot be written.
+        TrainingError: Keras or a converter has failed.
     """
     name = one_of("format", request.options.get("format", "saved_model"), list(FORMATS))
     made = FORMATS[name]
+    # All that can be refused without the model comes before TensorFlow, whose import takes seconds.
     if made.needs and importlib.util.find_spec(made.needs) is None:
         raise InstallationError(
             f"format ({name}): needs {made.needs}, which is not installed; pip install 'tf2dist[{name}]'"
@@ -54,34 +55,42 @@ def export(request: Request) -> Path:
 
     model = model_of(request)
     try:
-        if inputs := getattr(model, "inputs", None):  # Keras makes ONNX only of models that have been called
+        # Keras exports only models to ONNX that have been called.
+        if inputs := getattr(model, "inputs", None):
             model(inputs if len(inputs) > 1 else inputs[0])
+        # In a folder beside OUT, so on the same file system, where moving is one atomic step.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".part-export-") as folder:
             part = Path(folder, made.file)
             model.export(part, format=made.in_keras, verbose=False)
-            put(part, out)
+            move_into_place(part, out)
     except OSError as error:
         raise ConfigError(f"OUT ({out}): cannot be written ({error.strerror or error}); name another place") from None
-    except Exception as error:  # the converters raise errors of many kinds
+    except Exception as error:  # the converters raise errors of many types
         what = f"{type(error).__name__}: {first_line(str(error))}"
         raise TrainingError(f"format ({name}): the model cannot be exported ({what}); try another format") from error
     return out
 
 
 def check_free(out: Path) -> None:
-    """Raises ConfigError unless `out` does not exist or is empty, in a folder that does exist."""
+    """Makes sure that `out` is in an existing folder, and is missing or empty.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not out.parent.is_dir():
         raise ConfigError(f"OUT ({out}): there is no folder {out.parent}; make it first")
     if out.is_symlink() or (out.is_file() and out.stat().st_size) or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"OUT ({out}): exists; remove it, or name another one")
+        raise ConfigError(f"OUT ({out}): exists and is not empty; remove it, or name another one")
 
 
-def put(part: Path, out: Path) -> None:
-    """Moves what has been made to its place, with the rights that a new file or folder has.
+def move_into_place(part: Path, out: Path) -> None:
+    """Moves the exported file or folder to `out`, without overwriting anything.
 
     Raises:
-        OSError: it cannot be moved, for example because something came there meanwhile.
+        OSError: it cannot be moved, for example because `out` has been created in the meantime.
     """
+    # The kernel replaces a folder by a folder only if it is empty. A file it would replace in any case, so a file
+    # gets its name by a link, which fails if the name is taken.
     if part.is_dir():
         part.replace(out)
         return

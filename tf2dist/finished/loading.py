@@ -1,4 +1,4 @@
-"""A run's model again, later and elsewhere: an ordinary compiled Keras model in the calling process."""
+"""Loads the model of a run, as an ordinary compiled Keras model, in any process."""
 
 import json
 import os
@@ -16,22 +16,22 @@ from tf2dist.files import open_to_read
 from tf2dist.finished.names import fill
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
 
-MISSING = re.compile(r"Could not locate (\w+) '([^']+)'")
+MISSING = re.compile(r"Could not locate (\w+) '([^']+)'")  # in Keras's error for an unknown class or function
 MAX_STEPS = 10  # in a message
 
 
 class UnknownCode(ConfigError):
-    """A model needs a class or function that is not known in this process.
+    """The model needs a class or function of the user's that is not known in this process.
 
     Attributes:
-        what: it is, such as "the class Mine".
+        what: the class or function, such as "the class Mine".
     """
 
     def __init__(self, folder: Path, kind: str, name: str) -> None:
         self.what = f"the {kind} {name}"
         super().__init__(
-            f"custom_objects: {folder} has {self.what}, which is code of yours; give custom_objects="
-            f"{{{name.rpartition('>')[2]!r}: ...}}, or import first what registers it with "
+            f"custom_objects: {folder} needs {self.what}, which is your own code; give custom_objects="
+            f"{{{name.rpartition('>')[2]!r}: ...}}, or first import the module that registers it with "
             "keras.saving.register_keras_serializable"
         )
 
@@ -41,23 +41,25 @@ def load_model(
 ) -> keras.Model:
     """The model of a run, compiled with its loss, metrics and optimizer, ready for predict, evaluate and fit.
 
-    It takes what the run's data gave, images as raw pixels from 0 to 255. No file of the run is executed: classes and
-    functions of your own come from you.
+    It takes inputs as the run's data has them; images as raw pixels from 0 to 255. No code in the run's files is
+    executed, so you give your own classes and functions.
 
     Args:
         run_dir: the directory of a run that has ended, or has saved a checkpoint.
-        step: that of a checkpoint, with the weights from which a training would go on; None: the final weights, as
-            they were evaluated, or those of the newest checkpoint if the run has not ended.
+        step: the step of a checkpoint, for the weights from which the training would be resumed. None: the final
+            weights, which the run has evaluated, or those of the newest checkpoint if the run has not ended.
         custom_objects: your layers, losses, metrics and functions by name; those that are registered with
-            `keras.saving.register_keras_serializable` need not be named.
+            `keras.saving.register_keras_serializable` need not be given.
 
     Raises:
         ConfigError: there is no such folder, or the model needs a class that is not known here.
-        CheckpointError: there is no such step, or what is there is damaged or not of this model.
+        CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
     """
     folder, known = Path(run_dir).expanduser(), dict(custom_objects or {})
     if not folder.is_dir():
         raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
+    # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is
+    # resumed from the weights before averaging.
     if step is None and (folder / MODEL_FILE).exists():
         path = folder / MODEL_FILE
         model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=known))
@@ -72,7 +74,11 @@ def load_model(
 
 
 def _snapshot(folder: Path, step: int | None) -> Snapshot:
-    """The checkpoint of a step; the newest whole one for None."""
+    """The checkpoint of a step; for None the newest one that is not damaged.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     checkpoints = Checkpoints(folder / "checkpoints")
     steps = [int(path.name.removeprefix("step-")) for path in checkpoints.paths()]
     if not steps:
@@ -95,11 +101,11 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
 
 
 def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str]]:
-    """The model of model.json, with weights that mean nothing, its optimizer built, and its variables' names.
+    """The model that model.json describes, with initial weights and a built optimizer, and its variables' names.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: it needs a class that is not known here.
+        CheckpointError: the file is missing or damaged.
+        ConfigError: the model needs a class that is not known here.
     """
     try:
         with open_to_read(path) as file:
@@ -107,10 +113,10 @@ def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str
         names, described = list(map(str, content["variables"])), content["model"]
     except FileNotFoundError:
         raise CheckpointError(
-            f"run_dir ({path.parent}): has no {path.name}, which a run writes at its beginning; the same command with "
-            "run_dir goes on from its checkpoint, and writes it"
+            f"run_dir ({path.parent}): has no {path.name}, which a run writes when it starts; the same command with "
+            "run_dir resumes the run from its checkpoint and writes it"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:  # of JSON of any content
         raise _damaged(path, error) from None
     model = _loaded(path, lambda: keras.saving.deserialize_keras_object(described, custom_objects=known))
     if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
@@ -121,23 +127,30 @@ def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str
 
 
 def _loaded(path: Path, load: Callable[[], Any]) -> Any:
-    """What Keras reads from a file, and its errors as ours."""
+    """What Keras loads from a file.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        ConfigError: the model needs code of the user's.
+    """
     try:
         return load()
-    except Exception as error:  # damaged files and classes of the user raise errors of many kinds
+    except Exception as error:  # damaged files and classes of the user raise errors of many types
+        # Keras tells what is missing in the innermost of several errors.
         text = _whole_text(error)
         if found := MISSING.search(text):
             raise UnknownCode(path.parent, *found.groups()) from None
+        # Never loaded without safe mode: a model file may come from somebody else, and a Lambda layer in it is code.
         if "safe_mode" in text or "unsafe_deserialization" in text:
             raise ConfigError(
-                f"run_dir ({path.parent}): its model has a Lambda layer, which is code in the file; if you trust it, "
-                "call keras.config.enable_unsafe_deserialization() first"
+                f"run_dir ({path.parent}): its model has a Lambda layer, which is code in the file; if you trust the "
+                "file, call keras.config.enable_unsafe_deserialization() first"
             ) from None
         raise _damaged(path, error) from error
 
 
 def _whole_text(error: BaseException | None) -> str:
-    """The messages of an error and of those that led to it."""
+    """The messages of an error and of all that caused it."""
     return f"{error}\n{_whole_text(error.__cause__ or error.__context__)}" if error else ""
 
 

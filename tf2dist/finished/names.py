@@ -10,7 +10,7 @@ from tf2dist.process.tf_internals import layers_of, seeds_of
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
-def counted(model: keras.Model) -> Named:
+def saved_variables(model: keras.Model) -> Named:
     """The variables of a model that a checkpoint holds: without the seeds of random layers."""
     seeds = set(map(id, seeds_of(model)))
     others = [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
@@ -25,13 +25,13 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     which.
 
     Args:
-        names: of the model's variables in the run, in the order of `counted`.
+        names: of the model's variables in the run, in the order of `saved_variables`.
         arrays: by their names in the run. What belongs to the optimizer is left out if this one has no such variable.
 
     Raises:
         CheckpointError: they are of another model.
     """
-    here = counted(model)
+    here = saved_variables(model)
     found = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
     if len(here) != len(names):
         raise CheckpointError(f"the model is another one: it has {len(names)} variables there and {len(here)} here")
@@ -55,7 +55,7 @@ def _renamed(name: str, renamed: dict[str, str]) -> str:
     return f"{OPTIMIZER}{its.removeprefix(MODEL)}/{attribute}" if its else name
 
 
-def name_alike(model: keras.Model, named: keras.Model) -> None:
+def copy_names(model: keras.Model, named: keras.Model) -> None:
     """Gives a model and its layers the names of another one, which was built in the same way.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, first_line
 from tf2dist.finished import pictures
-from tf2dist.finished.classes import Classifier, as_text, confusion, numbers_of
+from tf2dist.finished.classes import Classifier, class_numbers, confusion, confusion_text
 from tf2dist.finished.inputs import read
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
@@ -75,7 +75,7 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     Raises:
         DataError: the labels are no classes of the model.
     """
-    true, predicted = numbers_of(test.y), probabilities.argmax(axis=1)
+    true, predicted = class_numbers(test.y), probabilities.argmax(axis=1)
     num_classes = probabilities.shape[1]
     if true.min() < 0 or true.max() >= num_classes:
         raise DataError(
@@ -84,7 +84,7 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     counts = confusion(true, predicted, num_classes)
     say(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
     if num_classes <= MOST_CLASSES:
-        say(as_text(counts), sys.stdout)
+        say(confusion_text(counts), sys.stdout)
     say(str(pictures.draw_confusion(run_dir, counts)), sys.stdout)
     if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
         drawn = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))

@@ -17,7 +17,7 @@ from tf2dist.checkpoint.snapshot import Snapshot, flush
 from tf2dist.checkpoint.state import values
 from tf2dist.errors import first_line
 from tf2dist.files import write_whole
-from tf2dist.finished.names import OPTIMIZER, counted, fill, name_alike
+from tf2dist.finished.names import OPTIMIZER, copy_names, fill, saved_variables
 from tf2dist.process.tf_internals import learning_rate_of
 
 MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
@@ -37,7 +37,7 @@ def describe(run_dir: Path, model: keras.Model, new_optimizer: Callable[[], kera
         (run_dir / MODEL_FILE).unlink(missing_ok=True)
         described = keras.saving.serialize_keras_object(model)
         described["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
-        text = json.dumps({"variables": list(counted(model)), "model": described}, indent=1)
+        text = json.dumps({"variables": list(saved_variables(model)), "model": described}, indent=1)
         write_whole(run_dir / DESCRIPTION, text + "\n")
     except Exception as error:  # get_config of the user's layers may raise anything
         warn(f"{DESCRIPTION} could not be written ({_reason(error)}); load_model will need the end of the run")
@@ -65,11 +65,11 @@ def write_model(
             model = build()
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            final = values(counted(trained))
+            final = values(saved_variables(trained))
             state = {name: array for name, array in snapshot.arrays.items() if name.startswith(OPTIMIZER)}
             fill(model, list(final), final | state, snapshot.num_updates)
             _set_rate(model.optimizer, optimizer)
-            name_alike(model, trained)
+            copy_names(model, trained)
             _save(run_dir, model)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
