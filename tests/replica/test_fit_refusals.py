@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a function of nothing": ({"model": lambda: None}, "its function returns None, but must return a keras.Model"),
     "not compiled": ({"model": uncompiled}, "is not compiled; call model.compile"),
     "not compiled itself": ({"model": Now(uncompiled)}, "is not compiled; call model.compile"),
-    "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, and the tasks compile"),
+    "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, but the tasks compile"),
     "own steps": ({"model": own_step}, "has its own train_step, which would not be used; add losses"),
     "constraints": (
         {"model": constrained},
