@@ -61,7 +61,7 @@ def unpack(data: bytes, among: Any) -> Any:
     try:
         return made(known[kind], whole, kind)
     except UndeclaredError as error:
-        raise MessageError(f"a message that makes no sense ({error})") from None
+        raise MessageError(f"a malformed message ({error})") from None
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Takes part in a meeting as a process of its own: `python -m tests.process.meet JSON`, a `Said` on each line.
+"""Takes part in a meeting as a process of its own: `python -m tests.process.meet JSON`; prints a `Said` on each line.
 
-Reads lines from stdin: `stop SIGNUM`, `ended CODE MESSAGE`; the end of the input ends it without a word.
+Reads lines from stdin: `stop SIGNUM`, `ended CODE MESSAGE`. Any other line, or the end of the input, ends it.
 """
 
 import json
@@ -26,12 +26,12 @@ class Listening:
 
 @dataclass(frozen=True)
 class Agreed:
-    """All are there."""
+    """All tasks have joined."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A line for people."""
+    """A line for the user."""
 
     text: str
 

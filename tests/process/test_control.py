@@ -1,4 +1,4 @@
-"""Who meets, who is missing, and who is refused, at the meeting of several processes' control planes."""
+"""Which tasks meet, which are missing, and which are refused."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.process.parties import ASYNC, WAIT_SECS, Party, Table, all_of, claimant, cluster_of, wait_for
+from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Cluster
 from tf2dist.control.messages import Ended
 from tf2dist.control.port import control_address
@@ -21,101 +21,101 @@ from tf2dist.packing import VERSION
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(("mode", "counts"), [("sync", {"worker": 3}), ("async", ASYNC)], ids=["sync", "async"])
-def test_all_meet_in_any_order(table: Table, mode: str, counts: dict[str, int], order: int) -> None:
+def test_all_meet_in_any_order(enter: Meetings, mode: str, counts: dict[str, int], order: int) -> None:
     cluster = cluster_of(mode, **counts)
-    parties: list[Party] = []
+    participants: list[Participant] = []
     for task in cluster.tasks[::order]:
-        assert not any(party.joined.done() for party in parties)
-        parties.append(table(cluster, str(task)))
-    for party in parties:
-        party.go()
-    assert not any(party.events() for party in parties)
+        assert not any(participant.joined.done() for participant in participants)
+        participants.append(enter(cluster, str(task)))
+    for participant in participants:
+        participant.go()
+    assert not any(participant.events() for participant in participants)
 
 
-def test_one_alone(table: Table) -> None:
-    table(cluster_of(worker=1), "worker-0").go()
+def test_a_cluster_of_one_task(enter: Meetings) -> None:
+    enter(cluster_of(worker=1), "worker-0").go()
 
 
-def test_nobody_waits_for_an_evaluator_and_it_may_come_late(table: Table) -> None:
+def test_an_evaluator_may_join_late(enter: Meetings) -> None:
     cluster = cluster_of(worker=1, evaluator=1)
-    leader = table(cluster, "worker-0").go()
-    table(cluster, "evaluator-0").go().leave()
+    leader = enter(cluster, "worker-0").go()
+    enter(cluster, "evaluator-0").go().leave()
     assert leader.event(Ended, "evaluator-0").code == 0
 
 
-def test_a_missing_follower_is_named_to_all(table: Table) -> None:
+def test_a_missing_follower_is_named_to_all(enter: Meetings) -> None:
     cluster = cluster_of(worker=3)
-    leader, other = table(cluster, "worker-0", timeout_secs=3), table(cluster, "worker-1")
-    for party in (leader, other):
-        assert isinstance(party.error(), TaskLostError)
-        text = str(party.error())
+    leader, other = enter(cluster, "worker-0", timeout_secs=3), enter(cluster, "worker-1")
+    for participant in (leader, other):
+        assert isinstance(participant.error(), TaskLostError)
+        text = str(participant.error())
         assert f"worker-2 at {cluster.jobs['worker'][2]} (connection refused, control port " in text
         assert "worker-1 at" not in text
 
 
-def test_a_missing_leader_is_named_and_told(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_leader_is_named_while_waiting(enter: Meetings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf2dist.cluster.waiting.LINE_EVERY_SECS", 0.3)
-    party = table(cluster_of(worker=2), "worker-1", timeout_secs=1)
-    assert isinstance(party.error(), TaskLostError)
-    assert "still waiting for worker-0 at localhost:" in str(party.error())
-    assert party.told[-1].startswith("waiting for worker-0 at localhost:")
-    assert "connection refused" in party.told[-1]
+    participant = enter(cluster_of(worker=2), "worker-1", timeout_secs=1)
+    assert isinstance(participant.error(), TaskLostError)
+    assert "still waiting for worker-0 at localhost:" in str(participant.error())
+    assert participant.printed[-1].startswith("waiting for worker-0 at localhost:")
+    assert "connection refused" in participant.printed[-1]
 
 
-def test_a_name_that_nobody_knows(table: Table) -> None:
+def test_a_name_that_nobody_knows(enter: Meetings) -> None:
     (port,) = unused_ports(1)
     cluster = Cluster("sync", {"worker": ("no-such-host.invalid:2222", f"localhost:{port}")})
-    assert "name unknown" in str(table(cluster, "worker-1", timeout_secs=3).error())
+    assert "name unknown" in str(enter(cluster, "worker-1", timeout_secs=3).error())
 
 
-def test_a_leader_that_accepts_and_says_nothing(table: Table) -> None:
+def test_a_leader_that_accepts_and_sends_nothing(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
     with socket.create_server(control_address(cluster.jobs["worker"][0])):
-        party = table(cluster, "worker-1", timeout_secs=6)
-        assert "(no answer" in str(party.error())
+        participant = enter(cluster, "worker-1", timeout_secs=6)
+        assert "(no answer" in str(participant.error())
 
 
-def test_another_program_at_the_port(table: Table) -> None:
+def test_another_program_at_the_port(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
     with socket.create_server(control_address(cluster.jobs["worker"][0])) as server:
-        party = table(cluster, "worker-1", timeout_secs=1.5)
+        participant = enter(cluster, "worker-1", timeout_secs=1.5)
         with server.accept()[0] as line:
             line.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something else\r\n\r\n")
-            wait_for(lambda: "another program answers" in party.meeting._role.waiting_for)
-    assert isinstance(party.error(), TaskLostError)
+            wait_for(lambda: "another program answers" in participant.meeting._role.waiting_for)
+    assert isinstance(participant.error(), TaskLostError)
 
 
-def test_check_ends_the_waiting_and_one_signal_ends_all(table: Table) -> None:
+def test_a_signal_to_one_process_ends_the_wait_of_all(enter: Meetings) -> None:
     cluster = cluster_of(worker=4)
-    parties = [table(cluster, f"worker-{index}") for index in range(3)]
-    wait_for(lambda: "worker-1" not in parties[0].meeting._role.waiting_for)
-    wait_for(lambda: "worker-2" not in parties[0].meeting._role.waiting_for)
-    parties[2].signum = 15
-    assert [party.error().exit_code for party in parties] == [143, 143, 143]
+    participants = [enter(cluster, f"worker-{index}") for index in range(3)]
+    wait_for(lambda: "worker-1" not in participants[0].meeting._role.waiting_for)
+    wait_for(lambda: "worker-2" not in participants[0].meeting._role.waiting_for)
+    participants[2].signum = 15
+    assert [participant.error().exit_code for participant in participants] == [143, 143, 143]
 
 
 VERSIONS: dict[str, Any] = {"versions": {"keras": "3.15.1"}, "config": {"seed": 0, "train": {"steps": 5}}}
 OTHER: dict[str, Any] = {"versions": {"keras": "3.14.0"}, "config": {"seed": 0, "train": {"steps": 6}}}
 
 
-def test_a_difference_is_shown_and_may_be_mended(table: Table) -> None:
+def test_a_difference_is_shown_and_can_be_corrected(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
-    leader = table(cluster, "worker-0", **VERSIONS)
-    wrong = table(cluster, "worker-1", **OTHER)
+    leader = enter(cluster, "worker-0", **VERSIONS)
+    wrong = enter(cluster, "worker-1", **OTHER)
     assert isinstance(wrong.error(), ClusterError)
     assert "train.steps: 5 at worker-0, 6 here; versions.keras: 3.15.1 at worker-0, 3.14.0 here" in str(wrong.error())
-    wait_for(lambda: any("versions.keras: 3.15.1 here, 3.14.0 there" in line for line in leader.told))
+    wait_for(lambda: any("versions.keras: 3.15.1 here, 3.14.0 there" in line for line in leader.printed))
     assert "was refused before: train.steps" in wait_for(
         lambda: "refused before" in leader.meeting._role.waiting_for and leader.meeting._role.waiting_for
     )
-    table(cluster, "worker-1", **VERSIONS).go()
+    enter(cluster, "worker-1", **VERSIONS).go()
     leader.go()
 
 
-def test_a_refused_task_is_named_at_the_timeout(table: Table) -> None:
+def test_a_refused_task_is_named_at_the_timeout(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
-    leader = table(cluster, "worker-0", **VERSIONS, timeout_secs=3)
-    table(cluster, "worker-1", **OTHER).error()
+    leader = enter(cluster, "worker-0", **VERSIONS, timeout_secs=3)
+    enter(cluster, "worker-1", **OTHER).error()
     assert isinstance(leader.error(), TaskLostError)
     assert "versions.keras: 3.15.1 here, 3.14.0 there" in str(leader.error())
 
@@ -142,114 +142,114 @@ def newer(cluster: Cluster, task: str) -> subprocess.Popen[str]:
     )
 
 
-def test_another_version_is_told_on_both_sides(table: Table) -> None:
+def test_another_version_is_reported_on_both_sides(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
-    leader = table(cluster, "worker-0")
+    leader = enter(cluster, "worker-0")
     with newer(cluster, "worker-1") as process:
         said = process.communicate(timeout=WAIT_SECS)[0]
     assert process.returncode == 2
     text = f"worker-0 at {cluster.jobs['worker'][0]} refuses worker-1: another version of tf2dist: protocol"
     assert f'"type":"Failed","version":99,"code":2,"text":"{text} {VERSION}, here 99"' in said
     there = f"another version of tf2dist: protocol 99, here {VERSION}"
-    wait_for(lambda: f"refused a call from 127.0.0.1: {there}" in leader.told)
-    table(cluster, "worker-1").go()
+    wait_for(lambda: f"refused a connection from 127.0.0.1: {there}" in leader.printed)
+    enter(cluster, "worker-1").go()
     leader.go()
 
 
-def test_a_leader_of_another_version(table: Table) -> None:
+def test_a_leader_of_another_version(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
-    party = table(cluster, "worker-1")
+    participant = enter(cluster, "worker-1")
     with newer(cluster, "worker-0") as process:
         there = f"another version of tf2dist: protocol 99, here {VERSION}"
-        assert isinstance(party.error(), ClusterError)
-        assert str(party.error()).endswith(f"refuses worker-1: {there}")
-        line = f"refused a call from 127.0.0.1: another version of tf2dist: protocol {VERSION}, here 99"
+        assert isinstance(participant.error(), ClusterError)
+        assert str(participant.error()).endswith(f"refuses worker-1: {there}")
+        line = f"refused a connection from 127.0.0.1: another version of tf2dist: protocol {VERSION}, here 99"
         assert any(line in said for said in process.stdout or ())
         process.kill()
 
 
-def test_a_leader_learns_that_who_is_missing_is_of_another_version(table: Table) -> None:
+def test_a_leader_learns_that_a_missing_task_has_another_version(enter: Meetings) -> None:
     cluster = cluster_of(worker=3)
     with newer(Cluster("sync", {"worker": cluster.jobs["worker"][::-1]}), "worker-1") as process:
-        leader = table(cluster, "worker-0")
+        leader = enter(cluster, "worker-0")
         wait_for(lambda: f"(another version of tf2dist: protocol 99, here {VERSION}" in leader.waiting_for)
         process.kill()
 
 
-def test_both_believe_to_lead(table: Table) -> None:
+def test_two_processes_that_both_claim_to_lead(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
     turned = Cluster("sync", {"worker": cluster.jobs["worker"][::-1]})
-    for error in [party.error() for party in (table(cluster, "worker-0"), table(turned, "worker-0"))]:
+    for error in [participant.error() for participant in (enter(cluster, "worker-0"), enter(turned, "worker-0"))]:
         assert isinstance(error, ClusterError)
         assert "cluster.worker: [localhost:" in str(error)
 
 
-def test_a_list_with_another_leader(table: Table) -> None:
-    """Host 2 believes that host 1 leads; host 1 knows better and goes on."""
+def test_a_list_with_another_leader(enter: Meetings) -> None:
+    """Host 2 takes host 1 for the leader; host 1 refuses it and goes on."""
     cluster = cluster_of(worker=3)
     a, b, c = cluster.jobs["worker"]
-    one, zero = table(cluster, "worker-1"), table(cluster, "worker-0")
-    wrong = table(Cluster("sync", {"worker": (b, a, c)}), "worker-2")
+    one, zero = enter(cluster, "worker-1"), enter(cluster, "worker-0")
+    wrong = enter(Cluster("sync", {"worker": (b, a, c)}), "worker-2")
     assert isinstance(wrong.error(), ClusterError)
     assert "cluster.worker: [localhost:" in str(wrong.error())
-    table(cluster, "worker-2").go()
+    enter(cluster, "worker-2").go()
     zero.go()
     one.go()
 
 
-def test_a_list_whose_leader_never_comes_because_another_one_leads(table: Table) -> None:
+def test_a_list_whose_leader_never_comes_because_another_one_leads(enter: Meetings) -> None:
     cluster = cluster_of(worker=3)
     a, b, c = cluster.jobs["worker"]
-    leader = table(cluster, "worker-0")
-    error = table(Cluster("sync", {"worker": (b, a, c)}), "worker-2").error()
+    leader = enter(cluster, "worker-0")
+    error = enter(Cluster("sync", {"worker": (b, a, c)}), "worker-2").error()
     assert isinstance(error, ClusterError)
     assert f"worker-0 at {a}" in str(error)
     assert f"claims to lead, and here that is worker-0 at {b}: cluster.worker: [" in str(error)
     assert not leader.joined.done()
 
 
-def test_sizes_differ(table: Table) -> None:
+def test_cluster_lists_of_different_length(enter: Meetings) -> None:
     cluster = cluster_of(worker=3)
     small = Cluster("sync", {"worker": cluster.jobs["worker"][:2]})
-    table(cluster, "worker-0")
-    error = table(small, "worker-1").error()
+    enter(cluster, "worker-0")
+    error = enter(small, "worker-1").error()
     assert isinstance(error, ClusterError)
     assert "cluster.worker" in str(error)
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["waiting", "running"])
-def test_a_duplicate_is_refused_and_names_the_holder(table: Table, running: bool) -> None:
+def test_a_duplicate_is_refused_and_names_the_holder(enter: Meetings, running: bool) -> None:
     cluster = cluster_of(worker=2 if running else 3)
-    parties = {task: table(cluster, task) for task in ("worker-0", "worker-1")}
-    wait_for(lambda: "worker-1" not in parties["worker-0"].meeting._role.waiting_for)
-    duplicate = claimant(table, cluster, "worker-1")
+    participants = {task: enter(cluster, task) for task in ("worker-0", "worker-1")}
+    wait_for(lambda: "worker-1" not in participants["worker-0"].meeting._role.waiting_for)
+    duplicate = claimant(enter, cluster, "worker-1")
     assert isinstance(duplicate.error(), ClusterError)
     assert f"worker 1 is already held by host {socket.gethostname()} pid {os.getpid()}" in str(duplicate.error())
     if running:
-        for party in parties.values():
-            assert not party.go().events()
+        for participant in participants.values():
+            assert not participant.go().events()
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["waiting", "running"])
-def test_a_second_coordinator_is_refused(table: Table, running: bool) -> None:
+def test_a_second_coordinator_is_refused(enter: Meetings, running: bool) -> None:
     cluster = cluster_of("async", **ASYNC)
     tasks = cluster.tasks if running else cluster.tasks[:-1]
-    parties = {str(task): table(cluster, str(task)) for task in tasks}
-    wait_for(lambda: "worker-0" not in parties["chief-0"].meeting._role.waiting_for)
-    wait_for(lambda: "ps-0" not in parties["chief-0"].meeting._role.waiting_for)
+    participants = {str(task): enter(cluster, str(task)) for task in tasks}
+    wait_for(lambda: "worker-0" not in participants["chief-0"].meeting._role.waiting_for)
+    wait_for(lambda: "ps-0" not in participants["chief-0"].meeting._role.waiting_for)
     second = Cluster("async", {**cluster.jobs, "chief": cluster_of(chief=1).jobs["chief"]})
-    error = table(second, "chief-0").error()
+    error = enter(second, "chief-0").error()
     assert isinstance(error, ClusterError)
-    assert f"is already held by job {parties['chief-0'].meeting._membership.job_id} of chief-0 at " in str(error)
+    assert f"is already held by job {participants['chief-0'].meeting._membership.job_id} of chief-0 at " in str(error)
     if not running:
-        parties["worker-1"] = table(cluster, "worker-1")
-    for party in parties.values():
-        assert not party.go().events()
+        participants["worker-1"] = enter(cluster, "worker-1")
+    for participant in participants.values():
+        assert not participant.go().events()
 
 
-def test_a_stray_list_is_refused_by_a_running_leader(table: Table) -> None:
+def test_a_wrong_list_is_refused_by_a_running_leader(enter: Meetings) -> None:
     cluster = cluster_of(worker=2)
-    parties = all_of(table, cluster)
+    participants = all_of(enter, cluster)
     stray = Cluster("sync", {"worker": (cluster.jobs["worker"][0], *cluster_of(worker=1).jobs["worker"])})
-    assert isinstance(table(stray, "worker-1").error(), ClusterError)
-    assert not any(party.events() for party in parties.values())
+    assert isinstance(enter(stray, "worker-1").error(), ClusterError)
+    assert not any(participant.events() for participant in participants.values())

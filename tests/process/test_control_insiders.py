@@ -1,4 +1,4 @@
-"""What processes that know the token and have gone wrong may send."""
+"""Messages of faulty processes that know the token."""
 
 import contextlib
 import json
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.process.parties import (
+from tests.process.participants import (
     ASYNC,
     WAIT_SECS,
     Healthy,
-    Table,
-    assert_well,
+    Meetings,
+    assert_job_runs,
     cluster_of,
     is_closed,
-    member_of_sorts,
+    peer_with_token,
     shake_hands,
     wait_for,
 )
@@ -84,9 +84,9 @@ def packed(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packed())
-def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: bytes) -> None:
+def test_malformed_messages_of_a_peer_with_the_token(healthy: Healthy, message: bytes) -> None:
     cluster = healthy[0]
-    line, channel = member_of_sorts(cluster)
+    line, channel = peer_with_token(cluster)
     with line:
         channel.send(message.replace(HERE.encode(), cluster.address(cluster.leader).encode()))
         line.sendall(channel.unsent)
@@ -95,8 +95,8 @@ def test_senseless_messages_of_one_with_the_token(healthy: Healthy, message: byt
         assert is_closed(line)
 
 
-def test_after_senseless_messages_all_is_well(healthy: Healthy) -> None:
-    assert_well(healthy)
+def test_the_job_survives_malformed_messages(healthy: Healthy) -> None:
+    assert_job_runs(healthy)
 
 
 @pytest.mark.parametrize(
@@ -112,63 +112,63 @@ def test_after_senseless_messages_all_is_well(healthy: Healthy) -> None:
         b"",
     ],
 )
-def test_what_is_no_message(healthy: Healthy, message: bytes) -> None:
-    line, channel = member_of_sorts(healthy[0])
+def test_bytes_that_are_no_message(healthy: Healthy, message: bytes) -> None:
+    line, channel = peer_with_token(healthy[0])
     with line:
         channel.send(message)
         line.sendall(channel.unsent)
         assert is_closed(line)
-    assert_well(healthy)
+    assert_job_runs(healthy)
 
 
-def test_a_member_gone_wrong_is_lost_and_no_text_of_it_reaches_a_terminal_whole(table: Table) -> None:
+def test_a_faulty_member_is_lost_and_its_texts_are_made_printable(enter: Meetings) -> None:
     cluster = cluster_of("async", **ASYNC)
-    parties = [table(cluster, str(task)) for task in cluster.tasks[:-1]]
+    participants = [enter(cluster, str(task)) for task in cluster.tasks[:-1]]
     for message, why in (
-        (pack(Stop("", 99)), "a message that makes no sense (Stop.signum: 99)"),
+        (pack(Stop("", 99)), "a malformed message (Stop.signum: 99)"),
         (pack(Go()), "a message of unknown type (Go)"),
         (pack(Escape()), "a message of unknown type (?[2J)"),
         (other_version(Stop("", 15)), f"another version of tf2dist: protocol 99, here {VERSION}"),
         (pack(Ended("", 3, "\x1b[2J\u202e")), ""),
     ):
-        line, channel = member_of_sorts(cluster)
+        line, channel = peer_with_token(cluster)
         with line:
             worker = Membership(cluster, Task("worker", 1), Identity(cluster.jobs, {}, {}, (), {}), False, 30.0, 1000)
             channel.send(pack(worker.join()))
             line.sendall(channel.unsent)
-            parties[0].go()
+            participants[0].go()
             channel.unsent.clear()
             channel.send(message)
             line.sendall(channel.unsent)
-            for party in parties:
+            for participant in participants:
                 if why:
-                    assert party.event(Lost, "worker-1").why == why
+                    assert participant.event(Lost, "worker-1").why == why
                 else:
-                    assert party.event(Ended, "worker-1").message == "?[2J?"
-                party.seen.clear()
+                    assert participant.event(Ended, "worker-1").message == "?[2J?"
+                participant.seen.clear()
 
 
 @pytest.mark.parametrize("target", [0, 1], ids=["leader", "follower"])
-def test_an_answer_that_is_none_is_told_without_its_control_characters(table: Table, target: int) -> None:
-    """Target is whom somebody with the token plays."""
+def test_an_invalid_answer_is_shown_without_control_characters(enter: Meetings, target: int) -> None:
+    """Somebody with the token takes the place of the target."""
     cluster = cluster_of(worker=2)
     with socket.create_server(control_address(cluster.jobs["worker"][target])) as server:
         server.settimeout(WAIT_SECS)
-        party = table(cluster, f"worker-{1 - target}")
+        participant = enter(cluster, f"worker-{1 - target}")
         line, channel = server.accept()[0], Channel(NO_TOKEN_KEY, dials=False)
         with line:
             shake_hands(line, channel)
             channel.send(pack(Escape()))
             line.sendall(channel.unsent)
-            wait_for(lambda: "a message of unknown type (?[2J), control port" in party.waiting_for)
+            wait_for(lambda: "a message of unknown type (?[2J), control port" in participant.waiting_for)
 
 
-def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -> None:
-    """It passes on the texts of others as they are."""
+def test_texts_of_a_faulty_leader_are_made_printable(enter: Meetings) -> None:
+    """It passes on the texts of other hosts without making them printable."""
     cluster = cluster_of(worker=4)
     with socket.create_server(control_address(cluster.jobs["worker"][0])) as server:
         server.settimeout(WAIT_SECS)
-        party = table(cluster, "worker-1")
+        participant = enter(cluster, "worker-1")
         line, channel = server.accept()[0], Channel(NO_TOKEN_KEY, dials=False)
         with line:
             shake_hands(line, channel)
@@ -181,13 +181,13 @@ def test_what_a_leader_gone_wrong_says_reaches_no_terminal_whole(table: Table) -
             ):
                 channel.send(pack(message))
             line.sendall(channel.unsent)
-            assert party.go().event(Lost, "worker-2") == Lost("worker-2", "?[2J")
-            assert party.event(Ended, "worker-3") == Ended("worker-3", 3, "?2J")
+            assert participant.go().event(Lost, "worker-2") == Lost("worker-2", "?[2J")
+            assert participant.event(Ended, "worker-3") == Ended("worker-3", 3, "?2J")
             channel.unsent.clear()
             channel.send(pack(Lost("worker-\x1b[2J", "is no task of this cluster")))
             line.sendall(channel.unsent)
-            lost = party.event(Lost, "worker-0")
-    assert lost == Lost("worker-0", "a message that makes no sense (Lost.task: 'worker-\\x1b[2J')")
+            lost = participant.event(Lost, "worker-0")
+    assert lost == Lost("worker-0", "a malformed message (Lost.task: 'worker-\\x1b[2J')")
 
 
 def other_version(message: Wire) -> bytes:
@@ -196,15 +196,15 @@ def other_version(message: Wire) -> bytes:
 
 @dataclass(frozen=True)
 class Escape:
-    """A message whose name is no name."""
+    """A message whose type is an escape sequence."""
 
 
 Escape.__name__ = "\x1b[2J"
 
 
 def test_a_huge_length(healthy: Healthy) -> None:
-    line, _ = member_of_sorts(healthy[0])
+    line, _ = peer_with_token(healthy[0])
     with line:
         line.sendall(struct.pack(">I", 0xFFFFFFFF))
         assert is_closed(line)
-    assert_well(healthy)
+    assert_job_runs(healthy)

@@ -43,7 +43,7 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
     assert (finding.level, finding.text) == ("warn", "the driver has 1 GPUs and TensorFlow sees none")
 
 
-def test_programs_of_others_do_not_see_the_job_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_programs_do_not_get_the_job_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
     driver.chmod(0o700)
@@ -117,7 +117,7 @@ def other_release(folder: Path, names: dict[bytes, bytes]) -> dict[str, str]:
 
 
 def versions_told(names: dict[bytes, bytes], folder: Path) -> list[str]:
-    """What the whole command says of versions, without those that are as they should be."""
+    """The findings of the whole command about versions, without those that are ok."""
     command = [sys.executable, "-m", "tf2dist.doctor", "data=digits", "cluster=local1", "--json"]
     environment = other_release(folder, names)
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environment)
@@ -126,7 +126,7 @@ def versions_told(names: dict[bytes, bytes], folder: Path) -> list[str]:
     return [f"{each['level']}: {each['text']}; {each['fix']}" for each in findings if each["level"] != "ok"]
 
 
-def test_another_release_that_has_renamed_what_is_used_of_it(tmp_path: Path) -> None:
+def test_an_untested_release_that_has_renamed_internals(tmp_path: Path) -> None:
     names = {b"_velocities": b"_second_moments", b"_py_funcs": b"_python_functions"}
     of_keras, *others = versions_told(names, tmp_path)
     assert of_keras.startswith("fail: keras 3.99.0 is not ")
@@ -137,14 +137,14 @@ def test_another_release_that_has_renamed_what_is_used_of_it(tmp_path: Path) -> 
     assert all(line.startswith("fail: ") and "; install " in line for line in others)
 
 
-def test_another_release_that_has_all_that_is_used_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_release_that_has_all_internals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other_release(tmp_path, {})
     monkeypatch.syspath_prepend(str(tmp_path))
     (finding,) = internals_findings.of_internals()
     assert str(finding) == "ok    versions: keras 3.99.0 has all internals that tf2dist uses"
 
 
-def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internals_of_a_tested_release_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals_findings, "TRY_INTERNALS", "1 / 0")
     assert list(internals_findings.of_internals()) == []
 
@@ -159,7 +159,7 @@ def test_a_tested_release_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_another_release_that_cannot_be_tried(
+def test_an_untested_release_that_cannot_be_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, finding: str
 ) -> None:
     other_release(tmp_path, {})

@@ -111,7 +111,7 @@ def end(*members: Member) -> None:
         member.process.wait(WAIT_SECS)
 
 
-def test_a_link_that_is_cut_for_ten_seconds_and_healed(three: Hosts, patient: list[Member]) -> None:
+def test_a_link_that_is_cut_for_ten_seconds_and_restored(three: Hosts, patient: list[Member]) -> None:
     three.cut(1)
     patient[1].say("stop 10")  # said while the link is cut
     time.sleep(CUT_SECS)  # the failure itself, not a wait for something
@@ -188,7 +188,7 @@ def test_a_wrong_order_on_one_host(three: Hosts) -> None:
     end(*right, mended)
 
 
-def test_two_hosts_that_both_believe_to_lead(three: Hosts) -> None:
+def test_two_hosts_that_both_claim_to_lead(three: Hosts) -> None:
     both = [
         Member(three[0], workers(three, 0, 1), "worker", 0),
         Member(three[1], workers(three, 1, 0), "worker", 0),

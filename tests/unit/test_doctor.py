@@ -1,4 +1,4 @@
-"""The doctor: a line for each finding, with the fix; nothing is started and nothing is made."""
+"""The doctor: a line for each finding, with the fix; it starts no run and creates no file."""
 
 import json
 import os
@@ -57,13 +57,13 @@ def test_a_healthy_local_cluster() -> None:
     assert only(lines, f"{'warn' if can.returncode else 'ok  '}  isolation: ")
 
 
-def test_all_mistakes_of_a_configuration_are_told() -> None:
+def test_all_mistakes_of_a_configuration_are_reported() -> None:
     lines = examined("train.steps=0", "seed=-1", "grace_secs=0", "data.offline=x")
     assert len(only(lines, "fail  configuration: ")) == 4
-    assert only(lines, "ok    versions: python"), "the rest is looked at, too"
+    assert only(lines, "ok    versions: python"), "the other checks are made too"
 
 
-def test_a_mistake_has_its_fix_apart() -> None:
+def test_the_fix_of_a_mistake_is_a_field_of_its_own() -> None:
     _, _, found = doctor.request(["data.dir=/no/such/folder"], None)
     assert found == [
         Finding(
@@ -75,13 +75,13 @@ def test_a_mistake_has_its_fix_apart() -> None:
     ]
 
 
-def test_the_cluster_is_looked_at_even_if_the_options_are_wrong() -> None:
+def test_the_cluster_is_checked_even_if_options_are_wrong() -> None:
     lines = examined("mode=sync", "stepss=1", tf_config=hosts("localhost", "localhost:99999"))
     assert len(only(lines, "fail  cluster: TF_CONFIG: worker")) == 2
     assert only(lines, "fail  configuration: stepss")
 
 
-def test_peers_that_answer_that_do_not_yet_and_that_never_will() -> None:
+def test_peers_that_answer_that_may_answer_later_and_that_never_will() -> None:
     mine, quiet = linux.unused_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"localhost:{server.getsockname()[1]}"
@@ -118,7 +118,7 @@ def test_a_loopback_address_among_hosts_is_a_failure() -> None:
     assert only(lines, "fail  peers: worker-0 at 127.0.0.1:2222")
 
 
-def test_a_name_of_its_own_that_nobody_knows() -> None:
+def test_an_own_name_that_cannot_be_resolved() -> None:
     lines = examined("data=digits", "mode=sync", tf_config=hosts("no-such-host.invalid:2222"))
     assert only(lines, "fail  ports: worker-0 at no-such-host.invalid:2222: this host does not know the name")
 
@@ -129,21 +129,23 @@ def test_a_taken_port_names_its_holder() -> None:
     assert f"is taken on this host by pid {os.getpid()} (" in only(lines, "fail  ports: ")[0]
 
 
-def test_a_port_for_outgoing_connections_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_of_the_ephemeral_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = linux.unused_ports(1)
     monkeypatch.setattr(linux, "ephemeral_ports", lambda: range(port, port + 10))
     lines = examined("data=digits", "mode=sync", tf_config=hosts(f"localhost:{port}"))
     assert "choose a lower one" in only(lines, f"warn  ports: port {port} of worker-0")[0]
 
 
-def test_a_public_address_is_a_failure_and_a_private_one_is_told() -> None:
+def test_a_public_address_is_a_failure_and_a_private_one_a_warning() -> None:
     options = ["data=digits", "mode=sync", "cluster.check_address=false"]
     assert "cluster.allow_public=true" in only(examined(*options, tf_config=hosts("8.8.8.8:2222")), "fail  exposure")[0]
     assert "private network" in only(examined(*options, tf_config=hosts("10.0.0.1:2222")), "warn  exposure")[0]
 
 
 @pytest.mark.parametrize(("offline", "level"), [("fallback", "warn"), ("fail", "fail")])
-def test_data_that_cannot_be_had(offline: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_missing_or_incomplete(
+    offline: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(location, "MNIST_HOST", "no-such-host.invalid")
     monkeypatch.setattr("urllib.request.getproxies", dict)
     (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
@@ -168,7 +170,7 @@ def test_folders(tmp_path: Path) -> None:
     assert levels == ["ok", "fail", "fail", "fail"]
 
 
-def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_match_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"tensorflow": "2.20.0", "keras": "3.15.1", "numpy": "2.0.0"}
     monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
     wrong = [finding for finding in machine.versions() if finding.level == "fail"]
@@ -181,12 +183,12 @@ def test_too_many_tasks_for_the_machine() -> None:
     assert levels == {"cores": "warn", "memory": "warn"}
 
 
-def test_a_check_that_breaks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "versions", lambda: iter([1 // 0]))
     assert only(examined("data=digits"), "warn  doctor: could not look: ZeroDivisionError")
 
 
-def test_json_and_nothing_else(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output_is_one_array(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{")
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--json"])
@@ -220,7 +222,7 @@ def test_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("interrupt", "code"), [(True, 130), (False, 0)])
-def test_interrupted_or_cut_off_it_leaves_no_traceback(interrupt: bool, code: int) -> None:
+def test_an_interrupt_or_a_closed_pipe_leaves_no_traceback(interrupt: bool, code: int) -> None:
     """In a process of its own, with findings that never end."""
     script = "from tf2dist import doctor; doctor.examine = lambda *a: iter(lambda: 'x' * 999, 1); doctor.main([])"
     with subprocess.Popen(
@@ -237,12 +239,12 @@ def test_interrupted_or_cut_off_it_leaves_no_traceback(interrupt: bool, code: in
         assert process.wait(30) == code
 
 
-def test_the_whole_command_never_imports_tensorflow_itself() -> None:
+def test_importing_the_doctor_imports_no_tensorflow() -> None:
     code = "import sys, tf2dist.doctor; sys.exit(sum(m in sys.modules for m in ('tensorflow', 'keras', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_what_stands_in_the_way_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_that_would_prevent_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ports_of_tasks(2)
     lines = examined("mode=sync", tf_config=hosts(f"localhost:{first}", f"localhost:{second}"))
     assert only(lines, f"ok    meeting: worker-0 can listen at its control port {first + 1000}")

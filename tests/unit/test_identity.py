@@ -1,4 +1,4 @@
-"""What hosts compare: all that makes a difference, and nothing that a host may choose."""
+"""The identities that hosts compare: all that must be equal, and nothing that a host may choose."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ def config(**values: Any) -> RunConfig:
     return made
 
 
-def test_it_can_be_sent() -> None:
+def test_an_identity_can_be_sent() -> None:
     made = identity_of(config(), CLUSTER)
     place = Place(Task("worker", 1), "b:1")
     join = Join(place, place, Process("b", 1, "x"), made)
@@ -36,7 +36,7 @@ def test_it_can_be_sent() -> None:
     assert made.data == {"digits.csv.gz": (made.data or {})["digits.csv.gz"]}
 
 
-def test_what_a_host_may_choose(tmp_path: Path) -> None:
+def test_options_that_a_host_may_choose(tmp_path: Path) -> None:
     one, other = config(), config(run_dir="/elsewhere", startup_timeout_secs=5.0, grace_secs=1.0)
     other.task = TaskConfig(type="worker", index=1)
     other.cluster = ClusterConfig(kind="hosts", worker=["a:1", "b:1"], check_address=False)
@@ -45,7 +45,7 @@ def test_what_a_host_may_choose(tmp_path: Path) -> None:
     assert differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER)) == []
 
 
-def test_what_it_may_not_choose() -> None:
+def test_options_that_must_be_equal() -> None:
     one, other = config(), config(seed=1, model={"name": "dnn", "hidden_units": [3]}, optimizer={"name": "sgd"})
     other.train.batch_size_per_worker = 7
     found = differences(identity_of(one, CLUSTER), identity_of(other, Cluster("sync", {"worker": ("b:1", "a:1")})))
@@ -56,12 +56,12 @@ def test_what_it_may_not_choose() -> None:
     )
 
 
-def test_of_a_place_only_whether_it_is_given() -> None:
+def test_of_a_path_only_its_presence_is_compared() -> None:
     given, other, nothing = (identity._shared({"init_from": place}) for place in ("/a", "/b", None))
     assert given == other != nothing
 
 
-def test_plugins_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
+def test_plugins_are_compared_by_their_content(tmp_path: Path) -> None:
     for folder, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "plugin.py").write_text(text)
@@ -86,7 +86,7 @@ def test_data_is_compared_by_the_sizes_of_its_files(tmp_path: Path) -> None:
     assert differences(made[0][0], made[1][1]) == [], "a ps reads none"
 
 
-def test_what_is_shown_has_an_end() -> None:
+def test_the_text_of_differences_is_limited() -> None:
     full, empty = (Identity({}, {}, {str(i): "x" * 9999 for i in range(count)}, (), {}) for count in (50, 0))
     found = differences(full, empty)
     text = explain(found, "here", "there")
@@ -140,7 +140,7 @@ def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
     ("mode", "words"),
     [(0o600, ""), (0o440, ""), (0o640, ""), (0o660, ""), (0o604, "mode 0604"), (0o602, "mode 0602"), (0o444, "others")],
 )
-def test_whose_token_file_it_may_be(tmp_path: Path, mode: int, words: str) -> None:
+def test_modes_of_a_token_file(tmp_path: Path, mode: int, words: str) -> None:
     """A mounted Secret belongs to root and the pod's group and is read by the group."""
     file = tmp_path / "token"
     file.write_text(SECRET)
@@ -153,8 +153,8 @@ def test_whose_token_file_it_may_be(tmp_path: Path, mode: int, words: str) -> No
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_token_file_of_somebody_else(tmp_path: Path) -> None:
-    """Root, as which this runs, can open whatever it is; of the group it may be somebody else's."""
+def test_a_token_file_of_another_user(tmp_path: Path) -> None:
+    """The tests run as root, which can open every file: the owner and the group decide."""
     file = tmp_path / "token"
     file.write_text(SECRET)
     file.chmod(0o440)
@@ -165,7 +165,7 @@ def test_a_token_file_of_somebody_else(tmp_path: Path) -> None:
         key({"TF2DIST_TOKEN_FILE": str(file)})
 
 
-def test_without_a_token_one_line_unless_all_is_on_this_machine() -> None:
+def test_without_a_token_a_warning_unless_all_tasks_are_local() -> None:
     made, told = key({})
     assert made == token.NO_TOKEN_KEY
     assert len(told) == 1

@@ -1,1 +1,4 @@
-"""The meeting of many hosts: who is who, do they agree, who was lost. Never imports TensorFlow."""
+"""The meeting of many hosts: which process holds which task, whether all agree, and which were lost.
+
+Never imports TensorFlow.
+"""

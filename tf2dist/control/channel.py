@@ -1,4 +1,4 @@
-"""An authenticated channel between two hosts: both prove to each other that they know the key of the job.
+"""An authenticated channel between two hosts: each proves to the other that it knows the key of the job.
 
     accepting side                                   dialing side
     nonce A                                     ->
@@ -26,13 +26,13 @@ MARK_BYTES = 8
 NONCE_BYTES = RANDOM_BYTES + MARK_BYTES
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES  # a process that does not read must not fill our memory
+MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES  # a peer that does not read must not fill our memory
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 
 
 class WireError(Exception):
-    """The other side sent what no member of the job would send, or a message cannot be sent to it."""
+    """The other side has sent something that no member of the job sends, or a message cannot be sent to it."""
 
 
 class Nonces:
@@ -50,7 +50,7 @@ class Nonces:
         seed = os.urandom(SEED_BYTES)
         return (random := seed + self._sign(seed)) + _mark(random)
 
-    def made(self, nonce: bytes) -> bool:
+    def is_own(self, nonce: bytes) -> bool:
         # compare_digest takes equally long wherever the bytes differ, so the time of the answer reveals nothing.
         return hmac.compare_digest(nonce[SEED_BYTES:RANDOM_BYTES], self._sign(nonce[:SEED_BYTES]))
 
@@ -93,15 +93,17 @@ class Channel:
         """Appends a message to `unsent`.
 
         Raises:
-            WireError: the message is too long, or the other side reads nothing or has not proved itself yet.
+            WireError: the message is too long, or the other side does not read or has not proved itself yet.
         """
         if not self.open:
-            raise WireError("nothing is said before the other side has proved itself")
+            raise WireError("nothing can be sent before the other side has proved itself")
         if len(message) > MAX_MESSAGE_BYTES:
             raise WireError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
         if len(self.unsent) > MAX_UNSENT_BYTES:
-            raise WireError("reads nothing")
+            raise WireError("does not read")
         label = b"dialed" if self._dials else b"accepted"
+        # The number is covered by the mac and not sent: both sides count, so a message that is missing, repeated or out
+        # of order has a wrong mac.
         self.unsent += LENGTH.pack(len(message)) + self._mac(label, NUMBER.pack(self._num_sent), message) + message
         self._num_sent += 1
 
@@ -109,7 +111,7 @@ class Channel:
         """Takes received bytes, in pieces of any length, and returns the messages that are complete.
 
         Raises:
-            WireError: a proof or a mac is wrong, or what came is too long.
+            WireError: a proof or a mac is wrong, or a message is too long.
         """
         self._received += data
         if not self.open:
@@ -127,8 +129,8 @@ class Channel:
             self._theirs = self._take(NONCE_BYTES)
             if not hmac.compare_digest(self._theirs[RANDOM_BYTES:], _mark(self._theirs[:RANDOM_BYTES])):
                 raise WireError("another program answers there")
-            if self._nonces.made(self._theirs):
-                raise WireError("our own call is passed back to us there")
+            if self._nonces.is_own(self._theirs):
+                raise WireError("our own connection is relayed back to us there")
             if self._dials:
                 self.unsent += self._mine + self._mac(b"dial")
                 self.proved = True
@@ -148,7 +150,7 @@ class Channel:
         if len(self._received) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self._received)
-        # The length comes before the mac that covers the message, so nobody has vouched for it yet.
+        # The length comes before the mac, so it is not authenticated yet.
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"announces {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
         if len(self._received) < LENGTH.size + MAC_BYTES + length:
@@ -157,7 +159,7 @@ class Channel:
         mac, message = self._take(MAC_BYTES), self._take(length)
         label = b"accepted" if self._dials else b"dialed"
         if not hmac.compare_digest(mac, self._mac(label, NUMBER.pack(self._num_received), message)):
-            raise WireError("a message was changed, or said twice")
+            raise WireError("a message was altered or replayed")
         self._num_received += 1
         return message
 
@@ -167,6 +169,7 @@ class Channel:
         return taken
 
     def _mac(self, label: bytes, *parts: bytes) -> bytes:
-        # On both sides the accepting side's nonce stands first.
+        # Both sides put the accepting side's nonce first. All parts but the last have a fixed length for each label, so
+        # different parts never give the same bytes.
         nonces = (self._theirs, self._mine) if self._dials else (self._mine, self._theirs)
         return hmac.digest(self._key, b"\0".join([label, *nonces, *parts]), "sha256")

@@ -1,4 +1,4 @@
-"""The control connections of a process: non-blocking sockets, all served by one thread.
+"""The control connections of a process: non-blocking sockets, all of them served by one thread.
 
 A connection has a deadline until it belongs to a member, so that strangers cannot hold it open.
 """
@@ -16,10 +16,10 @@ from tf2dist.control.channel import Channel, Nonces, WireError
 from tf2dist.control.messages import Call, Wire, plain
 from tf2dist.packing import MessageError, VersionError, pack, unpack
 
-HANDSHAKE_SECS = 5.0  # for a caller to prove itself and say what it wants
+HANDSHAKE_SECS = 5.0  # for a peer to prove itself and send its first message
 FAREWELL_SECS = 1.0
-MAX_WAITING = 64  # connections whose caller has not said yet who it is
-ACCEPTS_A_TURN = 16  # a flood of calls must not keep the members waiting
+MAX_WAITING = 64  # accepted connections that do not belong to a member yet
+ACCEPTS_A_TURN = 16  # a flood of connections must not keep the members waiting
 READ_BYTES = 64 * 1024
 
 
@@ -30,9 +30,9 @@ class Link:
         owner: the task or member at the other end, set by the handler; None while that is not known.
         expects: the messages that may come next, a union of classes.
         heard_at: when the last bytes came, in seconds of the monotonic clock.
-        deadline: when the connection is given up, by the same clock; infinite once it belongs to a member.
-        peer: the address of a process that has called us; "" for a connection that we have dialed.
-        denied: whether the other side closed the connection when it had seen our proof.
+        deadline: when the connection is abandoned, by the same clock; infinite once it belongs to a member.
+        peer: the address of a process that has connected to us; "" for a connection that we have dialed.
+        denied: whether the other side closed the connection after it had received our proof.
     """
 
     def __init__(self, sock: socket.socket, channel: Channel, dialed: bool) -> None:
@@ -47,18 +47,18 @@ class Link:
         self.connecting = dialed
 
     def send(self, message: Wire) -> None:
-        """Sends a message, unless the connection is gone, which the handler learns from `on_closed`."""
+        """Sends a message. Does nothing if the connection is closed, of which `on_closed` has told the handler."""
         if not (self.closed or self.finishing):
             with contextlib.suppress(WireError):
                 self.channel.send(pack(message))
 
     def ask(self, message: Wire, answers: Any) -> None:
-        """Sends a message, to which only `answers`, a union of classes, may come back."""
+        """Sends a message that only `answers`, a union of classes, may answer."""
         self.expects = answers
         self.send(message)
 
     def keep(self, expects: Any) -> None:
-        """Makes this a member's connection: it has no deadline any more, and may bring the messages `expects`."""
+        """Makes this a member's connection: without a deadline, and for the messages `expects`."""
         self.expects = expects
         self.deadline = math.inf
 
@@ -67,9 +67,10 @@ class Link:
         return self.deadline == math.inf
 
     def finish(self) -> None:
-        """Sends what is unsent, then waits a moment for the other side to close.
+        """Sends what is unsent, then waits for the other side to close, for at most `FAREWELL_SECS`.
 
-        If we closed first, a reset could destroy what the other side has not read yet.
+        If we closed first while bytes of the other side are unread here, the kernel would send a reset, which could
+        destroy what the other side has not read yet.
         """
         self.finishing = True
         self.deadline = min(self.deadline, time.monotonic() + FAREWELL_SECS if self.channel.open else 0.0)
@@ -89,7 +90,7 @@ class Handler(Protocol):
 
 
 class Links:
-    """All control connections of a process. Not thread-safe, except for `wake`."""
+    """All control connections of a process. Only `wake` may be called from another thread than the meeting's."""
 
     def __init__(self, key: bytes, handler: Handler) -> None:
         self.all: list[Link] = []
@@ -97,9 +98,10 @@ class Links:
         self._nonces = Nonces()
 
     def open(self, listener: socket.socket) -> None:
-        """Accepts calls at `listener` from now on, until `end`."""
+        """Accepts connections at `listener` from now on, until `end`."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
+        # `select` waits for sockets alone, so another thread ends its wait by a byte through this pair.
         self._awake, self._waker = socket.socketpair()
         for sock in (self._awake, self._waker):
             sock.setblocking(False)
@@ -108,6 +110,7 @@ class Links:
 
     def wake(self) -> None:
         """Ends the waiting of `turn`; may be called from any thread."""
+        # A full buffer wakes the other thread as well, and after `end` there is nobody to wake.
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
@@ -116,13 +119,13 @@ class Links:
         link = self._add(socket.socket(family, socket.SOCK_STREAM), dialed=True)
         link.owner = owner
         error = link.sock.connect_ex(address)
-        if error not in (0, errno.EINPROGRESS):  # a call in progress is finished by `_on_connected`
+        if error not in (0, errno.EINPROGRESS):  # `_on_connected` completes one that is in progress
             self.close(link, reason(OSError(error, os.strerror(error))))
         return link
 
     def _add(self, sock: socket.socket, dialed: bool) -> Link:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more bytes
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or Nagle's algorithm delays small messages
         link = Link(sock, Channel(self._key, dialed, self._nonces), dialed)
         self.all.append(link)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
@@ -130,6 +133,7 @@ class Links:
 
     def turn(self, timeout_secs: float) -> None:
         """Waits for something to happen, at most `timeout_secs`, and handles it."""
+        # A socket can nearly always be written to: if we always asked for that, `select` would never wait.
         for link in self.all:
             self._selector.modify(link.sock, self._events(link), link)
         for key, mask in self._selector.select(timeout_secs):
@@ -159,8 +163,9 @@ class Links:
                 return
             self._add(sock, dialed=False).peer = str(address[0])
         waiting = [link for link in self.all if not (link.dialed or link.is_kept)]
+        # The oldest ones must go: a member needs only milliseconds to prove itself.
         for link in waiting[: max(0, len(waiting) - MAX_WAITING)]:
-            self.close(link, "others are waiting")  # the oldest, since an honest caller needs only milliseconds
+            self.close(link, "others are waiting")
 
     def _serve(self, link: Link, mask: int) -> None:
         try:
@@ -177,10 +182,11 @@ class Links:
             pass  # the next turn goes on with the rest
         except (OSError, WireError, MessageError) as error:
             self.close(link, plain(reason(error)))
-        except (ValueError, RecursionError) as error:  # such as an address without a port, or a thousand brackets
-            self.close(link, f"a message that makes no sense ({error!r:.80})")
+        except (ValueError, RecursionError) as error:  # such as an address without a port, or nested brackets
+            self.close(link, f"a malformed message ({error!r:.80})")
 
     def _on_connected(self, link: Link) -> None:
+        # `select` only says that the attempt to connect has ended; this option says how.
         error = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -224,7 +230,7 @@ class Links:
         self._handler.on_closed(link, why)
 
     def end(self) -> None:
-        """Gives the others a moment to read our last messages, then closes everything."""
+        """Gives the peers time to read our last messages, then closes everything."""
         self._selector.unregister(self._listener)
         for link in self.all:
             link.finish()
@@ -236,7 +242,7 @@ class Links:
 
 
 def reason(error: Exception) -> str:
-    """A few words on what is wrong with a connection."""
+    """A few words about what is wrong with a connection."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, TimeoutError):

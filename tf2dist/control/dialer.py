@@ -1,4 +1,4 @@
-"""Calls one address until it answers, and can say why it does not."""
+"""Connects to one address, again and again until it answers, and knows why it does not."""
 
 import queue
 import threading
@@ -10,14 +10,14 @@ from tf2dist.control.connections import Link, Links, reason
 
 
 class Dialer:
-    """Calls one address again and again. A thread looks up its name, because a name server may be slow.
+    """Connects to one address, again and again. A thread looks up its name, because a name server may be slow.
 
     Attributes:
         why: why there is no connection yet.
     """
 
     def __init__(self, links: Links, host: str, port: int, every_secs: float) -> None:
-        self.why = "not called yet"
+        self.why = "not tried yet"
         self._links, self._host, self._port, self._every_secs = links, host, port, every_secs
         self._link: Link | None = None
         self._num_calls = 0
@@ -26,12 +26,13 @@ class Dialer:
         self._looking = False
 
     def tick(self, owner: Any) -> None:
-        """Dials if it is time for the next call and there is no connection."""
+        """Dials if there is no connection and the next attempt is due."""
         # A dead link is replaced, and one that is open or still connecting is kept.
         if time.monotonic() < self._next_at or (self._link and not self._link.closed):
             return
         if not self._looking:
             self._looking = True
+            # A daemon: a look-up cannot be cancelled, and must not keep the process from ending.
             threading.Thread(target=self._look_up, daemon=True).start()
             self._next_at = time.monotonic() + 0.01
             return
@@ -41,12 +42,13 @@ class Dialer:
             self.why = "the name server does not answer" if self._num_calls == 0 else self.why
             self._next_at = time.monotonic() + 0.05
             return
+        # The next attempt looks the name up again: its address may change, as that of a container that is replaced.
         self._looking = False
         self._next_at = time.monotonic() + self._every_secs
         if addresses is None:
             self.why = "name unknown"
             return
-        # A name may have several addresses: each call tries the next one.
+        # A name may have several addresses: each attempt takes the next one.
         family, address = addresses[self._num_calls % len(addresses)]
         self._num_calls += 1
         try:

@@ -1,4 +1,4 @@
-"""A follower's side of a meeting: call the leader, be accepted, and hear what it passes on."""
+"""A follower's side of a meeting: it joins at the leader, and gets news of the other tasks from it."""
 
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.dialer import Dialer
@@ -38,12 +38,13 @@ class Follower:
         self._link: Link | None = None  # to the leader, once it has accepted us
         self._num_denials = 0
         self._beat_at = 0.0
-        self._ended = False  # once we have said so, the leader closes the connection, which is no loss
+        self._ended = False  # our end was announced: the leader then closes the connection, which is no loss
         self.held: Held | None = None
         self.waiting_for = str(self._leader)
 
     def tick(self, now: float) -> None:
         if not self._link:
+            # Once the job runs, a follower that has lost its leader does not join again: both have reported the loss.
             if not self._membership.agreed.is_set() and not self._membership.failure:
                 self._dialer.tick(self._leader.task)
                 self.waiting_for = self._membership.missing(self._leader.task, self._dialer.why)
@@ -51,6 +52,7 @@ class Follower:
         silent = now - self._link.heard_at
         if silent > self._membership.lost_after_secs:
             self._links.close(self._link, f"silent for {silent:.0f} s")
+        # Without these a host that was cut off would be noticed by TCP alone, after many minutes.
         elif now - self._beat_at >= BEAT_EVERY_SECS:
             self._beat_at = now
             self._link.send(Beat())
@@ -78,7 +80,7 @@ class Follower:
             case Accepted():
                 self._on_accepted(link, message.held)
             case Wait():
-                self._dialer.why = plain(message.text)
+                self._dialer.why = plain(message.text)  # it may reach the terminal, at the timeout
                 # Not fatal: the leader of another job may have taken the address, and may leave again.
                 self._membership.lists_differ = message.lists_differ
                 link.finish()
@@ -93,7 +95,8 @@ class Follower:
                 self._on_news(message)
 
     def _on_news(self, news: Stop | Ended | Lost) -> None:
-        """What the leader passes on about a task."""
+        """Handles news of a task that the leader passes on."""
+        # The monitor looks the task up by this name, so a name that is not on our list ends the connection here.
         self._membership.check_task(news)
         match news:
             case Stop():
@@ -107,7 +110,7 @@ class Follower:
         self._link, self.held = link, held
         self._num_denials = 0
         self._membership.lists_differ = False
-        self.waiting_for = f"{self._leader} (to say go)"
+        self.waiting_for = f"{self._leader} (to say go)"  # until its first beat names the missing tasks
         link.keep(FromLeader)
 
     def _on_refused(self, refused: Refused) -> None:
@@ -125,6 +128,7 @@ class Follower:
         elif is_leader:
             self._membership.fail(_kind_of(ended.code), f"{self._leader} has ended: {ended.message}")
         if is_leader and self._link:
+            # The leader closes the connection next; once it is forgotten here, `on_closed` reports no loss.
             self._link.finish()
             self._link = None
 
@@ -134,6 +138,7 @@ class Follower:
             self._dialer.why = why
             if self._membership.agreed.is_set() and not (self._ended or link.finishing):
                 self._membership.event(Lost(str(self._leader.task), why))
+        # Without an owner it is a connection that somebody else has opened, and says nothing about the leader.
         elif link.owner is not None and not link.finishing:
             self._dialer.why = "the job token differs" if link.denied else why
             self._num_denials = self._num_denials + 1 if link.denied else 0

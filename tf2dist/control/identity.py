@@ -1,4 +1,4 @@
-"""What must be equal on every host of a job, and how two hosts differ in it."""
+"""The values that must be equal on every host of a job, and how those of two hosts differ."""
 
 import hashlib
 import importlib.metadata
@@ -16,7 +16,8 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
-# Each host may choose these for itself. Of the cluster the resulting list of addresses is compared instead.
+# Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
+# the options "cluster" and "plugins".
 OF_THE_HOST = (
     "cluster",
     "task",
@@ -42,7 +43,7 @@ def identity_of(
 
     Args:
         task: if it is a ps, which reads no data, the data of its host is not compared.
-        fit: the arguments of a call of `fit`, as text; None for the command line.
+        fit: the arguments of a call of `fit`, as JSON values; None for the command line.
 
     Raises:
         ConfigError: a plugin cannot be read.
@@ -73,6 +74,7 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in OF_THE_HOST:
+            # Whole groups may be of the host, such as "cluster"; in others only single options are.
             shared[key] = _shared(value, f"{name}.")
         elif name not in OF_THE_HOST:
             shared[key] = "given" if name in PLACES and value is not None else value
@@ -92,7 +94,7 @@ def _data(config: RunConfig) -> dict[str, int]:
         folder = location.mnist_dir(config.data)
         return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
     if config.data.name == "digits":
-        # Finds the package without importing it, which takes long.
+        # Finds the package without importing it, which would take seconds.
         package = importlib.util.find_spec("sklearn")
         found = [
             Path(place, "datasets/data/digits.csv.gz")
@@ -113,6 +115,7 @@ def list_differences(mine: Jobs, theirs: Jobs) -> list[Difference]:
 
 
 def _differences(mine: Any, theirs: Any, path: str) -> list[Difference]:
+    # None: a ps reads no data, so it can have no other data.
     if mine == theirs or (path == "data" and None in (mine, theirs)):
         return []
     if not (isinstance(mine, dict) and isinstance(theirs, dict)):
@@ -120,11 +123,13 @@ def _differences(mine: Any, theirs: Any, path: str) -> list[Difference]:
     found = []
     for key in sorted({*mine, *theirs}):
         name = f"{path}.{key}" if path else str(key)
+        # Versions of tf2dist agree on the protocol and may still differ in their options.
         found += _differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
     return found
 
 
 def _shown(value: Any) -> str:
+    # A host list may have hundreds of addresses, and the user reads all differences in one line.
     text = f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 

@@ -1,4 +1,4 @@
-"""The leader's side of a meeting: who may join, who is missing, who was lost."""
+"""The leader's side of a meeting: which processes may join, which tasks are missing, and which were lost."""
 
 import time
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ from tf2dist.control.messages import (
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 
-REPORTED_REASONS = ("token", "makes no sense", "unknown type")  # a stranger who only listens is not worth a line
+REPORTED_REASONS = ("token", "malformed", "unknown type")  # a port scanner, which sends nothing, is not worth a line
 PROBE_EVERY_SECS = 1.0
-LATE_SECS = 3.5  # a holder that has been silent for so long may be gone: its successor is told to wait, not refused
-MAX_DIFFERENCES = 20  # that a refusal lists
+LATE_SECS = 3.5  # a holder that is silent for longer may be gone: its successor has to wait, and is not refused
+MAX_DIFFERENCES = 20  # in a refusal
 
 
 @dataclass
@@ -53,13 +53,14 @@ class Member:
 class Leader:
     """See `meeting.Role`.
 
-    The owner of a connection is the missing task whose address we have dialed, or the `Member` that has called us.
+    The owner of a connection is the missing task whose address we have dialed, or the `Member` that has joined by it.
     """
 
     def __init__(self, membership: Membership, links: Links) -> None:
         self._membership, self._links = membership, links
         self._members: dict[Task, Member] = {}
         cluster = membership.cluster
+        # Nobody waits for an evaluator: it reads checkpoints, and may be started at any time.
         others = [task for task in cluster.tasks if task != membership.task and task.job != "evaluator"]
         self._dialers = {task: self._dialer(task) for task in others}
         self._refused: dict[Task, str] = {}
@@ -72,6 +73,7 @@ class Leader:
         return Dialer(self._links, *address, PROBE_EVERY_SECS)
 
     def tick(self, now: float) -> None:
+        # A frozen process, or a host that was cut off, leaves its connection open; `on_closed` reports the loss.
         for member in list(self._members.values()):
             if now - member.link.heard_at > self._membership.lost_after_secs:
                 self._links.close(member.link, f"silent for {now - member.link.heard_at:.0f} s")
@@ -79,10 +81,11 @@ class Leader:
             self._gather()
         if now - self._beat_at >= BEAT_EVERY_SECS:
             self._beat_at = now
+            # Followers show the missing tasks too: a user may look at the terminal of any host.
             self.say(Beat(self.waiting_for[:MAX_CHARACTERS]))
 
     def _gather(self) -> None:
-        """Says go if all tasks have joined; else looks who is at the addresses of the missing ones."""
+        """Says go if all tasks have joined; otherwise asks which processes are at the addresses of the missing ones."""
         missing = [task for task in self._dialers if task not in self._members]
         if not missing:
             self.waiting_for = ""
@@ -114,8 +117,8 @@ class Leader:
         task = join.caller.task
         # Removed before its link is closed, so that `on_closed` reports no loss.
         former = self._members.pop(task, None)
-        if former:  # the same process, which has called again
-            self._links.close(former.link, "called again")
+        if former:  # of the same process, which has lost its connection before we have
+            self._links.close(former.link, "connected again")
         self._refused.pop(task, None)
         self._members[task] = link.owner = Member(task, link, join.process)
         link.keep(FromFollower)
@@ -123,6 +126,7 @@ class Leader:
         if self._membership.agreed.is_set():
             self._membership.line(f"{task} is back, {join.process}")
             self._membership.event(Back(str(task)))
+            # All others have had their go; this process waits for one like every process that joins.
             link.send(Go())
 
     def _answer(self, join: Join) -> ToJoin:
@@ -134,6 +138,7 @@ class Leader:
             return self._refuse(join, ClusterError.exit_code, self._refused[task], found)
         if task == membership.task or task not in membership.cluster.tasks:
             return self._refuse(join, ClusterError.exit_code, "held by the leader itself, or not in its list")
+        # In TensorFlow a second process with the same task kills the running job or hangs, and names no reason.
         holder = self._members.get(task)
         if holder and holder.process != join.process:
             held = f"{task.job} {task.index} is already held by {holder.process}"
@@ -141,6 +146,7 @@ class Leader:
             if late > LATE_SECS:
                 return Wait(f"{held}, which has been silent for {late:.0f} s", lists_differ=False)
             return self._refuse(join, ClusterError.exit_code, held)
+        # Only tasks without state of their own can join a running job; for any other the whole job has to start again.
         may_return = membership.cluster.can_lose(task)
         if membership.agreed.is_set() and not may_return:
             why = f"the job is running, and the {task} that it started with is gone"
@@ -179,6 +185,7 @@ class Leader:
     def _on_state(self, task: Task, state: State) -> None:
         """Handles the answer of a process that listens at the address of a missing task."""
         membership, dialer = self._membership, self._dialers[task]
+        # It may have joined while the answer to the probe was on its way.
         if task in self._members or membership.agreed.is_set():
             return
         here = f"{membership.place(task)} ({state.process})"
@@ -192,7 +199,7 @@ class Leader:
             dialer.why = f"another cluster list there: {lists}"
             membership.line(f"{here} has another cluster list: {lists}")
         else:
-            dialer.why = "is running and has not called yet"
+            dialer.why = "is running and has not connected yet"
 
     def _on_held(self, here: str, dialer: Dialer, held: Held) -> None:
         """Another job holds a task of ours.
@@ -215,9 +222,9 @@ class Leader:
             case Member() as member:
                 if self._members.get(member.task) is member and not link.finishing:
                     self._on_lost(member, why)
-            case _:
+            case _:  # closed before its peer had joined or was known
                 if any(reason in why for reason in REPORTED_REASONS):
-                    self._membership.line(f"refused a call from {link.peer}: {why}")
+                    self._membership.line(f"refused a connection from {link.peer}: {why}")
 
     def _on_lost(self, member: Member, why: str) -> None:
         del self._members[member.task]
@@ -226,5 +233,5 @@ class Leader:
             return
         lost = Lost(str(member.task), why)
         self._membership.event(lost)
-        if member.task.job != "evaluator":
+        if member.task.job != "evaluator":  # no task needs anything of an evaluator
             self.say(lost)

@@ -1,8 +1,8 @@
 """The meeting of a job's launching processes: they agree before TensorFlow opens a port, and stay in touch.
 
-Each process listens at its task's control port. All others call the leader, which compares their
+Each process listens at its task's control port. All others connect to the leader, which compares their
 identities (see `identity`), lets one process hold each task, and says go when all tasks are there. The
-leader also calls the addresses of missing tasks, to learn why they are missing and whether another job
+leader also connects to the addresses of missing tasks, to learn why they are missing and whether another job
 holds them. Both ends of each connection send a sign of life every second. The leader tells all others
 which tasks were lost, which have ended, and that a task was told to stop. See `leader` and `follower`
 for the two sides.
@@ -45,16 +45,16 @@ from tf2dist.errors import ClusterError, Interrupted, TaskLostError
 from tf2dist.packing import VersionError, pack
 
 TURN_SECS = 0.1
-CLOSE_SECS = 10.0
+CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
 MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4
 T = TypeVar("T")
 
 
 class Role(Protocol):
-    """What the leader and the followers do differently. All methods run in the meeting's thread.
+    """The part of a meeting that differs between leader and follower. All methods run in the meeting's thread.
 
     Attributes:
-        waiting_for: the tasks that have not come yet and why, for people.
+        waiting_for: the tasks that have not joined yet and why, for the user.
         held: the job that holds this task, for a process that asks; None while none does.
     """
 
@@ -79,7 +79,7 @@ class Role(Protocol):
 
 
 class Meeting:
-    """This process's part in the meeting; within a `with` block it listens, in a thread of its own.
+    """This process's part in the meeting; within a `with` block it listens in a thread of its own.
 
     Args:
         identity: see `identity.identity_of`.
@@ -112,7 +112,9 @@ class Meeting:
         self._notify = notify
         self._links = Links(key, self)
         self._role: Role = (Leader if membership.leads else Follower)(membership, self._links)
+        # Only the meeting's thread uses the connections and the role; other threads hand it functions to run.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a meeting that cannot close must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._ended = False
 
@@ -124,14 +126,14 @@ class Meeting:
         return self
 
     def join(self, timeout_secs: float, check: Callable[[], None]) -> None:
-        """Waits until all tasks are there and agree, and the leader says go.
+        """Waits until all tasks have joined and agree, and the leader says go.
 
         Args:
-            check: called about ten times a second; an exception that it raises ends the waiting.
+            check: called about ten times a second; an exception that it raises ends the wait.
 
         Raises:
             ClusterError: this task differs from the others, or is held by another process.
-            TaskLostError: tasks did not come within `timeout_secs`; the message names them and says why. Or the
+            TaskLostError: tasks did not join within `timeout_secs`; the message names them and says why. Or the
                 job runs already, without this task.
             Interrupted: another task was told to stop.
         """
@@ -143,6 +145,7 @@ class Meeting:
                 raise self._membership.failure
             names = self._role.waiting_for
             if wait.is_over:
+                # With lists that differ a retry would wait in vain, so that is an error of the request.
                 conflict = self._membership.conflict
                 if not conflict and self._membership.lists_differ:
                     conflict = "; the cluster lists differ"
@@ -151,7 +154,7 @@ class Meeting:
         self._pass_on_lines()
 
     def events(self) -> list[MeetingEvent]:
-        """What has happened to the other tasks since the last call; never waits."""
+        """The events of the other tasks since the last call; never waits."""
         self._pass_on_lines()
         return _drain(self._membership.events)
 
@@ -161,16 +164,17 @@ class Meeting:
 
     def ended(self, code: int, message: str) -> None:
         """Tells all other tasks that this one has ended, so that they do not take the closed connection for a loss."""
-        self._ended = True
+        self._ended = True  # so that leaving the block does not report another end
         self._say(Ended(str(self._membership.task), code, message[:MAX_CHARACTERS]))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # The others learn the reason before the connection closes, or they would report a loss.
         if not self._ended:
             if isinstance(error, Interrupted):
                 self.stop(error.exit_code - 128)  # the exit code is 128 plus the signal's number
             code = getattr(error, "exit_code", 1) if error else 0
             self.ended(code, (str(error) or type(error).__name__) if error else "")
-        self._commands.put(None)  # ends the thread, after all that was to be said before
+        self._commands.put(None)  # ends the thread, after the messages that were put before
         self._links.wake()
         self._thread.join(CLOSE_SECS)
         self._pass_on_lines()
@@ -193,8 +197,9 @@ class Meeting:
                         return
                     command()
                 self._role.tick(time.monotonic())
+                # Never longer than TURN_SECS: the role has beats to send and silent members to find.
                 self._links.turn(TURN_SECS)
-        except Exception as error:  # a silent end would leave the run with nobody watching the other hosts
+        except Exception as error:  # a thread that ended silently would leave the other hosts unwatched
             why = f"the control connection failed: {error!r}"
             self._membership.fail(TaskLostError, why)
             self._membership.event(Lost(str(self._membership.cluster.leader), why))
@@ -219,17 +224,17 @@ class Meeting:
             self._on_probe(link, message)
 
     def on_other_version(self, link: Link, error: VersionError) -> None:
-        """Refuses the caller, or takes the answer to our call for a refusal: only its version could be read."""
+        """Refuses the peer, or handles its answer as a refusal: no more than its version could be read."""
         refused = Refused(ClusterError.exit_code, str(error))
         if link.dialed:
             self._role.on_message(link, refused)
             return
-        self._membership.line(f"refused a call from {link.peer}: {error}")
+        self._membership.line(f"refused a connection from {link.peer}: {error}")
         link.send(refused)
         link.finish()
 
     def _on_probe(self, link: Link, probe: Probe) -> None:
-        """Answers a process that claims to lead and asks who is here.
+        """Answers a process that claims to lead and asks which process is here.
 
         If our list names another leader, one of the two lists is wrong. This task fails if the caller is on our list;
         a caller that is not is reported, and named as a possible reason if the meeting times out.
@@ -238,6 +243,7 @@ class Meeting:
         leader = membership.place(membership.cluster.leader)
         link.send(State(membership.process, membership.identity.cluster, membership.leads, held))
         link.finish()
+        # A job that runs, or has a leader, does not end because of a process with a wrong list.
         taken = membership.agreed.is_set() or (held and not membership.leads)
         if taken or probe.caller.address == leader.address:
             return
@@ -251,6 +257,7 @@ class Meeting:
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:
+    # Each queue has only one reader, so what it holds cannot be gone before it is taken.
     found: list[T] = []
     while not source.empty():
         found.append(source.get_nowait())

@@ -1,4 +1,4 @@
-"""What one process knows in a meeting: its task, what it has found out, and lines and events to pass on."""
+"""What one process knows in a meeting: its task, its findings, and lines and events to pass on."""
 
 import os
 import queue
@@ -39,14 +39,18 @@ def _this_process() -> Process:
 
 @dataclass
 class Membership:
-    """The state that the meeting's thread writes and the caller's thread reads.
+    """The state that the meeting's thread writes and the thread of `Meeting.join` reads.
+
+    It needs no lock: queues and the event have their own, and the reader looks only at attributes that are replaced
+    as a whole.
 
     Attributes:
         agreed: set when the leader has said go.
-        failure: why this process cannot take part.
+        failure: why this process cannot take part; the first reason stays.
         conflict: says that a process with another cluster list claims to lead; "" if none does. A meeting that
-            times out tells it after the missing tasks.
+            times out adds it to the missing tasks.
         lists_differ: whether the process that last answered at the leader's address has another cluster list.
+        queued: the lines that were queued before.
     """
 
     cluster: Cluster
@@ -55,6 +59,7 @@ class Membership:
     has_token: bool
     lost_after_secs: float
     port_shift: int
+    # Random, so that a holder can tell its own job from an earlier or later one at the same addresses.
     job_id: str = field(default_factory=lambda: secrets.token_hex(4))
     process: Process = field(default_factory=_this_process)
     agreed: threading.Event = field(default_factory=threading.Event)
@@ -70,19 +75,20 @@ class Membership:
         return self.task == self.cluster.leader
 
     def line(self, text: str) -> None:
-        """Queues a line for people, each text only once: a process that was refused may call again for ever."""
+        """Queues a line for the user, each text only once: a process that was refused may connect again and again."""
         if text not in self.queued and len(self.queued) < MAX_LINES:
             self.queued.add(text)
             self.lines.put(plain(text))
 
     def event(self, event: MeetingEvent) -> None:
+        # Its texts come from other hosts and reach the terminal.
         self.events.put(plainly(event))
 
     def check_task(self, message: Stop | Ended | Lost) -> None:
         """Raises MessageError if the message is about no task of the cluster."""
         if message.task not in map(str, self.cluster.tasks):
             where = f"{type(message).__name__}.task"
-            raise MessageError(f"a message that makes no sense ({where}: {message.task!r:.40})")
+            raise MessageError(f"a malformed message ({where}: {message.task!r:.40})")
 
     def stopped(self, stop: Stop) -> None:
         """Handles the news that a task was told to stop, which stops all tasks.
@@ -91,7 +97,8 @@ class Membership:
             MessageError: there is no such signal.
         """
         if not 1 <= stop.signum <= 64:  # the signals that Linux has
-            raise MessageError(f"a message that makes no sense (Stop.signum: {stop.signum!s:.40})")
+            raise MessageError(f"a malformed message (Stop.signum: {stop.signum!s:.40})")
+        # Before the go nobody reads events yet: `Meeting.join` waits, and only a failure ends that.
         if self.agreed.is_set():
             self.event(stop)
         else:
@@ -110,15 +117,16 @@ class Membership:
         return Probe(self.place(task), self.place(self.task), self.process, self.identity.cluster)
 
     def misdirected(self, call: Join | Probe) -> Wait | None:
-        """The answer to a call that reached us but was meant for another address; None for any other call.
+        """The answer to a first message that was meant for another address but reached us; None for any other.
 
-        The answer is to wait, so it ends neither side. A call to our address under the name of another task is
+        The answer is to wait, so it ends neither side. A message to our address under the name of another task is
         not misdirected: there the two cluster lists differ.
         """
+        # A name may have been looked up wrongly, or a proxy may lead to the wrong host. That can change.
         if canonical(call.to.address) == canonical(self.cluster.address(self.task)):
             return None
         found = list_differences(self.identity.cluster, call.cluster)
-        text = f"{self.place(self.task)} answers there, and the call was meant for {call.to}"
+        text = f"{self.place(self.task)} answers there, and the connection was meant for {call.to}"
         if found:
             text = f"{text}; {explain(found, 'there', 'here')}"
         return Wait(plain(text), lists_differ=bool(found))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tf2dist.cluster.spec import Task
 
-MAX_CHARACTERS = 2000
+MAX_CHARACTERS = 2000  # of a text from another host, which is shown to the user
 Jobs = dict[str, tuple[str, ...]]  # a cluster list: addresses by job and index
 
 # What is nested in messages.
@@ -34,7 +34,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Process:
-    """A launching process. `who` is random: it tells processes apart that have equal host names and pids."""
+    """A launching process.
+
+    Attributes:
+        who: random: containers on different hosts may have equal host names and pids.
+    """
 
     host: str
     pid: int
@@ -46,7 +50,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Held:
-    """The job that holds a task: its leader, and the leader's process."""
+    """The job that a task has joined: its leader, and the leader's process."""
 
     job_id: str
     leader: Place
@@ -63,8 +67,8 @@ class Identity:
     Attributes:
         versions: by the name of the package.
         config: the configuration without the options that each host may choose for itself.
-        plugins: a hash of each file.
-        data: sizes in bytes by the name of the file; None where the host reads no data.
+        plugins: the SHA-256 of each file.
+        data: the size of each file in bytes; None if the host reads no data.
     """
 
     cluster: Jobs
@@ -88,10 +92,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Join:
-    """A process wants to hold a task.
+    """A process asks to hold a task.
 
     Attributes:
-        to: the task that the call is meant for; it may reach another process by mistake.
+        to: the task that the message is meant for; it may reach another process by mistake.
         caller: the task that the process claims.
     """
 
@@ -127,7 +131,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Wait:
-    """Not now; call again. `lists_differ`: whether the process that answers has another cluster list."""
+    """Not now; try again.
+
+    Attributes:
+        lists_differ: whether the process that answers has another cluster list.
+    """
 
     text: str
     lists_differ: bool
@@ -135,7 +143,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Refused:
-    """No, and calling again is useless.
+    """No, and another attempt is useless.
 
     Attributes:
         code: the exit code with which the caller should end.
@@ -167,12 +175,12 @@ class State:
 
 @dataclass(frozen=True)
 class Go:
-    """All tasks are there and agree."""
+    """All tasks have joined and agree."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life; the leader's also says which tasks are missing, and why."""
+    """A sign of life; that of the leader also says which tasks are missing, and why."""
 
     waiting_for: str = ""
 
@@ -209,6 +217,7 @@ class Ended:
     message: str
 
 
+# A connection accepts only the messages of one union at a time, so a message at the wrong moment is refused unread.
 Call = Join | Probe
 ToJoin = Accepted | Wait | Refused
 ToProbe = State | Wait | Refused
@@ -220,7 +229,7 @@ AnEvent = TypeVar("AnEvent", bound=MeetingEvent)
 
 
 def plain(text: str) -> str:
-    """A text from another host, shortened and without control characters, so that a terminal can show it."""
+    """A text from another host, shortened and without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_CHARACTERS])
 
 

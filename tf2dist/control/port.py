@@ -1,4 +1,4 @@
-"""The control port, by which a task's launching process talks with the others; TensorFlow has a port of its own."""
+"""The control port of a task, at which its launching process listens; TensorFlow has another port."""
 
 import socket
 
@@ -12,6 +12,7 @@ from tf2dist.errors import ClusterError
 def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str, int]:
     """Host and control port of the task whose TensorFlow port is at "host:port"."""
     host, port = split(address)
+    # Above 65535 there are no ports. All hosts derive the same port from the cluster list.
     return host, port + shift if port + shift <= 65535 else port - shift
 
 
@@ -25,6 +26,7 @@ def check_ports(cluster: Cluster, shift: int) -> None:
                 f"{cluster.label(task)}: its control port {port} is {taken[host, port]}; "
                 f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
             )
+        # Control ports may also meet each other: one shifted up and one shifted down.
         taken[host, port] = f"the control port of {task}"
 
 
@@ -36,5 +38,6 @@ def listen(cluster: Cluster, task: Task, shift: int) -> socket.socket:
         TaskLostError: the name is unknown.
     """
     host, port = control_address(cluster.address(task), shift)
+    # The addresses are tried in order, so the port is open at all addresses only if no other way is left.
     name = cluster.label(task)
     return listen_at(name, [*own_addresses(name, host, port), (socket.AF_INET, ("", port))])

@@ -1,4 +1,4 @@
-"""The secret that all tasks of a job share, from the environment or a file, and the key made of it."""
+"""The secret that all tasks of a job share, from the environment or a file, and the key derived from it."""
 
 import hashlib
 import os
@@ -13,17 +13,17 @@ VARIABLE, FILE_VARIABLE = SECRETS
 MIN_CHARACTERS = 16
 MAX_BYTES = 4096
 LOOPBACK = ("localhost:", "127.", "[::1]:")
-# Everybody knows this key. It does not depend on the cluster list, because lists are compared only after both sides
+# This key is public. It does not depend on the cluster list, because lists are compared only after both sides
 # have proved that they have the same key, and a difference can then be shown.
 NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
 
 
 def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], None]) -> bytes:
-    """The key of the job's control connections; without a token, one that only protects against accidents.
+    """The key of the job's control connections; without a token a public one, which only prevents accidents.
 
     Raises:
-        ClusterError: the token is too short, or its file is missing, another user's, or open to others. The group
-            may read it, because Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
+        ClusterError: the token is too short, or its file is missing, owned by another user, or accessible to others.
+            The group may read it: Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
     """
     token = _token(environ)
     if token is not None:
@@ -39,7 +39,7 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], 
 def _token(environ: Mapping[str, str]) -> str | None:
     """The token, or None if none is given.
 
-    A variable that is set but empty is an error, not the wish for no token: `$(cat missing)` gives one.
+    A variable that is set and empty is an error and does not mean "no token": `$(cat missing)` leaves one.
     """
     given = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
     if not given:

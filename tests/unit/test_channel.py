@@ -1,4 +1,4 @@
-"""Two ends of a connection without sockets: proofs, macs, and whatever can be said wrongly."""
+"""Two ends of a channel without sockets: proofs, macs, and invalid bytes of every kind."""
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +52,7 @@ def test_another_key() -> None:
         pair(b"x" * 32)
 
 
-def test_a_stranger_hears_a_nonce_and_nothing_else() -> None:
+def test_a_stranger_receives_a_nonce_and_nothing_else() -> None:
     accepting = Channel(KEY, dials=False)
     assert len(accepting.unsent) == channel.NONCE_BYTES
     accepting.unsent.clear()
@@ -75,8 +75,8 @@ def test_another_program() -> None:
         Channel(KEY, dials=True).receive(b"SSH-2.0-OpenSSH_9.6 and a few more bytes than a nonce has")
 
 
-def test_a_proof_is_not_good_for_the_other_side() -> None:
-    """Who knows no key may send back what it hears, on the same connection or on another one."""
+def test_a_proof_cannot_be_reflected() -> None:
+    """A peer without the key may send back what it receives, on the same connection or on another one."""
     accepting, dialing = Channel(KEY, dials=False), Channel(KEY, dials=True)
     nonce = bytes(accepting.unsent)
     dialing.receive(nonce)
@@ -90,11 +90,11 @@ def test_a_proof_is_not_good_for_the_other_side() -> None:
         mirror.receive(bytes(mirror.unsent) + bytes(32))
 
 
-def test_a_call_that_comes_back_proves_nothing() -> None:
-    """Both ends of it know the key; without a proof whoever passes it on has nothing to pass on."""
+def test_a_connection_relayed_back_to_its_process_proves_nothing() -> None:
+    """Both ends know the key, so a relay could make them prove themselves to each other."""
     nonces = channel.Nonces()
     accepting, dialing = Channel(KEY, dials=False, nonces=nonces), Channel(KEY, dials=True, nonces=nonces)
-    with pytest.raises(WireError, match="passed back to us"):
+    with pytest.raises(WireError, match="relayed back to us"):
         pass_on(accepting, dialing)
     assert not dialing.unsent
     assert not dialing.proved
@@ -103,14 +103,14 @@ def test_a_call_that_comes_back_proves_nothing() -> None:
     assert other.proved, "to others the nonce is as good as any"
 
 
-def test_a_message_is_good_once_in_its_own_direction_and_order() -> None:
+def test_a_message_cannot_be_replayed_reflected_or_reordered() -> None:
     dialing, accepting = pair()
     dialing.send(b"first")
     first = bytes(dialing.unsent)
     dialing.unsent.clear()
     dialing.send(b"second")
     second = bytes(dialing.unsent)
-    with pytest.raises(WireError, match="changed, or said twice"):
+    with pytest.raises(WireError, match="altered or replayed"):
         dialing.receive(first)  # reflected
     with pytest.raises(WireError):
         pair()[1].receive(first)  # in another connection
@@ -124,7 +124,7 @@ def test_a_message_is_good_once_in_its_own_direction_and_order() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_every_changed_byte_is_seen(place: int, change: int) -> None:
+def test_every_altered_byte_is_detected(place: int, change: int) -> None:
     dialing, accepting = pair()
     dialing.send(MESSAGE)
     data = bytearray(dialing.unsent)
@@ -156,5 +156,5 @@ def test_limits() -> None:
         accepting.receive(channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1))
     while len(dialing.unsent) <= channel.MAX_UNSENT_BYTES:
         dialing.send(bytes(channel.MAX_MESSAGE_BYTES))
-    with pytest.raises(WireError, match="reads nothing"):
+    with pytest.raises(WireError, match="does not read"):
         dialing.send(b"x")

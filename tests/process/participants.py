@@ -1,4 +1,4 @@
-"""Members of a meeting for the tests of the control plane: threads, on real sockets."""
+"""Participants of a meeting for the tests of the control connections: threads, on real sockets."""
 
 import contextlib
 import socket
@@ -31,11 +31,11 @@ def wait_for(holds: Callable[[], Any], what: str = "") -> Any:
     return value
 
 
-class Party:
+class Participant:
     """A meeting, and its `join` in a thread."""
 
     def __init__(self, pool: ThreadPoolExecutor, meeting: Meeting, timeout_secs: float) -> None:
-        self.told: list[str] = []
+        self.printed: list[str] = []
         self.seen: list[MeetingEvent] = []
         self.meeting, self.pool, self.timeout_secs = meeting, pool, timeout_secs
         self.signum = 0
@@ -45,7 +45,7 @@ class Party:
         if self.signum:
             raise Interrupted(self.signum)
 
-    def start(self) -> "Party":
+    def start(self) -> "Participant":
         self.meeting.__enter__()
         self.joined: Future[None] = self.pool.submit(self._join)
         return self
@@ -57,7 +57,7 @@ class Party:
             self.leave(error)
             raise
 
-    def go(self) -> "Party":
+    def go(self) -> "Participant":
         self.joined.result(WAIT_SECS)
         return self
 
@@ -76,7 +76,7 @@ class Party:
             self.meeting.__exit__(type(error) if error else None, error, None)
 
     def vanish(self) -> None:
-        """As a process that is killed: its sockets close without a word."""
+        """Ends like a process that is killed: its sockets close without a message."""
         self.left = True
         self.meeting._ended = True
         self.meeting._role.say = lambda message: None  # type: ignore[method-assign]
@@ -97,12 +97,12 @@ class Party:
         return found[0]
 
 
-class Table:
-    """Makes meetings that all end with the test."""
+class Meetings:
+    """Lets participants enter meetings, all of which end with the test."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.pool = pool
-        self.parties: list[Party] = []
+        self.participants: list[Participant] = []
 
     def __call__(
         self,
@@ -113,15 +113,15 @@ class Table:
         key: bytes = NO_TOKEN_KEY,
         timeout_secs: float = 60.0,
         lost_after_secs: float = 30.0,
-    ) -> Party:
+    ) -> Participant:
         job, _, index = task.partition("-")
         made = Identity(cluster.jobs, versions or {}, config or {}, (), {})
-        told: list[str] = []
-        meeting = Meeting(cluster, Task(job, int(index)), made, key, told.append, lost_after_secs=lost_after_secs)
-        party = Party(self.pool, meeting, timeout_secs)
-        party.told = told
-        self.parties.append(party)
-        return party.start()
+        printed: list[str] = []
+        meeting = Meeting(cluster, Task(job, int(index)), made, key, printed.append, lost_after_secs=lost_after_secs)
+        participant = Participant(self.pool, meeting, timeout_secs)
+        participant.printed = printed
+        self.participants.append(participant)
+        return participant.start()
 
 
 def cluster_of(mode: str = "sync", **counts: int) -> Cluster:
@@ -129,36 +129,36 @@ def cluster_of(mode: str = "sync", **counts: int) -> Cluster:
     return Cluster(mode, {job: tuple(f"localhost:{ports.pop()}" for _ in range(n)) for job, n in counts.items()})
 
 
-def all_of(table: Table, cluster: Cluster, **options: Any) -> dict[str, Party]:
-    parties = {str(task): table(cluster, str(task), **options) for task in cluster.tasks}
-    for party in parties.values():
-        party.go()
-    return parties
+def all_of(enter: Meetings, cluster: Cluster, **options: Any) -> dict[str, Participant]:
+    participants = {str(task): enter(cluster, str(task), **options) for task in cluster.tasks}
+    for participant in participants.values():
+        participant.go()
+    return participants
 
 
-def claimant(table: Table, cluster: Cluster, task: str) -> Party:
+def claimant(enter: Meetings, cluster: Cluster, task: str) -> Participant:
     """A second process that claims a task: it listens elsewhere, as another host behind the same list would."""
     with pytest.MonkeyPatch.context() as patch:
         (port,) = unused_ports(1)
         listener = socket.create_server(("localhost", port))
         listener.setblocking(False)
         patch.setattr("tf2dist.control.port.listen", lambda *args: listener)
-        return table(cluster, task)
+        return enter(cluster, task)
 
 
 ASYNC = {"chief": 1, "ps": 1, "worker": 2}
-Healthy = tuple[Cluster, list[Party]]
+Healthy = tuple[Cluster, list[Participant]]
 
 
-def assert_well(healthy: Healthy) -> None:
-    """Nobody was lost, and what one says still reaches all the others."""
-    _, parties = healthy
-    source = parties[-1]
+def assert_job_runs(healthy: Healthy) -> None:
+    """Asserts that no task was lost, and that a message of one still reaches all others."""
+    _, participants = healthy
+    source = participants[-1]
     source.meeting.stop(10)
-    for party in parties[:-1]:
-        party.event(Stop, "worker-1")
-        assert {type(event) for event in party.seen} == {Stop}
-        party.seen.clear()
+    for participant in participants[:-1]:
+        participant.event(Stop, "worker-1")
+        assert {type(event) for event in participant.seen} == {Stop}
+        participant.seen.clear()
 
 
 def call(cluster: Cluster) -> socket.socket:
@@ -166,15 +166,15 @@ def call(cluster: Cluster) -> socket.socket:
 
 
 def is_closed(line: socket.socket) -> bool:
-    """Whether the other side closes it; what it has said before is read."""
+    """Whether the other side closes the connection; reads what it has sent before."""
     with contextlib.suppress(ConnectionError):
         while line.recv(65536):
             pass
     return True
 
 
-def member_of_sorts(cluster: Cluster) -> tuple[socket.socket, Channel]:
-    """One who knows the token and then says what it likes."""
+def peer_with_token(cluster: Cluster) -> tuple[socket.socket, Channel]:
+    """A connection to the leader with a completed handshake, over which the test can send anything."""
     line, channel = call(cluster), Channel(NO_TOKEN_KEY, dials=True)
     shake_hands(line, channel)
     return line, channel
