@@ -1,4 +1,4 @@
-"""Hosts of one's own for tests: network namespaces with an address each, on a bridge that can be cut.
+"""Private hosts for tests: network namespaces with an address each, on a bridge that can be cut.
 
     with hosts(3) as h:
         process = h[0].popen([sys.executable, "-m", "tf2dist", ...])    # h[0].address is "10.77.0.1"
@@ -48,7 +48,7 @@ class Namespace:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command to run it in here."""
+        """The prefix of a command that runs on this host."""
         users = ["--user", "--preserve-credentials"] if os.geteuid() else []
         return ["nsenter", "--target", str(self.pid), *users, "--net", "--uts"]
 
@@ -85,7 +85,7 @@ class Host:
             raise
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a process on the host; it and all that is in its group end with the host."""
+        """Starts a process on the host; its whole process group ends with the host."""
         options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, **options}
         process: subprocess.Popen[str] = subprocess.Popen([*self._namespace.enter, *command], **options)
         self._processes.append(process)
@@ -122,7 +122,7 @@ class Hosts:
         return self._hosts[index]
 
     def cut(self, index: int) -> None:
-        """From now on nothing comes through, and nobody is told, as when a switch on the way fails."""
+        """Drops every packet from now on, and no end is notified, as when a switch on the way fails."""
         self._network.ip(f"link set veth{index} nomaster")
 
     def heal(self, index: int) -> None:
@@ -136,7 +136,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """Hosts 10.77.0.1 and up; skips the test where they cannot be made."""
+    """Hosts 10.77.0.1 and up; skips the test if the system allows none."""
     for program in ("ip", "nsenter", "unshare", "hostname"):
         if not shutil.which(program):
             pytest.skip(f"separate hosts need the program {program}")
@@ -151,7 +151,7 @@ def hosts(count: int) -> Iterator[Hosts]:
 
 
 def with_hosts_file(path: Path, command: list[str], **options: Any) -> "subprocess.Popen[str]":
-    """Starts a process for which /etc/hosts is the given file, whatever is written into it later."""
+    """Starts a process that sees the given file as /etc/hosts, with all later changes."""
     if not shutil.which("unshare"):
         pytest.skip("a file of host names of one's own needs the program unshare")
     users = ["--user", "--map-root-user"] if os.geteuid() else []

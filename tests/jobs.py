@@ -18,7 +18,7 @@ WAIT_SECS = 60.0
 
 
 class Started:
-    """One command on one host; what it says goes to files, so that nothing waits for a reader."""
+    """One command on one host; its output goes to files, so that it never waits for a reader."""
 
     def __init__(self, job: "Job", name: str, place: int, number: int, *options: str, **cluster: Any) -> None:
         self.name = name
@@ -83,20 +83,20 @@ class Job:
             time.sleep(0.05)  # between two looks
 
     def wait_for_steps(self, *names: str, more: int = 200) -> None:
-        """Until each of these workers has logged so many more steps of its own."""
+        """Waits until each of these workers has logged so many more local steps."""
         for name in names:
             task = self.tasks[name]
             before = task.steps[-1] if task.steps else 0
             self.wait(functools.partial(_has_made, task, before + more), f"{name} makes {more} steps")
 
     def code(self, task: Started | str, timeout_secs: float = WAIT_SECS) -> int:
-        """The exit code of a command, when it has ended."""
+        """Waits until a command has ended; returns its exit code."""
         task = self.tasks[task] if isinstance(task, str) else task
         self.wait(lambda: task.process.poll() is not None, f"{task.name} ends", timeout_secs)
         return int(task.process.returncode)
 
     def assert_codes(self, code: int, *names: str, says: str = "", timeout_secs: float = WAIT_SECS) -> None:
-        """All of these, or all, end with the code within the time, and their last lines say it."""
+        """Asserts that these commands, or all, end with the code within the time, and that their last lines fit."""
         deadline = time.monotonic() + timeout_secs
         names = names or self.names
         codes = {name: self.code(name, max(0.0, deadline - time.monotonic())) for name in names}
@@ -116,7 +116,7 @@ class Job:
         return int(steps[-1])
 
     def summary(self, steps: int) -> dict[str, Any]:
-        """The summary of a run that has ended exactly."""
+        """The summary of a run that has ended; asserts that its counts are exact."""
         found: dict[str, Any] = json.loads((self.leader.run_dir / "summary.json").read_text())
         assert found["global_step"] == found["updates_applied"] == found["target_step"] == steps, str(self)
         assert found["test_examples"] == 360

@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line: exit code 2, a line or two, and nothing left behind."""
+"""Mistakes on the command line: exit code 2, a line or two, and nothing left behind."""
 
 import json
 import os

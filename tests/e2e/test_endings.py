@@ -1,4 +1,4 @@
-"""How a run ends that does not end by itself: signals, kills, and who cannot reach it meanwhile."""
+"""Runs that are ended from outside, by signals and kills, and the ports that nobody can reach meanwhile."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
     ],
 )
 def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.Signals) -> None:
-    """Also if it comes twice at once, as from SLURM at a time limit."""
+    """Also a signal that comes twice at once, as from SLURM at a time limit."""
     process = command.start(f"mode={mode}", *LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     for pause_secs in (0.02, 0.0):
@@ -53,7 +53,7 @@ def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.S
     assert "Traceback" not in finished.stderr
 
 
-def test_a_reader_that_stalls_stops_nothing(command: Command) -> None:
+def test_a_reader_that_stalls_does_not_stop_the_run(command: Command) -> None:
     """Its pipe is full from the start: the run goes on, and signals still work."""
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
@@ -94,7 +94,7 @@ def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> None:
-    """As systemd and job schedulers send it: to the tasks, which hear of it again from their launcher.
+    """As systemd and job schedulers send it: to the tasks, which get it a second time from their launcher.
 
     systemd adds SIGHUP, which is for the launcher alone.
     """
@@ -181,8 +181,8 @@ BUSY = {
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("what", ["saving", pytest.param("evaluating", marks=pytest.mark.slow), "starting"])
-def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -> None:
-    """A run that does hardly anything else is stopped while it saves, evaluates or starts."""
+def test_a_signal_during_saving_evaluation_or_start(command: Command, mode: str, what: str) -> None:
+    """The run is stopped while it saves, evaluates or starts, and does hardly anything else."""
     process = command.start(f"mode={mode}", "cluster=local2", *LONG, "model=softmax", *BUSY[what])
     logs = command.folder / "run" / "logs"
     if what == "starting":
@@ -203,7 +203,7 @@ def test_a_signal_whatever_is_going_on(command: Command, mode: str, what: str) -
 
 @pytest.mark.parametrize("patience", [pytest.param("grace", marks=pytest.mark.slow), "second signal"])
 def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None:
-    """A frozen ps lets nobody save: the time for that is limited, and Ctrl-C ends it at once."""
+    """With a frozen ps nothing can be saved: the attempt has a limit, and Ctrl-C ends it at once."""
     process = command.start(*LONG, f"grace_secs={2 if patience == 'grace' else 600}")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     task_process(command.folder / "run", "ps-0").send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The command on separate hosts: cut links, lost hosts, killed tasks, signals, wrong places, missing peers."""
+"""The command on separate hosts: cut links, lost hosts, killed tasks, signals, wrong hosts, missing peers."""
 
 import re
 import signal
@@ -52,7 +52,7 @@ def job(five: Hosts, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def cut_for_a_while(job: Job, *names: str) -> None:
-    """Cuts hosts off for ten seconds; then all go on, and nobody has lost anybody."""
+    """Cuts hosts off for ten seconds; afterwards all go on, and none has reported a loss."""
     for name in names:
         job.hosts.cut(job.names.index(name))
     time.sleep(CUT_SECS)  # the failure itself, not a wait for something
@@ -65,13 +65,13 @@ def cut_for_a_while(job: Job, *names: str) -> None:
 
 
 def refused(job: Job, says: str, name: str, place: int, *options: str, **cluster: Any) -> None:
-    """A command that is wrong, in more words than those of the job's own, ends with code 2 and says why."""
+    """A command with wrong options, in addition to those of the job, ends with code 2 and says why."""
     started = job.start_one(name, place, *options, **cluster)
     assert job.code(started) == 2, str(started)
     assert re.search(says, started.stderr.splitlines()[-1]), str(started)
 
 
-def test_async_wrong_places_cut_links_a_stop(job: Callable[[str], Job]) -> None:
+def test_async_wrong_hosts_cut_links_a_stop(job: Callable[[str], Job]) -> None:
     run = job("async")
     a, c, d = (run.hosts[place].address for place in (0, 2, 3))
     endless = f"train.steps={ENDLESS}"
@@ -97,7 +97,7 @@ def test_async_wrong_places_cut_links_a_stop(job: Callable[[str], Job]) -> None:
     assert run.saved_step() > 400, str(run)
 
 
-def test_sync_wrong_places_cut_links_stops(job: Callable[[str], Job]) -> None:
+def test_sync_wrong_hosts_cut_links_stops(job: Callable[[str], Job]) -> None:
     run = job("sync")
     endless = f"train.steps={ENDLESS}"
     run.start(endless, order=("worker-1", "worker-0"))

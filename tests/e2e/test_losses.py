@@ -1,4 +1,4 @@
-"""Tasks that are lost: which role, by which signal, in which mode; the run ends exactly all the same."""
+"""Tasks that are lost, by role, signal and mode; the run reaches its exact end nevertheless."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def start(command: Command, mode: str, *more: str) -> subprocess.Popen[str]:
 
 
 def wait_for_step(command: Command, process: subprocess.Popen[str], step: int) -> None:
-    """Until the first worker has logged a global step of at least `step`."""
+    """Waits until the first worker has logged a global step of at least `step`."""
     log = command.folder / "run" / "logs" / "worker-0.log"
 
     def logged() -> bool:
@@ -64,7 +64,7 @@ ROLES = {"async": ["worker-1", "ps-0", "chief-0"], "sync": ["worker-1", "worker-
 )
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: signal.Signals) -> None:
-    """A lost asynchronous worker begins again alone, any other with all from the last checkpoint."""
+    """A lost asynchronous worker is restarted alone; for any other task all restart from the last checkpoint."""
     process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}")
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
     told: list[str] = []
@@ -92,7 +92,7 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
 
 @pytest.mark.slow
 def test_all_workers_lost(command: Command) -> None:
-    """All take part again, and the updates of their first lives are not lost."""
+    """All of them take part again, and the updates that they had made are kept."""
     process = start(command, "async")
     wait_for_step(command, process, 1_500)
     log = command.folder / "run" / "logs" / "worker-2.log"
@@ -129,7 +129,7 @@ def _has_another(command: Command, pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_stopped_for_a_while_stops_nothing(command: Command) -> None:
+def test_a_launcher_that_is_suspended_for_a_while_ends_no_task(command: Command) -> None:
     process = start(command, "async", "watchdog_secs=5")
     wait_for_step(command, process, 500)
     process.send_signal(signal.SIGSTOP)
@@ -172,7 +172,7 @@ def stuck(input_shape, num_classes):
 
 @pytest.mark.slow
 def test_a_worker_that_is_stuck_in_the_users_code(command: Command) -> None:
-    """It shows signs of life, and makes no progress: the watchdog writes its stacks, and names the function."""
+    """It shows signs of life and makes no progress: the watchdog writes its stacks and names the function."""
     (command.folder / "stuck.py").write_text(STUCK)
     mark = command.folder / "mark"
     finished = command(
@@ -207,8 +207,8 @@ if log.endswith("worker-1.log") and not mark.exists():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_worker_that_leaves_with_code_0(command: Command, mode: str) -> None:
-    """Some code has ended the process: it is named, and started again."""
+def test_a_worker_that_exits_with_code_0(command: Command, mode: str) -> None:
+    """Some code has ended the process: the task is named and started again."""
     (command.folder / "leaves.py").write_text(LEAVES)
     arguments = [f"mode={mode}", "cluster=local2", *COMMON, "plugins=[leaves.py]", f"train.steps={STEPS[mode]}"]
     finished = command(*arguments, env={"LEAVE_MARK": str(command.folder / "mark")})
@@ -229,8 +229,8 @@ WAITS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["frozen", "slow", "mute"])
-def test_who_waits_for_a_task_at_the_start_is_not_to_blame(command: Command, how: str) -> None:
-    """The first worker waits for the other in a call of TensorFlow in which no thread of its own can say anything."""
+def test_a_task_that_waits_for_another_at_the_start_is_not_blamed(command: Command, how: str) -> None:
+    """The first worker waits for the other in a call of TensorFlow in which none of its threads can report."""
     (command.folder / "wait.py").write_text(f"""
 import ctypes, os, pathlib, signal, time
 mark = pathlib.Path({str(command.folder / "mark")!r})

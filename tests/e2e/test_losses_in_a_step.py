@@ -1,4 +1,4 @@
-"""Tasks that are lost while every worker is in the middle of a step, where a gate in the model holds it."""
+"""Tasks that are lost while every worker is in the middle of a step, held there by a gate in the model."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def start_and_close_the_gate(command: Command, mode: str) -> subprocess.Popen[str]:
-    """Every worker is in the middle of a step when it returns, and stays there as long as the gate is closed.
+    """Returns when every worker is in the middle of a step; each stays there as long as the gate is closed.
 
     A synchronous worker that was through before it closed waits, in the same step, for the sum of one that was not.
     """
@@ -86,7 +86,7 @@ def test_a_loss_in_the_middle_of_a_step(command: Command, mode: str, task: str, 
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_launcher_killed_in_the_middle_of_a_step_leaves_nobody(command: Command, mode: str) -> None:
+def test_a_launcher_killed_in_the_middle_of_a_step_leaves_no_process(command: Command, mode: str) -> None:
     process = start_and_close_the_gate(command, mode)  # it stays closed
     process.kill()
     process.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""What a run that goes well says, and whom it asks."""
+"""The output of a run without problems, and the names that it looks up."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Sweeps as a user types them: one run after the other, whatever becomes of each, and on again after a stop."""
+"""Sweeps as a user starts them: one run after the other, also after a failure, and resumed after a stop."""
 
 import csv
 import os
@@ -34,7 +34,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
-    """What the sweep has written to its two outputs; it must have ended with this code."""
+    """The stdout and stderr of the sweep; asserts that it has ended with this code."""
     stdout, stderr = process.communicate(timeout=150)
     assert process.returncode == code, stdout + stderr
     return stdout, stderr
@@ -46,8 +46,8 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_job_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
-    """The exit code is its own, here that of a loss which is not finite."""
+def test_a_job_that_fails_does_not_affect_the_others(tmp_path: Path) -> None:
+    """The sweep exits with the code of that job, here of a loss that is not finite."""
     stdout, stderr = ended(start(tmp_path, "mode=sync", "train.steps=20", "optimizer.learning_rate=1e38,0.1"), 3)
     (folder,) = tmp_path.glob("multirun/*-*-*/*-*-*")
     assert [row["state"] for row in rows(folder)] == ["failed", "done"]
@@ -67,7 +67,7 @@ def test_a_job_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, number: int) -> None:
-    """Ctrl-C reaches all processes of the terminal, SIGTERM the one that a scheduler knows."""
+    """Ctrl-C reaches all processes of the terminal, SIGTERM only the one that a scheduler has started."""
     options = ["mode=async,sync", "train.steps=2500", "hydra.sweep.dir=sweep"]
     folder = tmp_path / "sweep"
     ended(start(tmp_path, "mode=async", "train.steps=2500", "hydra.sweep.dir=sweep"), 0)
@@ -97,7 +97,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_takes_its_job_along(tmp_path: Path) -> None:
+def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
     """The job saves first."""
     process = start(tmp_path, "mode=sync", "train.steps=1000000", "seed=1,2", "hydra.sweep.dir=sweep")
     log = tmp_path / "sweep" / "0" / "logs" / "worker-0.log"

@@ -26,7 +26,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def addresses(counts: dict[str, int]) -> dict[str, list[str]]:
-    """Addresses on this host, the ports in no order."""
+    """Addresses on this host, with ports in no order."""
     ports = ports_of_tasks(sum(counts.values()))
     random.Random(0).shuffle(ports)
     return {job: [f"localhost:{ports.pop()}" for _ in range(count)] for job, count in counts.items()}
@@ -40,7 +40,7 @@ def finish_all(command: Command, processes: dict[str, subprocess.Popen[str]]) ->
 
 
 def start_one_by_one(command: Command, jobs: dict[str, list[str]], mode: str) -> dict[str, subprocess.Popen[str]]:
-    """Starts every task, seconds apart: each waits until the one before says that it has begun."""
+    """Starts the tasks one after another: each when the previous one has reported that it has begun."""
     processes: dict[str, subprocess.Popen[str]] = {}
     for job, hosts in jobs.items():
         for index in range(len(hosts)):
@@ -109,7 +109,7 @@ def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: d
 
 @pytest.mark.slow
 def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
-    """It shares the run directory, sees every checkpoint that it has time for, and the last."""
+    """It shares the run directory, and evaluates the last checkpoint and every other that it has time for."""
     jobs = addresses({"chief": 1, "ps": 1, "worker": 1, "evaluator": 1})
     processes = {}
     for job in jobs:
@@ -130,7 +130,7 @@ def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
 
 @pytest.mark.slow
 def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> None:
-    """Each of them would otherwise wait for ever: nobody else knows of them."""
+    """Otherwise each of them would wait without end."""
     for end in ("fails", "dies"):
         jobs = addresses({"ps": 1, "worker": 1, "chief": 1})
         processes = {}
@@ -154,7 +154,7 @@ def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> N
 
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["killed", "frozen"])
 def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool) -> None:
-    """All that was applied is on the ps."""
+    """All updates that were applied are on the ps."""
     jobs = addresses({"chief": 1, "ps": 1, "worker": 1})
     processes = {}
     for job in jobs:
@@ -198,7 +198,7 @@ def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: d
 
 
 def start_with_hosts_file(command: Command, names: Path, *options: str) -> "subprocess.Popen[str]":
-    """A synchronous cluster of one worker whose own name is in a file of host names, or comes there."""
+    """A synchronous cluster of one worker whose own name is in a file of host names, now or later."""
     jobs = {"worker": [f"late-name:{ports_of_tasks(1)[0]}"]}
     env = {**os.environ, "TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}})}
     arguments = [*COMMAND, "mode=sync", "data=digits", "model=softmax", "train.steps=20", *options]
@@ -208,7 +208,7 @@ def start_with_hosts_file(command: Command, names: Path, *options: str) -> "subp
     )
 
 
-def test_an_own_name_that_is_known_late_is_waited_for(command: Command, tmp_path: Path) -> None:
+def test_a_run_waits_for_its_own_name_to_be_known(command: Command, tmp_path: Path) -> None:
     """The DNS record of a new pod comes seconds after the pod."""
     names = tmp_path / "names"
     names.write_text("127.0.0.1 localhost\n")
@@ -237,7 +237,7 @@ def test_an_own_name_that_never_comes_is_named(command: Command, tmp_path: Path)
 
 
 def test_hosts_with_another_keras_json_are_refused(command: Command) -> None:
-    """Two workers would train two models, of permuted pixels, and sum their gradients without a word."""
+    """The two workers would train on differently permuted pixels, and sum their gradients without any error."""
     jobs = addresses({"worker": 2})
     processes = {}
     for index, value in enumerate(("channels_last", "channels_first")):

@@ -1,4 +1,4 @@
-"""Trouble that is nobody's loss: a loss that is not finite, a full disk, an error in the user's code."""
+"""Failures without a lost task: a loss that is not finite, a full disk, an error in the user's code."""
 
 import json
 import subprocess

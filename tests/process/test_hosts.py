@@ -1,4 +1,4 @@
-"""The launching processes of separate hosts, without TensorFlow: cut links, lost hosts, wrong places."""
+"""The launching processes of separate hosts, without TensorFlow: cut links, lost hosts, wrong hosts."""
 
 import json
 import queue
@@ -38,7 +38,7 @@ ASaid = TypeVar("ASaid", bound=Said)
 
 
 class Member:
-    """A process on a host that takes part, and what it has said."""
+    """A process on a host that takes part in a meeting, and its messages."""
 
     def __init__(self, host: Host, jobs: dict[str, list[str]], job: str, index: int, **request: Any) -> None:
         request |= {"mode": "async" if "ps" in jobs else "sync", "jobs": jobs, "task": [job, index]}
@@ -58,7 +58,7 @@ class Member:
         self._lines.put("")
 
     def until(self, kind: type[ASaid]) -> ASaid:
-        """The next message of a class; whatever comes before it is kept in `said`."""
+        """The next message of a class; messages that come before it are kept in `said`."""
         deadline = time.monotonic() + WAIT_SECS
         while True:
             line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -92,7 +92,7 @@ def running(three: Hosts) -> Iterator[list[Member]]:
 
 @pytest.fixture
 def patient(three: Hosts) -> Iterator[list[Member]]:
-    """The same, losing each other after 30 seconds, as is the default."""
+    """The same with a loss only after 30 seconds of silence, as by default."""
     yield from _running(three, lost_after_secs=30)
 
 
@@ -144,7 +144,7 @@ def test_a_killed_process_is_lost_at_once(running: list[Member]) -> None:
 
 
 def test_a_duplicate_index_on_a_third_host(three: Hosts) -> None:
-    """Its list is equal: a proxy, or a host that was given another one's task and does not check its address."""
+    """Its cluster list is equal: a proxy, or a host that has another host's task and does not check its address."""
     jobs = workers(three, 0, 1)
     holders = [Member(three[index], jobs, "worker", index) for index in range(2)]
     for member in holders:
@@ -208,7 +208,7 @@ def test_a_host_that_is_not_there_has_no_route_or_gives_no_answer(three: Hosts) 
 
 
 def test_a_foreign_address(three: Hosts) -> None:
-    """A process that was given another host's task finds out alone, before it calls anybody."""
+    """A process with another host's task finds that out by itself, before it connects to any peer."""
     process = three[1].popen([sys.executable, "-c", FOREIGN], cwd=REPOSITORY, stdout=subprocess.PIPE)
     text, _ = process.communicate(timeout=WAIT_SECS)
     assert text.startswith("worker 0 (10.77.0.1:2222): is not an address of this host")

@@ -1,4 +1,4 @@
-"""The private network, and what happens where there is none."""
+"""The private network, free ports, and systems that offer no private network."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from tf2dist.control.dialer import Dialer
 
 
 def in_a_child(function: Callable[[], bool]) -> bool:
-    """Runs a function that changes its process in one of its own."""
+    """Runs a function that changes its process in a process of its own."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -37,8 +37,8 @@ def test_a_private_network_has_a_working_loopback_and_nothing_else() -> None:
     assert in_a_child(look)
 
 
-def test_where_it_fails_half_way_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a kernel allows user namespaces, but neither maps nor devices in them."""
+def test_a_failure_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels allow user namespaces, but neither maps nor devices in them."""
     before = os.readlink("/proc/self/ns/net")
     monkeypatch.setattr(fcntl, "ioctl", lambda *args: (_ for _ in ()).throw(PermissionError("no")))
     assert not linux.enter_private_network()
@@ -55,7 +55,7 @@ def test_unused_ports_are_free_and_not_for_outgoing_connections() -> None:
 
 
 class NoIpv6(socket.socket):
-    """As of a kernel without it."""
+    """Behaves like a kernel without IPv6."""
 
     def __init__(self, family: int = socket.AF_INET, *args: Any, **kwargs: Any) -> None:
         if family == socket.AF_INET6:
@@ -70,7 +70,7 @@ def test_a_kernel_without_ipv6_has_ports_too(monkeypatch: pytest.MonkeyPatch) ->
         assert not linux._is_free(server.getsockname()[1])
 
 
-def test_an_address_that_the_kernel_cannot_call_is_a_reason_to_wait() -> None:
+def test_an_address_that_the_kernel_cannot_reach_is_retried() -> None:
     def dial(*args: Any) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 

@@ -1,4 +1,4 @@
-"""Signals to a command: which of them count, from its first moment on, and as process 1."""
+"""Signals to a command: which of them count, during its start, and as process 1."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
 def test_a_signal_while_the_command_begins(command: Command, number: signal.Signals) -> None:
-    """Also as process 1, as in a container, for which the kernel drops what has no handler."""
+    """Also as process 1, as in a container: the kernel drops every signal for which that has no handler."""
     unshare = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else []), "--pid", "--fork", "--kill-child"]
     possible = shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
     prefix = unshare if possible else []
@@ -87,7 +87,7 @@ def test_a_signal_while_the_command_begins(command: Command, number: signal.Sign
 
 
 def test_a_signal_between_the_imports_and_the_tasks() -> None:
-    """Whatever takes its time there, such as a download, is left in order."""
+    """What takes long there, such as a download, gets the chance to clean up."""
     code = """if True:
         import os, signal, sys
         from tf2dist import cli
