@@ -258,7 +258,7 @@ def test_the_code_of_a_run_is_not_executed_unasked(table: Path, capsys: pytest.C
     """It is with plugins=; then a model that is no classifier gives its outputs, and all its metrics."""
     plugin = table.parent / "mine.py"
     for command in (export, predict, evaluate):
-        words = rf"plugins: .* has the class Half, .*; name its files with plugins=\[{plugin}\]"
+        words = rf"plugins: .* needs the class Half, .*; give plugins=\[{plugin}\]"
         with pytest.raises(ConfigError, match=words):
             command.run([str(table)])
     evaluate.run([str(table), f"plugins=[{plugin}]"])
@@ -283,14 +283,14 @@ def test_the_code_of_a_run_is_not_executed_unasked(table: Path, capsys: pytest.C
         (
             "export",
             ["RUN", "formt=onnx"],
-            "formt: there is no such option; there is format, step, plugins",
+            "formt: there is no such option; the options are format, step, plugins",
         ),
         (
             "export",
             ["RUN", "format=onix"],
             "format (onix): must be one of saved_model, onnx, litert; did you",
         ),
-        ("export", ["RUN", "a", "b"], "b: is one too many"),
+        ("export", ["RUN", "a", "b"], "b: is one argument too many"),
         ("export", ["RUN", "nowhere/out"], "there is no folder"),
         ("export", ["RUN", "plugins=[nowhere.py]"], "nowhere.py): there is no such file"),
         ("predict", ["nowhere"], "RUN_DIR (nowhere): there is no such folder; name the directory of a run"),

@@ -1,4 +1,4 @@
-"""The variables of a Keras model by the names that another model of the same kind has for them."""
+"""Matches the variables of a Keras model with the names that another model of the same kind has for them."""
 
 import keras
 import numpy as np
@@ -11,30 +11,30 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
 def saved_variables(model: keras.Model) -> Named:
-    """The variables of a model that a checkpoint holds: without the seeds of random layers."""
+    """The variables of a model that a checkpoint holds: all but the seeds of random layers."""
     seeds = set(map(id, seeds_of(model)))
     others = [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
     return named_variables(model, [*model.trainable_variables, *others], [])
 
 
 def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], step: int) -> None:
-    """Puts the arrays of a run into a model and its built optimizer, which counts the step, too.
+    """Puts the arrays of a run into a model and its built optimizer, and sets the optimizer's count of updates.
 
-    Keras numbers layers without a name of their own anew in each process, and puts the name of a model in front of
-    theirs or not: what is "sequential_1/dense_3/kernel" there may be "dense/kernel" here. So the order tells which is
-    which.
+    Keras numbers layers without a name anew in each process, and may put the name of the model in front:
+    "sequential_1/dense_3/kernel" there can be "dense/kernel" here. So variables are matched by their order.
 
     Args:
         names: of the model's variables in the run, in the order of `saved_variables`.
-        arrays: by their names in the run. What belongs to the optimizer is left out if this one has no such variable.
+        arrays: by their names in the run. Those of the optimizer are left out if this one has no such variable.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: the arrays are those of another model.
     """
     here = saved_variables(model)
     found = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
     if len(here) != len(names):
         raise CheckpointError(f"the model is another one: it has {len(names)} variables there and {len(here)} here")
+    # Equal numbers are not enough: shapes tell a model whose layers have other sizes, or stand in another order.
     wanted = {name: tuple(both[0].shape) for name, both in zip(names, here.values(), strict=True)}
     if problems := differences(found, wanted):
         raise CheckpointError(f"the model is another one: {'; '.join(problems)}")
@@ -47,19 +47,20 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
 
 
 def _renamed(name: str, renamed: dict[str, str]) -> str:
-    """The name of a variable in the run; the optimizer's are named after those of the model."""
+    """The name of a variable in the run, where those of the optimizer are named after those of the model."""
     if name in renamed:
         return renamed[name]
+    # A variable of the optimizer as a whole belongs to none of the model's; its name is the same everywhere.
     owner, _, attribute = name.removeprefix(OPTIMIZER).rpartition("/")
     its = renamed.get(f"{MODEL}{owner}")
     return f"{OPTIMIZER}{its.removeprefix(MODEL)}/{attribute}" if its else name
 
 
 def copy_names(model: keras.Model, named: keras.Model) -> None:
-    """Gives a model and its layers the names of another one, which was built in the same way.
+    """Gives a model and its layers the names of another model that was built in the same way.
 
     Raises:
-        ValueError: they have not the same number of layers.
+        ValueError: the models have different numbers of layers.
     """
     for mine, its in zip(layers_of(model), layers_of(named), strict=True):
         mine.name = its.name

@@ -1,4 +1,4 @@
-"""The model, the configuration and the data of a run, as the commands need them."""
+"""Opens a run for the commands: its configuration, its model and its data."""
 
 import types
 from dataclasses import replace
@@ -23,40 +23,42 @@ def config_of(request: Request) -> RunConfig:
     """The configuration of the run.
 
     Raises:
-        ConfigError: there is none, or it is no configuration.
+        ConfigError: the file is missing, or is no configuration.
     """
     path = request.run_dir / "config.yaml"
     try:
         with open_to_read(path) as file:
             return schema.from_yaml(file.read().decode())
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        # Without a system error it is one of decoding.
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"RUN_DIR ({request.run_dir}): config.yaml cannot be read ({reason}); name a run") from None
 
 
 def model_of(request: Request) -> keras.Model:
-    """The model of the run, with the code in the plugins that the command line names, and in no others.
+    """The model of the run; runs the plugins that the command line names, and no others.
 
     Raises:
-        RequestError: it cannot be loaded.
+        RequestError: the model cannot be loaded.
     """
+    # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
         return load_model(request.run_dir, request.step, code_of(request.plugins))
     except UnknownCode as error:
         its = ", ".join(config_of(request).plugins)
         raise ConfigError(
-            f"plugins: {request.run_dir} has {error.what}, and no code of a run is executed unasked; name its files "
-            f"with plugins=[{its or 'FILE.py'}]"
+            f"plugins: {request.run_dir} needs {error.what}, but a run's own code is executed only if you name it; "
+            f"give plugins=[{its or 'FILE.py'}]"
         ) from None
 
 
 def data_of(request: Request) -> tuple[str, Splits]:
-    """The name and the examples of the data that the command line chooses, or else of the run's own.
+    """The name and the examples of the data that the command line chooses, by default the run's own.
 
-    Call `model_of` before, which runs the plugins.
+    Call `model_of` first, which runs the plugins that may register the data.
 
     Raises:
-        RequestError: they cannot be had.
+        RequestError: the data cannot be loaded.
     """
     if request.data:
         data = load([*request.data, f"plugins=[{','.join(request.plugins)}]"], None).data
@@ -70,9 +72,10 @@ def data_of(request: Request) -> tuple[str, Splits]:
             )
         if data.name not in registry.DATA:
             raise ConfigError(
-                f"data ({data.name}): is code of the run's own, and no code of a run is executed unasked; name its "
+                f"data ({data.name}): is the run's own code, which is executed only if you name it; give its "
                 f"files with plugins=[{', '.join(config.plugins) or 'FILE.py'}], or give data=NAME"
             )
+    # Never other data than asked for: a model of MNIST evaluated on the fallback would give figures that mean nothing.
     data = location.resolve(replace(data, offline="fail"), warn)
     return data.name, load_data(data)
 
@@ -91,6 +94,7 @@ def split_of(name: str, splits: Splits, split: str) -> Arrays:
 
 def code_of(plugins: list[str]) -> dict[str, Any]:
     """Runs plugins; returns the classes and functions that they define, by name."""
+    # Only what a plugin defines itself, not what it imports.
     return {
         name: found
         for module in registry.load_plugins(plugins)

@@ -1,4 +1,4 @@
-"""What a run's model says of files, or of the test set."""
+"""Predicts files, or the test set, with the model of a run."""
 
 import sys
 from pathlib import Path
@@ -17,17 +17,18 @@ from tf2dist.finished.shell import Request
 from tf2dist.launch.streams import say
 
 BATCH_SIZE = 256
-MOST_CLASSES = 30  # of a matrix that is printed
+MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal
 
 
 def predict(request: Request) -> None:
-    """Prints what the model says; of the test set, draws it too.
+    """Prints the predictions; those of the test set are drawn, too.
 
     Raises:
-        RequestError: the model, the files or the data cannot be had, or do not fit.
+        RequestError: the model, a file or the data cannot be loaded, or does not fit the model.
     """
     model = model_of(request)
     classifier = Classifier.of(model)
+    # File by file, so that many large ones need not fit into memory, and lines come before a later file fails.
     if request.operands:
         for operand in request.operands:
             path = Path(operand).expanduser()
@@ -44,25 +45,28 @@ def predict(request: Request) -> None:
 
 
 def _outputs(model: keras.Model, x: Any, where: str) -> Any:
-    """The model's outputs in their own structure.
+    """The model's outputs, in the structure in which it returns them.
 
     Raises:
         DataError: the examples do not fit the model.
     """
     try:
         return model.predict(x, BATCH_SIZE, verbose=0)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
         what = first_line(str(error))
-        raise DataError(f"{where}: does not fit the model ({what}); give what this run was trained on") from None
+        raise DataError(
+            f"{where}: does not fit the model ({what}); give data like those that this run was trained on"
+        ) from None
 
 
 def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> None:
-    """A line for each example: class, probability and name, or the outputs and name."""
+    """Prints a line for each example: class, probability and name, or all outputs and the name."""
     if classifier:
         probabilities = classifier.probabilities(outputs)
         best = probabilities.argmax(axis=1)
         fields = [[str(one), f"{row[one]:.4f}"] for one, row in zip(best, probabilities, strict=True)]
     else:
+        # Several outputs stand one after the other in a line, in the order in which Keras flattens them.
         leaves = [np.asarray(leaf).reshape(len(names), -1) for leaf in keras.tree.flatten(outputs)]
         fields = [[f"{value:.6g}" for value in row] for row in np.concatenate(leaves, axis=1)]
     for values, name in zip(fields, names, strict=True):
@@ -70,16 +74,18 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
-    """The accuracy, the confusion matrix and the pictures.
+    """Prints the accuracy and the confusion matrix, and draws the matrix and the first images.
 
     Raises:
-        DataError: the labels are no classes of the model.
+        DataError: the data has classes that the model does not have.
     """
     true, predicted = class_numbers(test.y), probabilities.argmax(axis=1)
     num_classes = probabilities.shape[1]
+    # Labels are indices of the matrix: a negative one would count in the wrong row without an error.
     if true.min() < 0 or true.max() >= num_classes:
         raise DataError(
-            f"data: has classes up to {true.max()}, and the model knows {num_classes}; give other data=NAME"
+            f"data: has labels from {true.min()} to {true.max()}, but the model has {num_classes} classes; choose "
+            "another one with data=NAME"
         )
     counts = confusion(true, predicted, num_classes)
     say(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)

@@ -1,4 +1,4 @@
-"""What the commands on a finished run have in common: their arguments, their errors, and a quiet TensorFlow."""
+"""What the commands for finished runs share: reading arguments, showing errors, and silencing TensorFlow."""
 
 import contextlib
 import logging
@@ -16,13 +16,15 @@ from tf2dist.config.paths import settle_home
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.launch.streams import prepare, say
 
+# TensorFlow and Keras read it when they are imported.
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "KERAS_BACKEND": "tensorflow",
     "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # a training may use the same GPU
 }
-OPTION = re.compile(r"\+?([a-z_]+(?:\.[A-Za-z0-9_]+)?)=(.*)", re.DOTALL)  # a file may have such a name: ./a=b
+# Anything else is a file; one whose name looks like an option can be given as ./a=b.
+OPTION = re.compile(r"\+?([a-z_]+(?:\.[A-Za-z0-9_]+)?)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,11 @@ class Request:
     """A command line.
 
     Attributes:
-        operands: what stands behind the run directory, such as files.
-        options: by name, as they were given.
-        data: those of the data, each as a whole argument.
-        step: of the checkpoint asked for.
-        plugins: the files of the user's own code that are to be run.
+        operands: the arguments after the run directory that are not options, such as files.
+        options: the values by name, as they were given.
+        data: the options of the data, each as a whole argument.
+        step: that of the requested checkpoint; None for the final weights.
+        plugins: the paths of the user's own code that is to be run.
     """
 
     run_dir: Path
@@ -49,11 +51,11 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     """Reads a command line.
 
     Args:
-        known: the options that the command has; "data." stands for all that begin so.
-        max_operands: that may stand behind the run directory; None: any number.
+        known: the options of the command; "data." stands for all that begin with it.
+        max_operands: how many may follow the run directory; None for any number.
 
     Raises:
-        ConfigError: something in it is unknown, missing or too much.
+        ConfigError: an argument is unknown, missing, or one too many.
     """
     operands, options, data = [], {}, []
     for argument in arguments:
@@ -66,21 +68,22 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
             options[found[1]] = found[2]
             data += [argument] if found[1].partition(".")[0] == "data" else []
         else:
+            # Without "data.": the options that it stands for depend on the data.
             its = ", ".join(name for name in known if not name.endswith("."))
-            raise ConfigError(f"{found[1]}: there is no such option; there is {its}{nearest(found[1], known)}")
+            raise ConfigError(f"{found[1]}: there is no such option; the options are {its}{nearest(found[1], known)}")
     if not operands:
         raise ConfigError("RUN_DIR: is missing; name the directory of a run, see --help")
     run_dir = Path(operands[0]).expanduser()
     if not run_dir.is_dir():
         raise ConfigError(f"RUN_DIR ({run_dir}): there is no such folder; name the directory of a run")
     if max_operands is not None and len(operands) > 1 + max_operands:
-        raise ConfigError(f"{operands[1 + max_operands]}: is one too many; see --help")
+        raise ConfigError(f"{operands[1 + max_operands]}: is one argument too many; see --help")
     step, plugins = _step(options.get("step")), _plugins(options.get("plugins", ""))
     return Request(run_dir.absolute(), operands[1:], options, data, step, plugins)
 
 
 def one_of(name: str, given: str, known: Sequence[str]) -> str:
-    """A word that must be one of some words.
+    """Returns the given word, which must be one of the known ones.
 
     Raises:
         ConfigError: it is not.
@@ -91,12 +94,14 @@ def one_of(name: str, given: str, known: Sequence[str]) -> str:
 
 
 def _step(given: str | None) -> int | None:
+    # `int` would also take "1_000", " 7" and digits of other scripts.
     if given is not None and not re.fullmatch(r"[0-9]{1,18}", given):
         raise ConfigError(f"step ({given}): must be the step of a checkpoint, such as 1000")
     return None if given is None else int(given)
 
 
 def _plugins(given: str) -> list[str]:
+    # Brackets as in training, and without them, since a shell may take those for a pattern.
     words = given.removeprefix("[").removesuffix("]").split(",")
     paths = [Path(word.strip()).expanduser().absolute() for word in words if word.strip()]
     for path in paths:
@@ -106,12 +111,13 @@ def _plugins(given: str) -> list[str]:
 
 
 def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
-    """Runs one command line, writes its error if there is one, and exits; see `errors` for the codes.
+    """Runs a command, writes its error if there is one, and exits; see `errors` for the codes.
 
     Args:
-        work: does it, given the arguments.
-        usage: for --help.
+        work: runs the command; takes its arguments.
+        usage: the text of --help.
     """
+    # First of all: Ctrl-C while modules are imported would otherwise show a traceback.
     signals.end_at_once()
     prepare()
     settle_home()
@@ -126,14 +132,19 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     except BrokenPipeError:  # the reader of our output has left, and `say` has closed it
         code = 0
     except TfDistError as error:
-        with contextlib.suppress(OSError):  # nobody can read it; the code is still the answer
+        # If nobody can read it any more, the exit code still tells what happened.
+        with contextlib.suppress(OSError):
             say(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
         code = error.exit_code
     sys.exit(code)
 
 
 def hide_chatter() -> None:
-    """Lets nothing on the standard error but what we write; TensorFlow writes to its descriptor, whatever one sets."""
+    """Hides everything on the standard error but what this package writes.
+
+    TensorFlow's C++ code writes to descriptor 2 whatever log level is set. So that one leads to /dev/null, and this
+    package's messages go to a copy of what it was before.
+    """
     os.environ.update(ENVIRONMENT)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,7 +1,7 @@
-"""The leader writes the finished model: what any Keras program loads without this package.
+"""Writes the finished model, on the leader, in a form that any Keras program loads without this package.
 
-model.keras    the model with the weights that were evaluated, compiled, with its optimizer's state
-model.json     the same without weights, from the beginning of a run; a checkpoint's go into it
+model.keras    the compiled model at the end of a run: the weights that were evaluated and the optimizer's state
+model.json     its description without weights, from the start of a run; those of any checkpoint fit into it
 """
 
 import json
@@ -26,16 +26,18 @@ Warn = Callable[[str], None]
 
 
 def describe(run_dir: Path, model: keras.Model, new_optimizer: Callable[[], keras.Optimizer], warn: Warn) -> None:
-    """Writes model.json at the beginning of a run, and removes the finished model of an earlier one.
+    """Writes model.json at the start of a run, and removes the finished model of an earlier run.
 
     Args:
-        model: compiled, with whatever optimizer.
-        new_optimizer: makes one like that of the run.
-        warn: told if that cannot be done, which is no reason to end the run.
+        model: compiled, with any optimizer.
+        new_optimizer: makes an optimizer like that of the run.
+        warn: called if the file cannot be written, which does not end the run.
     """
     try:
+        # Until this run ends, its newest checkpoint is the model; a file from before would be taken for it.
         (run_dir / MODEL_FILE).unlink(missing_ok=True)
         described = keras.saving.serialize_keras_object(model)
+        # The model of the loop is compiled for its losses and metrics; its optimizer need not be that of the run.
         described["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
         text = json.dumps({"variables": list(saved_variables(model)), "model": described}, indent=1)
         write_whole(run_dir / DESCRIPTION, text + "\n")
@@ -55,12 +57,13 @@ def write_model(
 
     Args:
         trained: the model of the run, whose variables may lie on parameter servers, with its final weights.
-        optimizer: one that has the learning rate of all.
-        snapshot: of the run, with the state of the optimizer.
-        build: a fresh model like `trained`, compiled, with plain variables in this process.
-        warn: told if it cannot be written, which is no reason to end the run.
+        optimizer: any optimizer of the run, for its learning rate.
+        snapshot: the last one of the run, with the state of the optimizer.
+        build: makes a new compiled model like `trained`, with plain variables in this process.
+        warn: called if the file cannot be written, which does not end the run.
     """
     try:
+        # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
         with tf.device("CPU:0"):
             model = build()
             if not model.optimizer.built:
@@ -76,7 +79,7 @@ def write_model(
 
 
 def _set_rate(optimizer: keras.Optimizer, used: keras.Optimizer) -> None:
-    """Gives an optimizer the learning rate that another one has come to, unless it has a schedule."""
+    """Gives an optimizer the present learning rate of another one, unless it has a schedule."""
     rate = learning_rate_of(used)
     if isinstance(learning_rate_of(optimizer), keras.Variable) and not callable(rate):
         optimizer.learning_rate = float(rate)
@@ -87,13 +90,15 @@ def _reason(error: Exception) -> str:
 
 
 def _save(run_dir: Path, model: keras.Model) -> None:
-    """Saves into a folder of our own, since Keras would follow a link with the file's name; then moves it."""
+    """Saves the model whole or not at all, without following links."""
+    # Into a new folder and then moved: Keras opens the path itself and would follow a link that has this name.
     folder = run_dir / TEMPORARY
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
     folder.mkdir(mode=0o700)
     try:
         path = folder / MODEL_FILE
         model.save(path)
+        # On disk before it gets its name: after a power failure the name must not lead to an empty file.
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         path.replace(run_dir / MODEL_FILE)
