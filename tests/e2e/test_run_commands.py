@@ -1,4 +1,4 @@
-"""What is done with a run that has ended: export, predict, evaluate, each as a user types it."""
+"""The commands for finished runs, export, predict and evaluate, as a user types them."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tf2dist import data, evaluate, export, predict
 from tf2dist.config.schema import DataConfig
 from tf2dist.errors import ConfigError, DataError, InstallationError, RequestError
 
-# Code of the user's own in everything: a layer, a data set of several columns, a loss that has no classes.
+# A plugin with a layer of the user's own, tabular data, and a loss without classes.
 PLUGIN = """
 import keras
 import numpy as np
@@ -48,7 +48,7 @@ def model(input_shape, num_classes):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a model of ours."""
+    """The directory of a run with a model of this package."""
     command = Command(tmp_path_factory.mktemp("digits"))
     finished = command("mode=sync", "cluster=local1", "data=digits", "model=softmax", "train.steps=200")
     assert finished.code == 0, finished
@@ -57,7 +57,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the plugin."""
+    """The directory of a run with the model and data of the plugin."""
     command = Command(tmp_path_factory.mktemp("table"))
     (command.folder / "mine.py").write_text(PLUGIN)
     options = ["plugins=[mine.py]", "data=table", "model=table", "train.steps=50"]
@@ -99,7 +99,9 @@ assert "tf2dist" not in sys.modules
 """
 
 
-def test_a_saved_model_is_what_was_trained(digits: Path, test_set: data.Arrays, tmp_path: Path) -> None:
+def test_a_saved_model_gives_the_outputs_of_the_trained_one(
+    digits: Path, test_set: data.Arrays, tmp_path: Path
+) -> None:
     finished = typed("export", digits, tmp_path / "out", folder=tmp_path)
     assert (finished.code, finished.stdout, finished.stderr) == (0, f"{tmp_path / 'out'}\n", "")
     np.save(tmp_path / "x.npy", test_set.x)
@@ -111,9 +113,7 @@ def test_a_saved_model_is_what_was_trained(digits: Path, test_set: data.Arrays, 
     assert np.mean(outputs.argmax(axis=1) == test_set.y) == pytest.approx(summary_of(digits)["test_accuracy"])
 
 
-def test_the_weights_of_a_step_and_the_place_in_the_run_directory(
-    digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_path_and_the_weights_of_a_step(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export.run([str(digits), "step=200"])
     assert capsys.readouterr().out == f"{digits / 'saved_model'}\n"
     with pytest.raises(ConfigError, match=r"OUT \(.*saved_model\): exists"):
@@ -143,13 +143,13 @@ def test_onnx(digits: Path, test_set: data.Arrays, tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_missing_extra_is_one_line(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_refused_in_one_line(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InstallationError, match=r"format \(onnx\): needs tf2onnx, .*; pip install 'tf2dist\[onnx\]'"):
         export.run([str(digits), str(tmp_path / "out"), "format=onnx"])
 
 
-def test_nothing_half_made_is_left(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_nothing_behind(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(model: Any, path: Path, **_: Any) -> None:
         path.mkdir()
         (path / "half").write_text("half")
@@ -164,10 +164,10 @@ def test_nothing_half_made_is_left(digits: Path, tmp_path: Path, monkeypatch: py
 # Predict.
 
 
-def test_images_and_arrays_in_many_forms(
+def test_images_and_arrays_in_many_formats(
     digits: Path, test_set: data.Arrays, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same digit, grey and small, or in colours and larger, is the same class; an array has a line an example."""
+    """A digit has the same class in grey and small as in colour and larger; an array has a line for each example."""
     first = test_set.x[0]
     large = tf.cast(tf.repeat(tf.image.resize(first, [84, 112], "nearest"), 3, -1), tf.uint8)
     (tmp_path / "small.png").write_bytes(tf.io.encode_png(first).numpy())
@@ -181,11 +181,11 @@ def test_images_and_arrays_in_many_forms(
     assert [line[2] for line in lines] == [*files[:4], f"{files[4]}[0]", f"{files[4]}[1]"]
     assert {line[0] for line in lines[:5]} == {str(test_set.y[0])}
     exact = {lines[number][1] for number in (0, 3, 4)}
-    assert len(exact) == 1, "what is no conversion changes nothing"
+    assert len(exact) == 1, "files that need no conversion give equal probabilities"
     assert float(exact.pop()) > 0.5
 
 
-def test_the_test_set_is_drawn(digits: Path, tmp_path: Path) -> None:
+def test_predictions_of_the_test_set_are_printed_and_drawn(digits: Path, tmp_path: Path) -> None:
     finished = typed("predict", digits, folder=tmp_path)
     assert (finished.code, finished.stderr) == (0, ""), finished
     first, _, *rows, confusion, predictions = finished.stdout.splitlines()
@@ -219,7 +219,7 @@ def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, t
         (np.array([{}]), "is no numpy array"),
     ],
 )
-def test_files_that_are_none(digits: Path, tmp_path: Path, content: Any, words: str) -> None:
+def test_unusable_files_are_refused(digits: Path, tmp_path: Path, content: Any, words: str) -> None:
     path = tmp_path / ("it.npy" if isinstance(content, np.ndarray) else "it.png")
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -232,7 +232,7 @@ def test_files_that_are_none(digits: Path, tmp_path: Path, content: Any, words: 
 # Evaluate.
 
 
-def test_the_runs_own_data_gives_its_result(digits: Path, tmp_path: Path) -> None:
+def test_evaluating_the_run_s_own_data_gives_its_summary(digits: Path, tmp_path: Path) -> None:
     finished = typed("evaluate", digits, folder=tmp_path)
     assert (finished.code, finished.stderr) == (0, ""), finished
     *metrics, last = finished.stdout.splitlines()
@@ -254,8 +254,8 @@ def test_another_data_set_and_another_split(digits: Path, capsys: pytest.Capture
 # Code of the user's own.
 
 
-def test_the_code_of_a_run_is_not_executed_unasked(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is with plugins=; then a model that is no classifier gives its outputs, and all its metrics."""
+def test_a_run_s_own_code_is_executed_only_if_it_is_named(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With plugins= the commands work, here on a model that is no classifier."""
     plugin = table.parent / "mine.py"
     for command in (export, predict, evaluate):
         words = rf"plugins: .* needs the class Half, .*; give plugins=\[{plugin}\]"
@@ -271,51 +271,3 @@ def test_the_code_of_a_run_is_not_executed_unasked(table: Path, capsys: pytest.C
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     assert [float(line.split("\t")[0]) for line in printed] == pytest.approx(x.sum(axis=1), abs=0.5)
     assert printed[3].endswith("\ttable[3]")
-
-
-# What is refused before TensorFlow is imported.
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "words"),
-    [
-        ("export", [], "RUN_DIR: is missing"),
-        (
-            "export",
-            ["RUN", "formt=onnx"],
-            "formt: there is no such option; the options are format, step, plugins",
-        ),
-        (
-            "export",
-            ["RUN", "format=onix"],
-            "format (onix): must be one of saved_model, onnx, litert; did you",
-        ),
-        ("export", ["RUN", "a", "b"], "b: is one argument too many"),
-        ("export", ["RUN", "nowhere/out"], "there is no folder"),
-        ("export", ["RUN", "plugins=[nowhere.py]"], "nowhere.py): there is no such file"),
-        ("predict", ["nowhere"], "RUN_DIR (nowhere): there is no such folder; name the directory of a run"),
-        ("predict", ["RUN", "--json"], "--json: there is no such flag"),
-        (
-            "evaluate",
-            ["RUN", "split=tests"],
-            "split (tests): must be one of test, validation, train; did you",
-        ),
-        ("evaluate", ["RUN", "step=last"], "step (last): must be the step of a checkpoint, such as 1000"),
-    ],
-)
-def test_what_is_refused(module: str, arguments: list[str], words: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    given = [argument.replace("RUN", str(tmp_path / "run")) for argument in arguments]
-    finished = typed(module, *given, folder=tmp_path)
-    assert finished.code == 2
-    assert finished.stdout == ""
-    assert finished.stderr.startswith("tf2dist: error: ")
-    assert finished.stderr.count("\n") == 1
-    assert words in finished.stderr
-
-
-@pytest.mark.parametrize("module", ["export", "predict", "evaluate"])
-def test_help(module: str, tmp_path: Path) -> None:
-    finished = typed(module, "--help", folder=tmp_path)
-    assert (finished.code, finished.stderr) == (0, "")
-    assert f"python -m tf2dist.{module} RUN_DIR" in finished.stdout

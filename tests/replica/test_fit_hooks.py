@@ -1,4 +1,4 @@
-"""The way from the leader to callbacks and back, and what is kept of them in checkpoints."""
+"""The messages between a leader and the callbacks of `fit`, in one process; `e2e/test_fit.py` has real runs."""
 
 import queue
 import threading
@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.errors import CheckpointError, FitError, TrainingError
+from tf2dist.errors import FitError, TrainingError
 from tf2dist.fitting import shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.state import changes_since, restore, state_of
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
 from tf2dist.model.plan import EpochPlan
@@ -26,111 +25,8 @@ from tf2dist.training.hooks import Change
 from tf2dist.training.launcher_hooks import LauncherHooks
 
 
-class Counter(keras.callbacks.Callback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.things: Any = None
-        self.function = print
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.count = 1
-
-
-THINGS: list[Any] = [
-    5,
-    -0.1,
-    float("inf"),
-    "é",
-    None,
-    True,
-    [1, [2.5, "a"]],
-    (1, (2,)),
-    {"a": {3: None}, 4: [0]},
-    np.array([[1.5, np.nan]], np.float32),
-    np.array([], np.int64),
-    [np.ones(2), np.zeros((1, 2), np.uint8)],
-]
-
-
-def plain(value: Any) -> str:
-    return repr(value).replace("\n", "") + (str(value.dtype) if isinstance(value, np.ndarray) else "")
-
-
-@pytest.mark.parametrize("value", THINGS, ids=plain)
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    callback, other = Counter(), Counter()
-    before = state_of([callback])
-    callback.things = value
-    state = changes_since(before, state_of([callback]))
-    assert all(array.dtype.kind in "biuf" and np.isfinite(array).all() for array in state.values())
-    restore([other], state)
-    assert plain(other.things) == plain(value)
-
-
-def test_numbers_of_numpy_become_python_s_own() -> None:
-    callback, other = Counter(), Counter()
-    callback.things = [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")]
-    restore([other], state_of([callback]))
-    assert other.things == [0.5, 3, True, "a"]
-    assert [type(each) for each in other.things] == [float, int, bool, str]
-
-
-def test_only_what_has_changed_is_kept_and_functions_are_not() -> None:
-    callback = Counter()
-    callback.on_train_begin()
-    before = state_of([callback])
-    assert changes_since(before, state_of([callback])).keys() == {"callbacks"}
-    callback.things = [np.ones(2)]
-    callback.function = len  # type: ignore[assignment]
-    kept = changes_since(before, state_of([callback]))
-    assert kept.keys() == {"callbacks", "callbacks/Counter-0/things/0"}
-    other = Counter()
-    other.count = 7
-    restore([other], kept)
-    assert (other.count, other.function) == (7, print)
-
-
-def test_what_a_call_gives_goes_before_what_a_checkpoint_has() -> None:
-    """Patience is the user's, the count towards it the run's; the sign of min_delta is made anew."""
-    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    first, then = (keras.callbacks.EarlyStopping("loss", patience=n, min_delta=0.5) for n in (3, 9))
-    for callback in (first, then):
-        callback.set_model(model)
-        callback.on_train_begin()
-    before = state_of([first])
-    for epoch, loss in enumerate((1.0, 1.0, 1.0)):
-        first.on_epoch_end(epoch, {"loss": loss})
-    restore([then], changes_since(before, state_of([first])))
-    assert (then.wait, then.best, then.patience) == (2, 1.0, 9)
-    then.on_epoch_end(3, {"loss": 0.7})
-    assert then.wait == 3, "less than min_delta is no improvement"
-
-
-def test_callbacks_are_known_by_their_class_and_not_by_their_place() -> None:
-    callbacks = [Counter(), Counter(), keras.callbacks.History()]
-    callbacks[1].things = "second"  # type: ignore[attr-defined]
-    others = [keras.callbacks.History(), Counter(), Counter(), Counter()]
-    restore(others, state_of(callbacks))
-    assert [each.things for each in others[1:]] == [None, "second", None]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("spoil", [lambda text: text[1:], lambda text: text.replace(b"array", b"arrow")])
-def test_a_damaged_state_is_refused(spoil: Callable[[bytes], bytes]) -> None:
-    callback = Counter()
-    callback.things = np.ones(2)
-    state = state_of([callback])
-    state["callbacks"] = np.frombuffer(spoil(state["callbacks"].tobytes()), np.uint8)
-    with pytest.raises(CheckpointError, match="the state of the callbacks in its checkpoint cannot be read"):
-        restore([callback], state)
-
-
-# The conversation with a leader.
-
-
 class Leader:
-    """The leader's side in another thread, and the launcher between the two."""
+    """The leader's side, in the thread of the run, and the launcher between it and the caller."""
 
     def __init__(self, folder: Path, callbacks: list[Any], epochs: int = 2) -> None:
         with fresh_names():
@@ -170,7 +66,7 @@ class Zeroing(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.25
 
 
-def test_only_what_a_callback_has_changed_goes_back(tmp_path: Path) -> None:
+def test_only_changes_by_callbacks_are_sent_back(tmp_path: Path) -> None:
     def script(leader: Leader) -> list[Change]:
         return [leader.call("begin", 0, 0), leader.call("epoch", 0, 10, loss=1.0, several=[1.0, 2.0])]
 
@@ -179,10 +75,10 @@ def test_only_what_a_callback_has_changed_goes_back(tmp_path: Path) -> None:
     assert (begin.arrays, begin.learning_rate, begin.stop) == ({}, None, False)
     assert end.arrays.keys() == {"model/only/bias"}
     assert (end.arrays["model/only/bias"].tolist(), end.learning_rate) == ([4.0], 0.25)
-    assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), "the mirror has what the cluster has"
+    assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), "the mirror has the cluster's values"
     assert int(leader.model.optimizer.iterations) == 10
     assert leader.callbacks.history.history["several"][0].tolist() == [1.0, 2.0]
-    assert list(tmp_path.iterdir()) == [], "files go when they are read"
+    assert list(tmp_path.iterdir()) == [], "files are removed when they are read"
 
 
 class BeforeValidation(keras.callbacks.Callback):  # type: ignore[misc]
@@ -199,17 +95,17 @@ class Counts(keras.callbacks.Callback):  # type: ignore[misc]
     ("callback", "words"),
     [(BeforeValidation, "on_test_begin has changed weights"), (Counts, "iterations was 10 and is 3 now")],
 )
-def test_what_the_cluster_could_not_do_in_time_is_refused(callback: Any, words: str, tmp_path: Path) -> None:
+def test_changes_that_come_too_late_for_the_cluster_are_refused(callback: Any, words: str, tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.call("begin", 0, 0)
         leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, 0.5, lambda: leader.arrays, {})
-        assert leader.hooks.answer(5.0) is None, "the caller has refused it"
+        assert leader.hooks.answer(5.0) is None, "the caller has refused the change"
 
     with pytest.raises(FitError, match=words):
         Leader(tmp_path, [callback()]).run(script)
 
 
-def test_the_states_of_random_generators_travel_with_a_model(tmp_path: Path) -> None:
+def test_the_states_of_random_generators_are_sent_with_a_model(tmp_path: Path) -> None:
     """Keras does not save them, so a layer without a seed would draw other numbers in each process."""
     layers = [keras.Input([2]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
@@ -219,7 +115,7 @@ def test_the_states_of_random_generators_travel_with_a_model(tmp_path: Path) -> 
     model(np.ones((1, 2), np.float32), training=True)
     wanted, found = (np.array(seeds_of(each)[0].value) for each in (model, shipping.load_sent_model(tmp_path)))
     assert found[0] == wanted[0]
-    assert (found[1], wanted[1]) == (0, 1), "what the model draws later is its own"
+    assert (found[1], wanted[1]) == (0, 1), "the copy has the state from before the later draw"
 
 
 def test_a_model_has_the_random_generators_of_its_training() -> None:
@@ -242,7 +138,7 @@ def test_updates_that_are_accumulated_are_counted() -> None:
     assert mirror.changes() == ({}, None)
 
 
-def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> None:
+def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
     """Two epochs are trained; then the leader is lost, and a new one begins from nothing, and then from epoch 1."""
     losses = []
 
@@ -262,7 +158,7 @@ def test_all_tasks_start_again_and_the_callbacks_with_them(tmp_path: Path) -> No
     assert losses == [[3.0, 2.0], [], [3.0]]
 
 
-def test_an_answer_to_an_earlier_life_is_not_taken(tmp_path: Path) -> None:
+def test_an_answer_to_an_earlier_leader_is_ignored(tmp_path: Path) -> None:
     def script(leader: Leader) -> Change:
         leader.inbox.answers.put(HookAnswer(1, True, None, "", ""))
         return leader.call("begin", 0, 0)
@@ -270,12 +166,12 @@ def test_an_answer_to_an_earlier_life_is_not_taken(tmp_path: Path) -> None:
     assert not Leader(tmp_path, []).run(script).stop
 
 
-def test_no_answer_within_the_time(tmp_path: Path) -> None:
+def test_waiting_for_an_answer_has_a_time_limit(tmp_path: Path) -> None:
     leader = Leader(tmp_path, [])
     assert leader.hooks.answer(0.01) is None
 
 
-def test_a_model_with_other_variables_is_told(tmp_path: Path) -> None:
+def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.arrays["model/other/kernel"] = np.zeros(1, np.float32)
         leader.hooks.post("begin", 0, 0, {}, 0.5, lambda: leader.arrays, {})
@@ -284,7 +180,7 @@ def test_a_model_with_other_variables_is_told(tmp_path: Path) -> None:
         Leader(tmp_path, []).run(script)
 
 
-def test_a_pause_is_asked_for_once_until_it_comes(tmp_path: Path) -> None:
+def test_a_pause_is_requested_once_until_it_comes(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Look(keras.callbacks.Callback):
@@ -329,7 +225,7 @@ class StopsAtBegin(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_stop_when_an_epoch_begins_ends_it_early(last: int, tmp_path: Path) -> None:
+def test_stop_training_in_on_epoch_begin_ends_that_epoch_early(last: int, tmp_path: Path) -> None:
     def script(leader: Leader) -> bool:
         changes = [leader.call("begin", 0, 0), *(leader.call("epoch", n, 10 * n + 10) for n in range(last))]
         assert not any(change.stop for change in changes), "the epoch that begins takes a step, as in Keras"
