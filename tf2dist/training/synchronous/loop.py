@@ -1,46 +1,23 @@
 """The synchronous training loop: every worker holds the model, gradients are all-reduced each step; see `step`."""
 
-import contextlib
-import functools
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
-from tf2dist.checkpoint.state import (
-    Named,
-    assign,
-    counter_of,
-    earlier_updates,
-    finalize,
-    named_variables,
-    restore,
-    take_over,
-    values,
-)
+from tf2dist.checkpoint.state import assign, counter_of, finalize, values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
-from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import (
-    advice_on_lookups,
-    advice_on_outputs,
-    check_compiled,
-    check_last_batch,
-    check_losses,
-    check_state,
-)
+from tf2dist.model.checks import advice_on_lookups, advice_on_outputs
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_examples
 from tf2dist.model.plan import EpochPlan
-from tf2dist.model.source import Source, build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
 from tf2dist.training.call_size import steps_of_a_call
 from tf2dist.training.hooks import Change
@@ -51,13 +28,8 @@ from tf2dist.training.loop import (
     Report,
     never,
     saved_facts,
-    sharding_of,
-    target_step,
 )
-from tf2dist.training.synchronous.feeds import feed_of
-from tf2dist.training.synchronous.origin import Origin
-from tf2dist.training.synchronous.same_start import begin_equally
-from tf2dist.training.synchronous.step import SyncStep
+from tf2dist.training.synchronous.prepare import Prepared, prepare
 from tf2dist.training.synchronous.workers import Workers
 
 
@@ -65,40 +37,25 @@ class SyncLoop:
     """Runs on every worker, made with `build`; see `loop.Loop`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        splits: data.Splits,
-        report: Report,
-        origin: Origin,
-        last_step: int,
-        step: ModelStep,
-        optimizer: keras.Optimizer,
-        new_optimizer: Callable[[], keras.Optimizer],
-        sharding: Sharding,
-        graphs: SyncStep,
-        named: Named,
-        restored_from: str,
-        start: Snapshot | None,
-        plan: EpochPlan | None,
-        earlier: int,
+        self, config: RunConfig, prepared: Prepared, splits: data.Splits, plan: EpochPlan | None, report: Report
     ) -> None:
-        self._config, self._workers, self._splits, self._report = config, workers, splits, report
-        self._origin, self._step, self._graphs, self._named = origin, step, graphs, named
-        self.sharding = sharding
-        self.target_step = last_step
+        step, origin = prepared.step, prepared.origin
+        self._config, self._workers, self._splits, self._report = config, prepared.workers, splits, report
+        self._origin, self._step, self._graphs, self._named = origin, step, prepared.graphs, prepared.named
+        self.sharding = prepared.sharding
+        self.target_step = prepared.target_step
         self.model, self._plan = step.model, plan
-        self.leads = workers.index == 0
-        self.earlier_updates = earlier
-        self.optimizer, self.new_optimizer = optimizer, new_optimizer
-        self.restored_from, self.start = restored_from, start
+        self.leads = self._workers.index == 0
+        self.earlier_updates = prepared.earlier_updates
+        self.optimizer, self.new_optimizer = prepared.optimizer, prepared.new_optimizer
+        self.restored_from, self.start = prepared.restored_from, prepared.start
         self.metrics = step.metrics
         self._random_states = step.random_states
-        self.advice = advice_on_outputs(step) or advice_on_lookups(step, optimizer)
-        self._counted = counter_of(optimizer)
+        self.advice = advice_on_outputs(step) or advice_on_lookups(step, self.optimizer)
+        self._counted = counter_of(self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()
-        self._evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
+        self._evaluated_at_once = chunk_size(self.sharding.batch_size, step, plan)
         self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
         self._own_secs = 0.0  # for a step of this worker; 0 while unknown
         none = np.zeros(step.metrics.size)
@@ -116,57 +73,8 @@ class SyncLoop:
         report: Report,
         strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> "SyncLoop":
-        # The other workers, and what all share: the snapshot that the leader has read, the plan of the run.
         workers = Workers.join(config, cluster, task, strategy)
-        batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
-        replicas = workers.num_replicas
-        sharding = sharding_of(splits, source.plan, batch_size, replicas, config.seed, whole_batch_loss=True)
-        start = workers.share(start)
-        resumed = start if isinstance(start, Snapshot) else None
-        origin = Origin.of(resumed, sharding, workers.count)
-        last_step = target_step(config, source.plan, sharding, resumed)
-        all_reduce = workers.all_reduce(config.cluster.all_reduce)
-
-        # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
-        # all that it does in a single process. What must be equal everywhere is made so here and in each step.
-        step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
-        _check(source.name, config, step, sharding, workers.num_replicas)
-        new_optimizer = functools.partial(make_optimizer, last_step)
-        optimizer = new_optimizer()
-        optimizer.build(step.trainable)
-        # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
-        step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
-
-        # The same values everywhere: those of worker 0, then those of the snapshot.
-        named = named_variables(step.model, step.variables, [optimizer])
-        begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
-        if step.earlier_optimizer is not None:
-            take_over(named, step.model, step.variables, step.earlier_optimizer)
-        restored_from = restore(named, start, config)
-        earlier = earlier_updates(step.earlier_optimizer, resumed)
-        counter_of(optimizer).assign(origin.step + earlier)
-
-        # The graph of the steps.
-        feed = feed_of(workers, splits, sharding, origin.position)
-        graphs = SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step)
-        return cls(
-            config=config,
-            workers=workers,
-            splits=splits,
-            report=report,
-            origin=origin,
-            last_step=last_step,
-            step=step,
-            optimizer=optimizer,
-            new_optimizer=new_optimizer,
-            sharding=sharding,
-            graphs=graphs,
-            named=named,
-            restored_from=restored_from,
-            start=resumed,
-            plan=source.plan,
-            earlier=earlier,
-        )
+        return cls(config, prepare(config, workers, source, splits, start), splits, source.plan, report)
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
         return (step - self._origin.earlier_steps,) * self._workers.count
@@ -272,11 +180,3 @@ class SyncLoop:
             name, value = result.headline
             print(f"worker={self._workers.index}, final {name}={value:.4f}", flush=True)
         self._workers.leave_last()
-
-
-def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
-    """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
-    check_losses(name, step, num_replicas)
-    check_state(name, step.state)
-    check_compiled(name, step.model, config.devices.xla and num_replicas > 1)
-    check_last_batch(name, step.model, sharding.num_examples % sharding.global_batch_size, num_replicas)

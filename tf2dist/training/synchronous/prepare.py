@@ -1,0 +1,123 @@
+"""What a synchronous run needs before its first step: the model and the optimizer, equal everywhere, and the graph."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.state import Named, counter_of, earlier_updates, named_variables, restore, take_over
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding
+from tf2dist.model.checks import check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.source import Source, build_step
+from tf2dist.model.step import ModelStep
+from tf2dist.training.loop import sharding_of, target_step
+from tf2dist.training.synchronous.feeds import feed_of
+from tf2dist.training.synchronous.origin import Origin
+from tf2dist.training.synchronous.same_start import begin_equally
+from tf2dist.training.synchronous.step import SyncStep
+from tf2dist.training.synchronous.workers import Workers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A synchronous run, as one worker holds it, that is ready for its first step.
+
+    Attributes:
+        workers: all of them, as this one sees them.
+        sharding: of the training set, among the replicas.
+        target_step: the global step at which the run ends.
+        start: the snapshot that the run goes on from; None for a new one.
+        origin: where the run begins.
+        step: of this worker's own model.
+        optimizer: of this worker, built for that model.
+        new_optimizer: makes one like it, without its state.
+        earlier_updates: that the optimizer has applied before this run.
+        named: the variables of the model and of the optimizer, as snapshots name them.
+        restored_from: what has been restored, for the user.
+        graphs: of the training steps.
+    """
+
+    workers: Workers
+    sharding: Sharding
+    target_step: int
+    start: Snapshot | None
+    origin: Origin
+    step: ModelStep
+    optimizer: keras.Optimizer
+    new_optimizer: Callable[[], keras.Optimizer]
+    earlier_updates: int
+    named: Named
+    restored_from: str
+    graphs: SyncStep
+
+
+def prepare(
+    config: RunConfig, workers: Workers, source: Source, splits: data.Splits, start: Snapshot | Weights | None
+) -> Prepared:
+    """Builds the model on every worker, with the same values everywhere; to be called by all of them.
+
+    Args:
+        start: what the leader has read; what the others give is not used.
+
+    Raises:
+        ConfigError: the run or the model cannot be trained synchronously, or is not the same on all workers.
+        DataError: the data is not the same on all workers.
+    """
+    # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
+    batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
+    replicas = workers.num_replicas
+    sharding = sharding_of(splits, source.plan, batch_size, replicas, config.seed, whole_batch_loss=True)
+    start = workers.share(start)
+    resumed = start if isinstance(start, Snapshot) else None
+    origin = Origin.of(resumed, sharding, workers.count)
+    last_step = target_step(config, source.plan, sharding, resumed)
+    all_reduce = workers.all_reduce(config.cluster.all_reduce)
+
+    # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
+    # all that it does in a single process. What must be equal everywhere is made so here and in each step.
+    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+    _check(source.name, config, step, sharding, replicas)
+    new_optimizer = functools.partial(make_optimizer, last_step)
+    optimizer = new_optimizer()
+    optimizer.build(step.trainable)
+    # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
+    step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
+
+    # The same values everywhere: those of worker 0, then those of the snapshot.
+    named = named_variables(step.model, step.variables, [optimizer])
+    begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
+    if step.earlier_optimizer is not None:
+        take_over(named, step.model, step.variables, step.earlier_optimizer)
+    restored_from = restore(named, start, config)
+    earlier = earlier_updates(step.earlier_optimizer, resumed)
+    counter_of(optimizer).assign(origin.step + earlier)
+
+    # The graph of the steps.
+    feed = feed_of(workers, splits, sharding, origin.position)
+    return Prepared(
+        workers=workers,
+        sharding=sharding,
+        target_step=last_step,
+        start=resumed,
+        origin=origin,
+        step=step,
+        optimizer=optimizer,
+        new_optimizer=new_optimizer,
+        earlier_updates=earlier,
+        named=named,
+        restored_from=restored_from,
+        graphs=SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step),
+    )
+
+
+def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
+    """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
+    check_losses(name, step, num_replicas)
+    check_state(name, step.state)
+    check_compiled(name, step.model, config.devices.xla and num_replicas > 1)
+    check_last_batch(name, step.model, sharding.num_examples % sharding.global_batch_size, num_replicas)
