@@ -38,6 +38,7 @@ def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool |
         if isinstance(value, dict):
             found += _leaves(value, f"{prefix}{name}.")
         elif value not in (None, []):
+            # TensorBoard takes no other types; a list, for instance, is shown as its text.
             found.append((prefix + name, value if isinstance(value, bool | int | float | str) else str(value)))
     return found
 
@@ -45,14 +46,16 @@ def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool |
 class LearningRate:
     """The learning rate of an optimizer at any step, without reading the optimizer's own count of steps.
 
-    With mode=async that count is on a ps. A constant rate is read once.
+    With mode=async that count lies on a ps, where each read would cost a remote call.
     """
 
     def __init__(self, optimizer: keras.Optimizer, earlier_updates: int = 0) -> None:
         self._earlier_updates = earlier_updates
+        # `optimizer.learning_rate` would evaluate a schedule at the optimizer's own count and hide the schedule itself.
         schedule = learning_rate_of(optimizer)
         is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
         self._schedule = schedule if is_schedule else None
+        # A constant rate is read once: whoever changes it makes a new object of this class.
         self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)
 
     @property

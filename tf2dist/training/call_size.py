@@ -1,32 +1,36 @@
 """How many steps one call of TensorFlow executes: enough to hide the cost of a call, few enough to pause soon."""
 
-MAX_STEPS = 50  # more would hide little more, and with mode=async steps are unrolled, each of which takes time to trace
+MAX_STEPS = 50  # more would save little more, and with mode=async each unrolled step takes time to trace
 CALL_SECS = 0.4  # with mode=async a request to stop or save waits for two calls; longer calls make no run faster
-TRIAL_SECS = 0.3  # for how long, at least, steps are timed
-TRIAL_STEPS = 3  # of each worker
-# With mode=async, measured with models of 2 to 158 trainable variables, on two cores:
+TRIAL_SECS = 0.3  # the shortest time over which steps are measured
+TRIAL_STEPS = 3  # the fewest steps of each worker over which they are measured
+# Measured with mode=async and models of 2 to 158 trainable variables, on two cores:
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
-IDLE_SECS = 0.03  # between two updates of the cluster; if it is longer, a call costs less than a tenth of it
-UNROLLED_SHARE = 0.1  # for every further step, of the time to prepare the first call of one step
+IDLE_SECS = 0.03  # if two updates of the cluster are further apart, a call costs less than a tenth of that time
+UNROLLED_SHARE = 0.1  # the time to prepare each further unrolled step, as a share of that for a call of one step
 
 
 def steps_of_a_call(secs_per_step: float) -> int:
-    """As many steps as take about CALL_SECS, from 1 to MAX_STEPS."""
+    """The number of steps, from 1 to MAX_STEPS, that take about CALL_SECS."""
     return max(1, min(MAX_STEPS, int(CALL_SECS / secs_per_step)))
 
 
 def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: float, steps_left: int) -> int:
-    """The number of unrolled steps in a call that gains most in the rest of the run, less the time to prepare them.
+    """The number of unrolled steps in a call that saves most time in the rest of the run.
+
+    The time that it takes to prepare a call of so many steps is subtracted from what it saves.
 
     Args:
         secs_per_step: of one worker.
-        num_workers: that take part.
+        num_workers: those that take part in the training.
         first_call_secs: how long the first call of one step took, nearly all of it to prepare the graph.
         steps_left: of the whole cluster, to the end of the run.
     """
+    # The coordinator pays for calls at the rate of the whole cluster: many slow workers keep it as busy as a fast one.
     secs_per_update = secs_per_step / num_workers
     if secs_per_update > IDLE_SECS:
         return 1
+    # A call cannot cost more than the update that it makes.
     saved_secs = steps_left * min(SAVED_SECS, secs_per_update)
 
     def net_gain(size: int) -> float:
@@ -47,8 +51,8 @@ class CallTimer:
     """
 
     def __init__(self) -> None:
-        self._begun: tuple[float, tuple[int, ...]] | None = None  # when, and the steps of each worker then
-        self._first: tuple[float, int] | None = None  # when a step had been done, and the steps then
+        self._begun: tuple[float, tuple[int, ...]] | None = None  # the time, and the steps of each worker then
+        self._first: tuple[float, int] | None = None  # the time after the first step, and the steps of all then
         self.first_call_secs = 0.0
 
     def secs_per_step(self, now: float, local_steps: tuple[int, ...]) -> float | None:
@@ -60,11 +64,12 @@ class CallTimer:
         """
         begun_at, begun = self._begun = self._begun or (now, local_steps)
         steps = sum(local_steps)
-        if self._first is None:  # not timed: the first call of a worker prepares its graph
+        if self._first is None:  # the first step is not timed: the first call of a worker prepares its graph
             if steps > sum(begun):
                 self._first, self.first_call_secs = (now, steps), now - begun_at
             return None
         secs, done = now - self._first[0], steps - self._first[1]
+        # A worker that is still preparing its graph, or is lost, has no part in the rate.
         active = sum(after > before for before, after in zip(begun, local_steps, strict=True))
         if secs < TRIAL_SECS or done < TRIAL_STEPS * active:
             return None

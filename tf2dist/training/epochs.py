@@ -1,4 +1,4 @@
-"""A run cut into epochs, as `keras.Model.fit` cuts it: metrics, validation and callbacks stand after each."""
+"""A run cut into epochs, as `keras.Model.fit` cuts it: each ends with its metrics, its validation, its callbacks."""
 
 import math
 import signal
@@ -23,7 +23,7 @@ from tf2dist.training.report import NoReporter
 
 METRICS, STOPPED, RATE = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot
 CALLBACKS = "callbacks/"
-ANSWER_SECS = 1.0  # how long the other workers wait for each sign that the callbacks are still at work
+ANSWER_SECS = 1.0  # the longest time between two signs to the other workers that the callbacks are still running
 
 
 @dataclass
@@ -32,8 +32,8 @@ class EpochState:
 
     Attributes:
         before: the sums of the metrics when the epoch began.
-        has_stopped: a callback has ended the run.
-        callbacks: their state.
+        has_stopped: whether a callback has ended the run.
+        callbacks: the state of the callbacks.
         learning_rate: the last one that a callback has set; None if none has.
     """
 
@@ -45,10 +45,12 @@ class EpochState:
 
     @classmethod
     def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
-        """Where the run of a loop goes on."""
+        """The state in which the run of a loop continues."""
         none = np.zeros(loop.metrics.size)
         found = loop.start.arrays if loop.start else {}
         done = found.get(METRICS, none)
+        # The sums of a process begin at 0, so those of the part of the epoch that was trained before are a negative
+        # beginning. A model compiled with other metrics now cannot use them, and counts the rest of the epoch alone.
         return cls(
             position=EpochPosition.of(loop.start, plan, loop.sharding),
             before=loop.progress.metrics - (done if done.shape == none.shape else none),
@@ -58,7 +60,11 @@ class EpochState:
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:
-        """What a snapshot keeps. `metrics`: their sums now."""
+        """What a snapshot keeps.
+
+        Args:
+            metrics: the sums of the metrics now.
+        """
         own = {
             EPOCH_ARRAY: self.position.to_array(),
             METRICS: metrics - self.before,
@@ -70,11 +76,14 @@ class EpochState:
 
 
 class EpochDriver:
-    """Trains epoch by epoch to the end of the plan, or until a callback ends the run; on every driving task.
+    """Trains epoch by epoch to the end of the plan, or until a callback ends the run.
+
+    Every task that drives the training has one, and all of them make the same calls in the same order: with mode=sync
+    most of these calls wait for the other workers.
 
     Args:
-        splits: those that can be evaluated.
-        write_finished_model: does so on the leader; called once, when the model has its final weights.
+        splits: the names of those that can be evaluated.
+        write_finished_model: called once, when the model has its final weights; writes it on the leader alone.
     """
 
     def __init__(
@@ -94,7 +103,7 @@ class EpochDriver:
         self._write_finished_model = write_finished_model
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
-        self._last = Evaluation({"loss": math.nan}, 0)  # of the training examples of the last epoch
+        self._last = Evaluation({"loss": math.nan}, 0)  # the metrics of the last epoch's training
         self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
 
     def drive(self) -> None:
@@ -104,13 +113,18 @@ class EpochDriver:
             Interrupted: a task was asked to stop; the run is saved.
         """
         loop, target = self._loop, self._loop.target_step
+        # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         if self._state.learning_rate is not None and not self._rate.is_scheduled:
             self._apply(Change(learning_rate=self._state.learning_rate))
         has_ended = self._is_ended(self._call("begin", {}))
+
+        # An epoch takes several turns if a checkpoint or a callback interrupts it.
         while not has_ended and self._state.position.epoch < self._plan.epochs and self._epoch_end() <= target:
             epoch_end = self._epoch_end()
             requested = self._train(epoch_end)
             ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
+            # The callbacks come before the checkpoint, which must hold what they have changed: a resumed run does not
+            # call them again.
             if ends_early or loop.progress.global_step == epoch_end:
                 has_ended = self._end_epoch()
             is_due = PauseRequest.SAVE in requested or self._is_multiple(self._config.checkpoint.every_steps)
@@ -123,7 +137,7 @@ class EpochDriver:
         return self._state.position.end_of(self._state.position.epoch)
 
     def _train(self, until_step: int) -> PauseRequest:
-        """Trains to the step, or to where a checkpoint is due before it."""
+        """Trains to the step, or to an earlier one at which a checkpoint is due."""
         step, every = self._loop.progress.global_step, self._config.checkpoint.every_steps
         if every:
             until_step = min(until_step, (step // every + 1) * every)
@@ -140,7 +154,7 @@ class EpochDriver:
         return every is not None and self._loop.progress.global_step % every == 0
 
     def _end_epoch(self) -> bool:
-        """Evaluates, calls the callbacks and begins the next epoch; returns whether the run has ended."""
+        """Validates, calls the callbacks and moves on to the next epoch; returns whether the run has ended."""
         loop, state = self._loop, self._state
         logs = loop.metrics.results(loop.progress.metrics - state.before)
         self._last = Evaluation(logs, loop.progress.examples)
@@ -148,6 +162,8 @@ class EpochDriver:
             self._validation = self._evaluate("validation")
             logs = logs | {f"val_{name}": value for name, value in self._validation.metrics.items()}
         has_ended = self._is_ended(self._call("epoch", logs))
+        # Only now: a run that is stopped while its callbacks work is saved at the end of this epoch and, when it is
+        # resumed, calls them again.
         state.position = state.position.next(loop.progress.global_step)
         state.before = loop.progress.metrics
         return has_ended
@@ -157,7 +173,7 @@ class EpochDriver:
         return self._state.has_stopped
 
     def _call(self, kind: str, logs: dict[str, float]) -> Change:
-        """Calls the callbacks and does what they want, on all tasks at the same step.
+        """Calls the callbacks and carries out what they want, on all tasks at the same step.
 
         Raises:
             Interrupted: a task was asked to stop meanwhile; the run is saved.
@@ -184,15 +200,20 @@ class EpochDriver:
         self._loop.apply(change)
         if change.learning_rate is not None:
             self._state.learning_rate = change.learning_rate
+            # The object made before has read the rate once and for all.
             self._rate = LearningRate(self._loop.optimizer, self._loop.earlier_updates)
             self._reporter.set_learning_rate(self._rate)
 
     def _answer(self) -> Change:
-        """What the leader's callbacks want. All tasks hear every second that they are still at work."""
+        """What the leader's callbacks want; waits for it on all tasks."""
         while True:
             answer = self._hooks.answer(ANSWER_SECS)
+            # A callback may run for hours, but a stop has seconds. The leader alone decides: if each task looked at its
+            # own signal, some would leave this loop while others wait for them in the broadcast.
             if answer is None and asked_to_stop() and self._loop.leads:
                 answer = Change(is_interrupted=True)
+            # The others wait in this broadcast. An empty one lets them report progress to their watchdogs, which would
+            # otherwise take them for stalled.
             packed = self._loop.broadcast(answer.to_bytes() if answer else b"")
             heartbeat.progress()
             if packed:
@@ -205,6 +226,7 @@ class EpochDriver:
             self._stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
             raise
         self._reporter.on_evaluation(split, self._loop.progress.global_step, evaluation)
+        # All tasks must stop together, and each may have got its signal at another moment of the evaluation.
         self._stop_if(self._loop.combine(self._pause_request()))
         return evaluation
 
@@ -223,11 +245,12 @@ class EpochDriver:
             raise Interrupted(signal.SIGTERM)
 
     def _finish(self) -> None:
-        """Gives the model its final weights, and reports the result."""
+        """Sets the final weights of the model, and reports the result."""
         loop, step = self._loop, self._loop.progress.global_step
-        loop.target_step = step  # a callback may have ended the run before
+        loop.target_step = step  # a callback may have ended the run early
         self._reporter.set_target(step)
         loop.finalize()
+        # Callbacks may still set weights here, so what is evaluated, saved and written comes after.
         self._call("end", {})
         test = self._evaluate("test") if "test" in self._splits else None
         self._saver.save(self._snapshot)

@@ -1,4 +1,4 @@
-"""What the evaluator does: evaluate the newest checkpoint of the run directory again and again, until the last one."""
+"""The evaluator: evaluates each new checkpoint in the run directory, until the last one of the run."""
 
 import contextlib
 import time
@@ -23,11 +23,11 @@ OnEvaluation = Callable[[str, int, Evaluation], None]
 
 
 class Evaluator:
-    """A copy of the model outside of the cluster, which the training neither sees nor waits for."""
+    """A copy of the model outside of the cluster; the training does not know of it and never waits for it."""
 
     def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Notify) -> None:
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
-        self._damaged: set[tuple[str, int, int]] = set()
+        self._damaged: set[tuple[str, int, int]] = set()  # the checkpoints that the user was warned of already
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
         self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step)
         self._optimizer: keras.Optimizer | None = None
@@ -35,17 +35,18 @@ class Evaluator:
         self._evaluate = self._step.evaluate_function()
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
-        """The newest checkpoint, if it is beyond the step `done`; else None.
+        """The newest checkpoint, if it is beyond the step `done`; None otherwise.
 
-        None, too, if it is damaged or was removed while we read it: the run may save another one.
+        None also if it is damaged, or was removed while it was read: the run may save another one.
         """
         try:
             path = checkpoints.paths()[-1]
-            which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)  # the same step may be saved again
+            # The name is not enough: a run that is restarted may save the same step again, whole this time.
+            which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)
             if which in self._damaged or int(path.name.removeprefix("step-")) <= done:
                 return None
             return read(path)
-        except (IndexError, OSError):
+        except (IndexError, OSError):  # there is none yet, or the run has removed it to make room for a newer one
             return None
         except ValueError as error:
             self._damaged.add(which)
@@ -53,8 +54,9 @@ class Evaluator:
             return None
 
     def _variables_of_last(self, target_step: int) -> Named:
-        """The variables that the final weights need: the model's, and those of an optimizer that changes them."""
+        """The variables that the final weights depend on: the model's, and those of an optimizer that changes them."""
         if self._optimizer is None:
+            # Not before: only a checkpoint tells the target, which a learning rate schedule is made for.
             self._optimizer = self._make_optimizer(target_step)
             if finalizes(self._optimizer):
                 self._optimizer.build(self._step.trainable)
@@ -65,14 +67,14 @@ class Evaluator:
         """Evaluates a checkpoint on "test" or "validation".
 
         Args:
-            is_last: whether it is the run's last one, whose weights the optimizer may change, as in the run itself.
+            is_last: whether it is the last one of the run. Then the optimizer finalizes the weights, as the run does.
 
         Raises:
-            CheckpointError: it is of another model or data set.
+            CheckpointError: it belongs to another model or data set.
         """
         target_step = snapshot.facts.target_step or snapshot.step
         named = self._variables_of_last(target_step) if is_last else self._named
-        # All arrays of the model are kept, so that `check_same` sees any that this model does not have.
+        # All arrays of the model are kept, so that `check_same` notices those that this model does not have.
         needed = {name: array for name, array in snapshot.arrays.items() if name in named or name.startswith("model/")}
         check_same(named, replace(snapshot, arrays=needed), self._data, self._keras)
         assign(named, needed)
@@ -90,19 +92,20 @@ class Evaluator:
 def follow(
     evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation, asked_steps: int | None
 ) -> None:
-    """Evaluates the newest checkpoint whenever there is a new one, until the run has reached its target.
+    """Evaluates each new checkpoint, until the run has reached its target.
 
-    Checkpoints that come while another one is evaluated are skipped, except for the newest.
+    Of the checkpoints that appear while another one is evaluated, only the newest is evaluated.
 
     Args:
         split: evaluated at every checkpoint; the last one is evaluated on "test" too.
-        asked_steps: train.steps, which may be more than the target of the run that has left the checkpoint.
+        asked_steps: train.steps, which may be beyond the target of the earlier run that has saved the checkpoint.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
     done = -1
     while True:
         heartbeat.progress()
         snapshot = evaluator.newest(checkpoints, done)
+        # Polling works on every file system, network ones included, where notifications do not come from other hosts.
         if snapshot is None:
             time.sleep(POLL_SECS)
             continue

@@ -1,4 +1,4 @@
-"""What follows a run from another process, and may change it between two steps: the callbacks of `fit`."""
+"""The interface to what follows a run, and may change it between two steps: the callbacks of `fit`."""
 
 import io
 import json
@@ -13,14 +13,14 @@ NamedArrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Change:
-    """What callbacks want to be changed.
+    """What callbacks want to change.
 
     Attributes:
         stop: whether the run ends here.
-        is_interrupted: a signal came while they were waited for; so the run is saved and stopped.
-        learning_rate: None to leave it.
+        is_interrupted: whether a signal came while the callbacks ran; then the run is saved and stopped.
+        learning_rate: the new one; None to leave it.
         arrays: new values of variables, by name, such as "model/hidden1/kernel".
-        state: of the callbacks, which the next checkpoints keep; None to leave it.
+        state: the state of the callbacks, which the next checkpoints keep; None to leave it.
     """
 
     stop: bool = False
@@ -30,15 +30,16 @@ class Change:
     state: NamedArrays | None = None
 
     def to_bytes(self) -> bytes:
-        """For the other synchronous workers, which need no state of callbacks."""
+        """For the other synchronous workers, which save no checkpoints and so need no state of the callbacks."""
         head = [self.stop, self.is_interrupted, self.learning_rate]
         with io.BytesIO() as buffer:
+            # JSON and arrays without objects: reading them can run no code, as unpickling could.
             np.savez(buffer, **self.arrays)  # type: ignore[arg-type]
             return json.dumps(head).encode() + b"\n" + buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Change":
-        head, _, body = packed.partition(b"\n")
+        head, _, body = packed.partition(b"\n")  # JSON in one line holds no line break of its own
         stop, is_interrupted, learning_rate = json.loads(head)
         with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
             return cls(stop, is_interrupted, learning_rate, dict(arrays))
@@ -48,7 +49,7 @@ class Hooks(Protocol):
     """On the leader: the way to the callbacks and back."""
 
     def wanted(self) -> bool:
-        """Whether a callback wants a pause soon, to change something."""
+        """Whether a callback wants the training to pause, to change something."""
 
     def post(
         self,
@@ -60,24 +61,24 @@ class Hooks(Protocol):
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:
-        """Calls the callbacks; `answer` gives what they want.
+        """Calls the callbacks without waiting for them; `answer` returns what they want.
 
         Args:
-            kind: "begin" before the first step, "epoch" at the end of one, "pause" after `wanted`, "end" after the
-                last step, with the weights that are evaluated.
-            epoch: counted from 0; for "begin" the one that comes.
+            kind: "begin" before the first step, "epoch" at the end of an epoch, "pause" after `wanted`, "end" after
+                the last step, with the weights that are evaluated.
+            epoch: counted from 0; for "begin" the epoch that comes.
             step: the global step.
-            logs: of the epoch, as in Keras.
-            arrays: gives the values of all variables by name, and the states of random generators.
-            state: of the callbacks, from the checkpoint that the run goes on from; for "begin" only.
+            logs: the metrics of the epoch by name, as in Keras.
+            arrays: returns the values of all variables by name, and the states of random generators.
+            state: the state of the callbacks in the checkpoint that the run continues from; for "begin" only.
         """
 
     def answer(self, timeout_secs: float) -> Change | None:
-        """What the callbacks want; None if they are not done within the time."""
+        """What the callbacks want; None if they are not done within `timeout_secs`."""
 
 
 class NoHooks:
-    """No callbacks: those of a task that is not the leader."""
+    """The hooks of a task that is not the leader: no callbacks."""
 
     def wanted(self) -> bool:
         return False
@@ -86,4 +87,5 @@ class NoHooks:
         pass
 
     def answer(self, timeout_secs: float) -> Change | None:
+        # At once: this task gets the answer, and waits for it, in the leader's broadcast.
         return None

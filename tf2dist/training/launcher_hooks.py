@@ -1,6 +1,6 @@
-"""Hooks in another process of this host: the calls of the leader go to the caller of `fit`, and its answers come back.
+"""Hooks in another process of this host: the leader's calls go to the process that has called `fit`, and back.
 
-Arrays travel as files in the job's folder, which both processes see.
+Arrays travel as files in the job's folder, which both processes can read: they are too large for messages.
 """
 
 import itertools
@@ -17,25 +17,25 @@ from tf2dist.messages import HookAnswer, ToLauncher
 from tf2dist.process.inbox import Inbox
 from tf2dist.training.hooks import Change, NamedArrays
 
-TELL_EVERY_SECS = 30.0
+TELL_EVERY_SECS = 30.0  # how often the user is told that callbacks are still running
 
 
 class LauncherHooks:
-    """Calls the caller of `fit` through the launcher.
+    """Calls the callbacks in the process that has called `fit`, through the launcher.
 
     Args:
-        folder: of the job, which the caller's process sees too.
+        folder: of the job, which that process can read and write, too.
     """
 
     def __init__(self, to_launcher: ToLauncher, inbox: Inbox, folder: Path) -> None:
         self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
-        # Beyond the numbers of this task's earlier lives: an answer to one of theirs may still come.
+        # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._number = 0
         self._posted_at = self._told_at = 0.0
 
     def wanted(self) -> bool:
-        """Whether a pause is wanted since the last one."""
+        """Whether a callback has asked for a pause since the last one."""
         return self._inbox.pause_wanted.is_set()
 
     def post(
@@ -51,6 +51,7 @@ class LauncherHooks:
         """Calls; see `hooks.Hooks`."""
         self._number, self._posted_at = next(self._numbers), time.monotonic()
         self._told_at = self._posted_at
+        # Before the call, not after the answer: a callback that asks again meanwhile gets another pause.
         if kind == "pause":
             self._inbox.pause_wanted.clear()
         files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
@@ -60,10 +61,10 @@ class LauncherHooks:
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
 
     def answer(self, timeout_secs: float) -> Change | None:
-        """The answer to the last call, or None if it has not come within `timeout_secs`.
+        """The answer to the last call; None if it has not come within `timeout_secs`.
 
         Raises:
-            OSError, ValueError: its files cannot be read.
+            OSError, ValueError: the files of the answer cannot be read.
         """
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) >= 0:
@@ -71,6 +72,7 @@ class LauncherHooks:
                 answer = self._inbox.answers.get(timeout=left)
             except queue.Empty:
                 break
+            # Any other answer is one to an earlier call, which an interrupted or restarted run no longer waits for.
             if answer.number == self._number:
                 return _change_of(answer)
         self._tell()
@@ -93,8 +95,9 @@ def write_arrays(path: Path, arrays: NamedArrays) -> str:
     """Writes arrays of numbers by name into a new file; returns its name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file exists already, or cannot be written.
     """
+    # A file object: to a bare name numpy would add ".npz", and would overwrite what is there.
     with open(path, "xb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     return str(path)
@@ -104,8 +107,9 @@ def take_arrays(path: str) -> NamedArrays:
     """Reads the arrays that another process of this job has written, and removes the file.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the file cannot be read.
     """
+    # Pickled objects are refused, since reading them could run code.
     with np.load(path, allow_pickle=False) as arrays:
         found = dict(arrays)
     os.unlink(path)

@@ -1,4 +1,4 @@
-"""What the two training loops have in common: their interface, their progress, and the requests to pause them."""
+"""What the training loops have in common: their interface, their progress, and the requests to pause them."""
 
 import enum
 import functools
@@ -25,7 +25,7 @@ from tf2dist.model.metrics import Metrics
 from tf2dist.model.plan import EpochPlan
 from tf2dist.training.hooks import Change
 
-EPOCH_ARRAY = "epoch/position"  # its name in a snapshot
+EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Progress:
 
     Attributes:
         global_step: updates applied to the model.
-        local_steps: the steps of each worker among these updates, without those that a cluster of another mode or
-            size took before.
+        local_steps: the steps of each worker among these updates; those that a cluster of another mode or size took
+            before are not counted.
         examples: seen by all workers, in the whole run.
         loss: mean over the steps since the last report; NaN if there were none.
         metrics: the sums of the metrics over all training steps of this process's life, float64; see `Metrics`.
@@ -52,7 +52,14 @@ Report = Callable[[Progress], None]
 
 
 class PauseRequest(enum.Flag):
-    """Why a training should pause: for a change only after a step, since callbacks come after batches."""
+    """Why a training should pause.
+
+    Attributes:
+        SAVE: a checkpoint is due.
+        CHANGE: a callback wants to change something. The training pauses for it only after a step, since Keras calls
+            such callbacks after a batch.
+        STOP: the run was asked to stop.
+    """
 
     NOTHING = 0
     SAVE = enum.auto()
@@ -60,17 +67,18 @@ class PauseRequest(enum.Flag):
     STOP = enum.auto()
 
     def to_floats(self) -> list[float]:
-        """A number for each kind of request; the sum over workers is positive if any of them requests it."""
+        """One number for each kind of request, so that the requests of all workers can travel through a sum."""
         return [float(one in self) for one in PauseRequest]
 
     @classmethod
     def of_sums(cls, sums: list[float]) -> "PauseRequest":
         """The requests of all workers, from the sums of their `to_floats`."""
+        # The sum of a kind is positive if any worker requests it.
         requested = [one for one, total in zip(PauseRequest, sums, strict=True) if total > 0]
         return functools.reduce(operator.or_, requested, cls.NOTHING)
 
 
-PauseRequests = Callable[[], PauseRequest]  # called every now and then during a training or an evaluation
+PauseRequests = Callable[[], PauseRequest]  # called from time to time during a training or an evaluation
 
 
 def never() -> PauseRequest:
@@ -78,7 +86,7 @@ def never() -> PauseRequest:
 
 
 class WorkersAway(Exception):
-    """A stop is requested, and no worker makes progress with the calls that it was given."""
+    """A stop is requested, and the workers make no progress with the calls that they were given."""
 
 
 def sharding_of(
@@ -90,10 +98,11 @@ def sharding_of(
     *,
     whole_batch_loss: bool,
 ) -> Sharding:
-    """How the training set is cut into batches, or how those of streams are counted; see `Sharding`."""
+    """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`."""
     if splits.stream:
+        # A stream has no known end, so `fit` demands or finds the steps of an epoch before it makes a plan.
         assert plan, "streams come from a call of `fit`"
-        assert plan.steps_per_epoch, "which knows it, or was told"
+        assert plan.steps_per_epoch, "`fit` gives a plan for streams the steps of an epoch"
         return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, seed, whole_batch_loss)
     shuffle = plan is None or plan.shuffle
     return Sharding(len(splits.train), batch_size, num_shards, seed, whole_batch_loss, shuffle)
@@ -107,6 +116,7 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
     """
     step = start.step if start else 0
     if plan:
+        # A callback may have ended the epochs of this run early, so the end follows from where its epoch began.
         return max(step, EpochPosition.of(start, plan, sharding).end_of(plan.epochs - 1))
     if config.train.steps is not None:
         if config.train.steps < step:
@@ -118,13 +128,14 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
     epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
     target = max(1, math.ceil(epochs * sharding.updates_per_epoch))
     if start is None or has_sharding(start, sharding):
+        # A snapshot beyond the target has nothing left to train, as when the number of epochs was lowered.
         return max(target, step)
     # Earlier passes were made in steps of another size, so they are counted in examples.
     return step + max(0, math.ceil((epochs - start.facts.epochs) * sharding.updates_per_epoch))
 
 
 def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
-    """Global steps: those that the plan asks for, or one pass over the data by the whole cluster."""
+    """The global steps of an epoch: as many as the plan asks for, or one pass over the data by the whole cluster."""
     return plan.steps_per_epoch or sharding.updates_per_epoch
 
 
@@ -133,9 +144,9 @@ class EpochPosition:
     """Where a run stands among its epochs.
 
     Attributes:
-        epoch: the one that is under way, or whose callbacks are still to be called.
-        first_step: the global step before its first one.
-        num_steps: of every epoch.
+        epoch: the number of the epoch that is under way, or whose callbacks are still to be called.
+        first_step: the global step at which that epoch began.
+        num_steps: the steps of every epoch.
     """
 
     epoch: int
@@ -144,19 +155,23 @@ class EpochPosition:
 
     @classmethod
     def of(cls, start: Snapshot | None, plan: EpochPlan, sharding: Sharding) -> "EpochPosition":
-        """Where the run goes on. If an epoch has another number of steps now, it goes on at the same part of it."""
+        """Where the run continues.
+
+        If an epoch has another number of steps than before, the run continues at the same fraction of it.
+        """
         num_steps = steps_per_epoch(plan, sharding)
         if start is None or EPOCH_ARRAY not in start.arrays:
             return cls(plan.initial_epoch, start.step if start else 0, num_steps)
         epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])
+        # The epoch is moved, not the step: the global step of a run must never change.
         return cls(epoch, start.step - round((start.step - first_step) * num_steps / before), num_steps)
 
     def end_of(self, epoch: int) -> int:
-        """The global step after the last one of an epoch."""
+        """The global step at which an epoch ends."""
         return self.first_step + (epoch - self.epoch + 1) * self.num_steps
 
     def next(self, step: int) -> "EpochPosition":
-        """The next epoch, after this one has ended at a global step: before its last one if a callback wanted that."""
+        """The position in the next epoch, if this one ends at `step`: a callback may end it early."""
         return EpochPosition(self.epoch + 1, step, self.num_steps)
 
     def to_array(self) -> np.ndarray:
@@ -170,8 +185,8 @@ def saved_facts(
     """The facts about a run that its snapshots hold.
 
     Args:
-        last_step: of the run, its target.
-        positions: where the input of each replica stands.
+        last_step: the target of the run.
+        positions: the number of the next batch of each replica.
     """
     return Facts(
         mode=mode,
@@ -188,18 +203,18 @@ def saved_facts(
 
 
 class Loop(Protocol):
-    """One task's view of the training; made with
-    ``build(config, cluster, task, source, splits, start, report, strategy)``.
+    """One task's view of the training.
 
-    `strategy` may be None: then `build` joins the cluster, before the first operation of TensorFlow.
+    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. If `strategy` is None, `build`
+    joins the cluster itself, and no operation of TensorFlow may have run before.
 
     Attributes:
-        earlier_updates: that the optimizer has applied before this run.
+        earlier_updates: the updates that the optimizer had applied before this run.
         leads: whether this task is the leader.
-        start: the snapshot that the run goes on from; None for a new one.
-        restored_from: what has been restored from `start`, for the user.
+        start: the snapshot that the run continues from; None for a new run.
+        restored_from: a line for the user about what was restored from `start`; empty for nothing.
         advice: a warning about the model, for the user; empty for none.
-        new_optimizer: makes one like that of the run, without its state.
+        new_optimizer: makes an optimizer like that of the run, without its state.
     """
 
     model: keras.Model
@@ -216,20 +231,20 @@ class Loop(Protocol):
 
     @property
     def optimizer(self) -> keras.Optimizer:
-        """An optimizer that has the learning rate of all."""
+        """An optimizer of the run; if there are several, all of them have its learning rate."""
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied, or until a pause is requested.
 
         Args:
-            pause_request: called every now and then; a request makes all tasks pause soon, at the same step.
+            pause_request: called from time to time; a request makes all tasks pause soon, at the same step.
 
         Returns:
-            What any of the tasks has requested, also if `until_step` was reached.
+            What the tasks have requested, even if `until_step` was reached.
         """
 
     def combine(self, request: PauseRequest) -> PauseRequest:
-        """The requests of all tasks that drive the training. All of them must call this, while none trains."""
+        """The requests of all tasks that drive the training; all of them must call this, while none trains."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The values of all variables by name, while no task trains."""
@@ -238,18 +253,18 @@ class Loop(Protocol):
         """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
 
     def apply(self, change: Change) -> None:
-        """Gives variables and the learning rate new values; all tasks that drive the training must call this."""
+        """Sets variables and the learning rate; all tasks that drive the training must call this."""
 
     def broadcast(self, packed: bytes) -> bytes:
-        """What the leader gives; all tasks that drive the training must call this."""
+        """Returns the bytes that the leader passes; all tasks that drive the training must call this."""
 
     def snapshot(self) -> Snapshot:
         """The state at `progress.global_step`. Only for the leader, while no task trains."""
 
     def finalize(self) -> None:
-        """Gives the model its final weights, such as the optimizer's moving averages.
+        """Sets the final weights of the model, such as the optimizer's moving averages.
 
-        Later snapshots still hold the weights from which a training would go on. All tasks that drive the training
+        Later snapshots still hold the weights with which a training would continue. All tasks that drive the training
         must call this.
         """
 
@@ -261,16 +276,19 @@ class Loop(Protocol):
         """
 
     def updates_applied(self) -> int:
-        """The updates as they were counted where they are applied, independently of `progress`."""
+        """The number of updates as counted where they are applied, independently of `progress`."""
 
     def facts(self) -> dict[str, Any]:
         """What only this mode knows of the run, for summary.json."""
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """What only this mode counts, for TensorBoard: how often 0, 1, 2, ... came up. Only while no task trains."""
+        """What only this mode counts, for TensorBoard: by name, how often 0, 1, 2, ... occurred.
+
+        Only while no task trains.
+        """
 
     def finish(self, result: Evaluation | None) -> None:
-        """Ends the training on every task; each logs its headline. None: the run was stopped."""
+        """Ends the training on every task; each logs the headline of `result`. None: the run was stopped."""
 
     def abandon(self, reason: str) -> None:
-        """Tells the tasks that wait for this one that it has failed, as far as they can be reached."""
+        """Tells the tasks that wait for this one, as far as they can be reached, that it has failed."""

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl and TensorBoard."""
+"""The writers of metrics: metrics.jsonl and TensorBoard."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
 RETRY_SECS = 30.0
-Values = Mapping[str, float | np.ndarray]  # an array holds how often 0, 1, 2, ... came up
+Values = Mapping[str, float | np.ndarray]  # an array counts how often 0, 1, 2, ... occurred
 
 
 class Writer(Protocol):
@@ -28,14 +28,16 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line: {"step", "time", "task", name: value}; readable while the run goes on."""
+    """One JSON object a line: {"step", "time", "task", name: value}; readable while the run is under way."""
 
     def __init__(self, path: Path, task: str) -> None:
+        # Lines are flushed one by one and appended, so the evaluator and the leader can write into the same file.
         self._file = os.fdopen(open_to_write(path, APPEND), "a", encoding="utf-8", buffering=1)
         self._task = task
         with open_to_read(path) as file:
             file.seek(max(0, path.stat().st_size - 1))
-            if file.read() not in (b"", b"\n"):  # the last line was cut off on a full disk
+            # A full disk may have cut off the last line; then only that line is damaged, and not the next one, too.
+            if file.read() not in (b"", b"\n"):
                 self._file.write("\n")
 
     def write(self, step: int, values: Values) -> None:
@@ -48,14 +50,15 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Writes events for TensorBoard without TensorFlow, whose operations for this would go through the cluster.
+    """Writes events for TensorBoard without TensorFlow, whose operations for this would run on the cluster.
 
     Args:
         about: written before the curves; None to leave it out.
     """
 
     def __init__(self, folder: Path, about: About | None) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # takes 0.2 s, and few tasks write
+        # Imported here, since it takes 0.2 s and few tasks write.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder))
         if about:
@@ -67,7 +70,8 @@ class TensorBoardWriter:
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
             self._add(_histogram(name, value) if isinstance(value, np.ndarray) else _scalar(name, value), step)
-        self._writer.flush()  # otherwise every two minutes, and never if the process is killed
+        # By default the writer flushes every two minutes, and a killed process would never have flushed.
+        self._writer.flush()
 
     def _add(self, summary: Any, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -92,11 +96,12 @@ def _scalar(tag: str, value: float) -> Any:
 
 
 def _histogram(tag: str, counts: np.ndarray) -> Any:
-    """A histogram as TensorBoard has it: rows of left edge, right edge and count."""
+    """A histogram as TensorBoard takes it: rows of left edge, right edge and count."""
     from tensorboard.plugins.histogram import metadata
 
+    # Empty bins at the end would stretch the picture over a thousand of them.
     counts = np.trim_zeros(counts, "b")
-    edges = np.arange(len(counts)) - 0.5
+    edges = np.arange(len(counts)) - 0.5  # a bin of width 1 around each whole number
     rows = np.stack([edges, edges + 1, counts], axis=1).astype(np.float64)
     return _summary(tag, rows, metadata.create_summary_metadata("", ""))
 
@@ -110,7 +115,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 class PatientWriter:
-    """Writes through a writer that may fail, as on a full disk: then drops values, and later tries a new writer.
+    """Writes through a writer that may fail, as on a full disk: drops the values then, and later tries a new writer.
 
     Args:
         make: makes the writer; called before the first write.
@@ -123,15 +128,17 @@ class PatientWriter:
         self._retry_at = -math.inf
 
     def write(self, step: int, values: Values) -> None:
+        # A failing file system may take long to fail, so it is not tried with every value.
         if self._writer is None and time.monotonic() < self._retry_at:
             return
         try:
             self._writer = self._writer or self._make()
             self._writer.write(step, values)
         except FILE_ERRORS as error:
-            if self._retry_at < 0:
+            if self._retry_at < 0:  # the first failure, since only a failure sets another time
                 self._warn(f"the metrics could not be written ({first_line(str(error))}); the training goes on")
             self._retry_at = time.monotonic() + RETRY_SECS
+            # The broken writer may hold half a record; a new one begins with a whole one.
             self.close()
 
     def close(self) -> None:

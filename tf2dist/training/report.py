@@ -17,24 +17,25 @@ from tf2dist.training.about import About, LearningRate, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.metrics import JsonlWriter, PatientWriter, TensorBoardWriter, Values
 
-WRITE_EVERY_SECS = 1.0
-SEND_EVERY_SECS = 0.1
+WRITE_EVERY_SECS = 1.0  # into the files
+SEND_EVERY_SECS = 0.1  # to the launcher's display
 
 
 class _Recent:
-    """The metrics of the training steps since they were asked for last."""
+    """The metrics of the training steps since they were last read."""
 
     def __init__(self, metrics: Metrics, before: Progress) -> None:
         self._metrics, self._before = metrics, before.metrics
 
     def since_last(self, progress: Progress) -> dict[str, float]:
         new, self._before = progress.metrics - self._before, progress.metrics
+        # Without a step in between, the metrics would be quotients of zeros.
         results = scalars_of(self._metrics.results(new)) if new.any() else {}
         return {**results, "loss": progress.loss}
 
 
 def scalars_of(results: Results) -> dict[str, float]:
-    """Without those metrics that give several numbers."""
+    """The metrics that are a single number; Keras has some that are several."""
     return {name: value for name, value in results.items() if isinstance(value, float)}
 
 
@@ -45,6 +46,7 @@ def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
 
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
     """What summary.json holds of the last evaluations."""
+    # The format of the file promises this name for every classifier, even without a validation set.
     classifies = test is not None and "accuracy" in test.metrics
     found: dict[str, Any] = {"validation_accuracy": None} if classifies else {}
     for split, evaluation in (("test", test), ("validation", validation)):
@@ -58,10 +60,10 @@ class NoReporter:
     """The reporter of a task that is not the leader: it does nothing."""
 
     def set_target(self, step: int) -> None:
-        """The run ends at another step than was planned."""
+        """Tells the reporter that the run ends at another step than planned."""
 
     def set_learning_rate(self, rate: LearningRate) -> None:
-        """A callback has set another learning rate."""
+        """Tells the reporter that a callback has set another learning rate."""
 
     def follow(self, loop: Loop, config: RunConfig) -> None:
         """Reports on this loop from now on."""
@@ -73,10 +75,10 @@ class NoReporter:
         pass
 
     def on_progress(self, progress: Progress) -> None:
-        """Takes the progress of the run, as often as the loop reports it."""
+        """Takes the progress of the run; called whenever the loop has some."""
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """Takes an evaluation, while the training stands still."""
+        """Takes the result of an evaluation, during which the training has stood still."""
 
     def on_result(
         self,
@@ -87,32 +89,32 @@ class NoReporter:
         test: Evaluation | None,
         saved_step: int | None,
     ) -> None:
-        """Sends what summary.json is to hold to the launcher, which adds what it alone knows."""
+        """Sends the content of summary.json to the launcher, which adds what it alone knows."""
 
 
 class Reporter(NoReporter):
     """Follows one run on its leader.
 
     Args:
-        started_at: `time.time()` of the user's command, from which start-up is counted.
+        started_at: `time.time()` when the user's command began, from which the start-up is counted.
     """
 
     def __init__(self, run_dir: Path, task: Task, to_launcher: ToLauncher, started_at: float) -> None:
         self._task, self._to_launcher, self._started_at = task, to_launcher, started_at
         self.target_step = 0
         self._loop: Loop | None = None
-        self._shown: _Recent  # from the first `follow` on, as the next
+        self._shown: _Recent  # set by `follow`, as is the next one
         self._filed: _Recent
         self._rate: LearningRate | None = None
         self._about: About | None = None
-        # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves stand beside the leader's.
+        # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves appear beside the leader's.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         makes = (
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
             lambda: TensorBoardWriter(folder, self._about),
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
-        self._first_at: float | None = None
+        self._first_at: float | None = None  # the time of the first report, at which the start-up ends
         self._previous: tuple[float, Progress] | None = None  # at the last report, unless an evaluation followed
         self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between reports of progress
         self._sent_at = self._written_at = 0.0
@@ -124,6 +126,7 @@ class Reporter(NoReporter):
     def follow(self, loop: Loop, config: RunConfig) -> None:
         self._loop, self.target_step = loop, loop.target_step
         self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
+        # The display and the files are served at different times, so each has its own last reading.
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
 
@@ -134,7 +137,8 @@ class Reporter(NoReporter):
         self._rate = rate
 
     def on_progress(self, progress: Progress) -> None:
-        # The time and the work since the last report.
+        # The time and the work since the last report. After an evaluation there is no last report: its time is no
+        # training, and the rate is that of the training alone.
         now, step = time.time(), progress.global_step
         self._first_at = self._first_at or now
         if self._previous:
@@ -144,7 +148,7 @@ class Reporter(NoReporter):
             self._examples += progress.examples - before.examples
         self._previous = (now, progress)
 
-        # The launcher's display, and the files; the last step always goes to both.
+        # The launcher's display, and the files, each at its own pace; the last step always goes to both.
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
             self._to_launcher.progress(step, self.target_step, self._shown.since_last(progress))
@@ -162,7 +166,7 @@ class Reporter(NoReporter):
         self._previous = None
         name, value = evaluation.headline
         print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
-        if step != self.target_step:  # the launcher shows the last one with the result
+        if step != self.target_step:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
         scalars = prefixed(split, evaluation)
         self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})

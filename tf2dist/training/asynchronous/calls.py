@@ -1,7 +1,7 @@
 """Waiting for the calls that asynchronous workers were given, even if all workers may be lost.
 
-TensorFlow waits for ever, until a lost worker is back. A stop cannot wait so long and need not: all
-updates that were applied are on the parameter servers.
+TensorFlow waits without limit until a lost worker is back. A stop cannot wait for that, and need not: all updates that
+were applied are on the parameter servers.
 """
 
 import functools
@@ -16,16 +16,17 @@ from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.loop import PauseRequest, PauseRequests, WorkersAway
 
 POLL_SECS = 0.005
-SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05  # an admitted update is applied in less, unless its worker was lost
-QUIET_SECS, QUIET_STEPS = 2.0, 2.0
+# An admitted update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
+SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
+QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
 
 
 class Patience:
-    """How long to wait for workers: for ever, but after a request to stop only while they make progress.
+    """Decides how long to wait for workers: without limit, but after a request to stop only while they make progress.
 
     Args:
-        pause_request: called at every look.
-        progress: returns a value that changes while workers make progress.
+        pause_request: called by every `look`.
+        progress: returns a value that changes while workers make progress; called only once a stop is requested.
         quiet_secs: how long this value may stay the same after a request to stop.
     """
 
@@ -37,6 +38,7 @@ class Patience:
     def look(self) -> None:
         """Raises WorkersAway if a stop is requested, and the workers have made no progress for `quiet_secs`."""
         self.requested |= self._pause_request()
+        # Without a stop the launcher restarts lost workers, and a limit here would end a run that could continue.
         if PauseRequest.STOP not in self.requested:
             return
         now, found = time.monotonic(), self._progress()
@@ -53,20 +55,21 @@ def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> flo
         steps_per_sec: of the whole cluster; 0 if not known yet.
         grace_secs: the time that the whole stop may take.
     """
-    longest = grace_secs / 2
+    longest = grace_secs / 2  # the other half is for the checkpoint
     return min(longest, max(QUIET_SECS, QUIET_STEPS * num_workers / steps_per_sec)) if steps_per_sec else longest
 
 
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested meanwhile. See `Patience`.
+    """Waits until all calls are done; returns what was requested in the meantime. See `Patience`.
 
     Raises:
         WorkersAway: a stop is requested, and the calls are not done.
         Exception: what a worker has raised.
     """
     patience = Patience(pause_request, progress, quiet_secs)
+    # Not `coordinator.join`, which can neither be interrupted nor be given a limit.
     while not coordinator.done():
         patience.look()
         time.sleep(POLL_SECS)
@@ -74,7 +77,7 @@ def wait_for_calls(
 
 
 def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
-    """The updates that each ps has admitted, and those that it has applied."""
+    """For each ps, the updates that it has admitted and those that it has applied."""
     counts = [server.counts().numpy() for server in servers]
     return [(int(count[0]), int(count[1])) for count in counts]
 
@@ -83,12 +86,12 @@ def shut(servers: list[ParameterServer], limit: int) -> None:
     """Makes all ps refuse further updates while calls are in flight, even from a worker that comes back.
 
     Args:
-        limit: the global step beyond which the ps have refused updates already.
+        limit: the global step beyond which the ps refuse updates anyway.
 
     Raises:
-        TaskLostError: the last push has reached some ps only, and no worker is there to bring it to the others.
+        TaskLostError: the last push has reached only some of the ps, and no worker is left to take it to the others.
     """
-    # Updates that were admitted before may still be on their way into the variables.
+    # A ps applies an update some time after it has admitted it; a snapshot in between would hold half of it.
     admitted = [min(server.refuse_all(), limit) for server in servers]
     give_up_at = time.monotonic() + SETTLE_SECS
     while True:
@@ -96,17 +99,19 @@ def shut(servers: list[ParameterServer], limit: int) -> None:
         if applied == admitted or time.monotonic() > give_up_at:
             break
         time.sleep(SETTLE_POLL_SECS)
+    # The parts of a model on different ps would belong to different steps.
     if len(set(applied)) > 1:
-        raise TaskLostError(f"no worker is there, and the ps have applied {applied} updates: this cannot be saved")
+        raise TaskLostError(f"all workers are lost, and the ps have applied {applied} updates: this cannot be saved")
 
 
 def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, quiet_secs: float) -> Iterator[Any]:
-    """The values that calls return, in order, as soon as they are there. See `Patience`.
+    """The values that calls return, in order, as soon as each is available. See `Patience`.
 
     Raises:
         WorkersAway: a stop is requested, and a value does not come.
         Exception: what a worker has raised.
     """
+    # `fetch` cannot be given a limit, so it waits in a thread of its own, which is left behind if a value never comes.
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def fetch() -> None:

@@ -1,7 +1,7 @@
-"""What one parameter server counts, all in one variable, so that an update is counted by one atomic operation.
+"""What one parameter server counts: all in one variable, so that one atomic operation counts an update.
 
-Of TensorFlow's operations on parts of a variable, ResourceScatterNdAdd alone locks the variable
-while it adds; ResourceScatterAdd shares the lock with others of its kind, and would lose counts.
+Of TensorFlow's operations on parts of a variable, only ResourceScatterNdAdd locks the variable exclusively while it
+adds. ResourceScatterAdd shares the lock with others of its kind, and would lose counts.
 """
 
 from typing import NamedTuple
@@ -9,19 +9,20 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-MAX_STALENESS = 1023  # the histogram's last bin holds this and more
-TOTALS = ("steps", "loss", "examples")  # of each worker
-ONES = np.ones(3, np.float32)  # what every update adds first: one of all, one of its bin, one of its worker's
+MAX_STALENESS = 1023  # the last bin of the histogram counts this staleness and all above
+TOTALS = ("steps", "loss", "examples")  # the columns of the totals of each worker
+ONES = np.ones(3, np.float32)  # every update adds 1 to the updates, to its bin of the histogram, to its worker's steps
 
 
 class Counts(NamedTuple):
     """What has been counted up to one moment.
 
     Attributes:
-        applied: updates, in the whole run.
-        totals: of each worker, float64 [workers, len(TOTALS)].
+        applied: the updates applied in the whole run.
+        totals: the sums of each worker, float64 [workers, len(TOTALS)].
         metrics: the sums of the model's metrics over all workers, float64 [metrics].
-        staleness: updates by how many others came between their pull and them, int64 [MAX_STALENESS + 1].
+        staleness: how many updates had each staleness, int64 [MAX_STALENESS + 1]; the staleness of an update is how
+            many others were applied between its pull and its push.
     """
 
     applied: int
@@ -31,19 +32,19 @@ class Counts(NamedTuple):
 
     @property
     def steps(self) -> np.ndarray:
-        """Of each worker, int64 [workers]."""
+        """The steps of each worker, int64 [workers]."""
         return self.totals[:, TOTALS.index("steps")].astype(np.int64)
 
     @property
     def examples(self) -> int:
-        """Of all workers."""
+        """The examples that all workers have seen."""
         return int(self.totals[:, TOTALS.index("examples")].sum())
 
 
 class Counters:
-    """Lies on the device under which it is made. A float64 counts exactly up to 2^53.
+    """The counters of one ps, on the device under which they are made. A float64 counts exactly up to 2^53.
 
-    The order: updates applied, the totals row by row, the metrics, the bins of staleness.
+    The order in the variable: the updates applied, the totals row by row, the metrics, the bins of staleness.
 
     Attributes:
         added: how many numbers an update adds.
@@ -52,8 +53,9 @@ class Counters:
     def __init__(self, num_workers: int, num_metrics: int) -> None:
         self._shape = (num_workers, len(TOTALS))
         self._num_totals, self._num_metrics = num_workers * len(TOTALS), num_metrics
-        self._head = 1 + self._num_totals + num_metrics
+        self._head = 1 + self._num_totals + num_metrics  # the size of all that stands before the bins
         self.added = 2 + len(TOTALS) + num_metrics
+        # The second of the added numbers is counted in a bin, which its staleness shifts; see `indices` and `add`.
         self._is_bin = np.arange(self.added)[:, None] == 1
         size = self._head + MAX_STALENESS + 1
         self._values = tf.Variable(tf.zeros([size], tf.float64), trainable=False, name="counters")
@@ -68,7 +70,7 @@ class Counters:
         return Counts(int(values[0]), totals.reshape(self._shape), metrics, staleness.astype(np.int64))
 
     def indices(self, worker: tf.Tensor) -> tf.Tensor:
-        """Where the updates of a worker are counted, if none is stale: int64 [added, 1]; made once for many updates."""
+        """Where an update of a worker that is not stale is counted, int64 [added, 1]; the same for all its updates."""
         metrics = tf.range(1 + self._num_totals, self._head, dtype=tf.int64)
         return tf.concat([[0, self._head], self._row(worker), metrics], 0)[:, None]
 
@@ -76,10 +78,11 @@ class Counters:
         """Counts one update.
 
         Args:
-            indices: of its worker.
-            staleness: how many updates came between its pull and it, int64.
+            indices: what `indices` returns for its worker.
+            staleness: how many updates were applied between its pull and it, int64.
             added: float [self.added]: `ONES`, its loss and examples, and the changes of the metrics.
         """
+        # Out of its range, the operation would fail or count in another place.
         late = tf.clip_by_value(staleness, 0, MAX_STALENESS)
         self._values.scatter_nd_add(indices + late * self._is_bin, tf.cast(added, tf.float64))
 
@@ -87,11 +90,12 @@ class Counters:
         return 1 + worker * len(TOTALS) + tf.range(len(TOTALS), dtype=tf.int64)
 
     def applied(self) -> tf.Tensor:
-        """The updates applied so far, float64; reads no more than it needs."""
+        """The updates applied so far, float64."""
+        # A read of the whole variable would copy the thousand bins of the histogram in every step.
         return self._values.sparse_read(0)
 
     def of_worker(self, worker: tf.Tensor) -> tf.Tensor:
-        """One worker's totals and the updates applied by all, float64 [len(TOTALS) + 1]."""
+        """The totals of one worker, then the updates applied by all, float64 [len(TOTALS) + 1]."""
         return self._values.sparse_read(tf.concat([self._row(worker), [0]], 0))
 
     def heads(self) -> tf.Tensor:
@@ -99,14 +103,15 @@ class Counters:
         return self._values.sparse_read(tf.range(self._head))
 
     def split_heads(self, heads: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """The updates applied, the totals [workers, len(TOTALS)] and the metrics of what `heads` gives."""
+        """Takes apart what `heads` returns: the updates applied, the totals [workers, len(TOTALS)], the metrics."""
         totals, metrics = np.split(heads[1:], [self._num_totals])
         return heads[0], totals.reshape(self._shape), metrics
 
 
 def staleness_of(histogram: np.ndarray) -> dict[str, float]:
     """The mean, two quantiles and the largest of a histogram of staleness, int64 [MAX_STALENESS + 1]."""
-    total, bins = max(1, histogram.sum()), np.arange(MAX_STALENESS + 1)
+    bins = np.arange(MAX_STALENESS + 1)
+    total = max(1, histogram.sum())  # a run that is stopped before its first update has a mean of 0
     quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
     largest = int(bins[histogram > 0].max(initial=0))
     return {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}

@@ -1,8 +1,7 @@
-"""Examples of this process for the graphs that a coordinator runs in it.
+"""The examples of this process, for the graphs that a coordinator runs in it.
 
-A worker takes them from the arrays that it has loaded itself, which are mapped from a file where the
-data allow it: as a tensor each worker would have a copy of its own, and another one whenever its
-pipeline is made anew.
+A worker takes them from the arrays that it has loaded itself, which are mapped from a file where the data allow it. As
+a tensor in the graph, they would be copied for each worker, and again whenever its pipeline is made anew.
 """
 
 from collections.abc import Iterable
@@ -20,14 +19,15 @@ NAME = "tf2dist"
 EVALUATED = ("validation", "test")
 BATCHES = "batches"
 
-_published: dict[str, Any] = {}  # TensorFlow holds its Python functions by weak references
+# TensorFlow holds Python functions by weak references only, so they would vanish without this.
+_published: dict[str, Any] = {}
 
 
 def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
-    """Makes the examples of this process readable for `remote_examples`, and its streams for `remote_batches`.
+    """Makes the examples of this process readable by `remote_examples`, and its streams by `remote_batches`.
 
     Args:
-        workers: the indices of those in this process; several only in tests.
+        workers: the indices of the workers in this process; several only in tests.
 
     Raises:
         DataError: a stream cannot be made.
@@ -36,6 +36,7 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
     _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
     evaluated = [parts[split] for split in EVALUATED]
 
+    # The number of the split is an input, so that one graph serves the evaluation of every split.
     def take(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
         arrays = evaluated[number]
         assert arrays is not None
@@ -44,30 +45,35 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
     _published[_token("evaluated")] = take
     if splits.stream:
         for index in workers:
-            splits.stream.batches(index, 0)  # tells now what is wrong with it
+            splits.stream.batches(index, 0)  # what is wrong with a stream is reported here, not by the first step
         readers = {index: Reader(splits.stream, index) for index in workers}
         _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].take(int(first), int(num))
     publish_functions(_published)
 
 
 def remote_examples(split: str, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
-    """In a graph: the leaves of the published examples of `index`, an int32 tensor of any shape."""
+    """In a graph: the leaves of the published examples with these indices, an int32 tensor of any shape."""
     return _remote(split, [index], layout)
 
 
 def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
-    """As `remote_examples`; `number`: of the split in `EVALUATED`, an int32 that may be known late."""
+    """As `remote_examples`, of a split that is chosen when the graph runs.
+
+    Args:
+        number: the index of the split in `EVALUATED`, int32.
+    """
     return _remote("evaluated", [number, index], layout)
 
 
 def _remote(name: str, inputs: list[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
     specs, index = layout.specs, inputs[-1]
+    # The token names a function of the process in which the operation runs, so the graph can come from another one.
     taken = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
 
 
 def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> list[list[tf.Tensor]]:
-    """In a graph: the leaves of `num` batches of a worker's published stream, from that of the number `first` on."""
+    """In a graph: the leaves of `num` batches of a worker's published stream, from the one with number `first` on."""
     specs = layout.batched(None)
     types = [spec.dtype for spec in specs]
     taken = iter(tf.raw_ops.PyFunc(input=[worker, first, tf.constant(num)], token=_token(BATCHES), Tout=types * num))

@@ -1,4 +1,4 @@
-"""Where the steps of an asynchronous worker get their batches: from arrays that it has loaded, or from its stream."""
+"""The input of asynchronous workers: batches of the arrays that each has loaded, or of its stream."""
 
 import functools
 from collections.abc import Callable
@@ -12,40 +12,45 @@ from tf2dist.data.pipeline import Sharding, blocks
 from tf2dist.model.batch import batches_without_padding
 from tf2dist.training.asynchronous.examples import remote_batches, remote_examples
 
-LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # of a worker among the updates on the ps, by its index
-Batches = list[list[tf.Tensor]]  # the leaves of each
+LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # takes the index of a worker, returns its steps as the ps count them
+Batches = list[list[tf.Tensor]]  # the leaves of each batch
 
 
 class Feed(Protocol):
     """What the coordinator puts into its graphs for the input of the workers.
 
-    A worker that was lost goes on where its updates ended.
+    A worker that was lost continues after the last of its updates that was applied.
     """
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
-        """The first arguments of calls of `num_steps` steps."""
+        """The first arguments of a call of `num_steps` steps."""
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
-        """Of `source`."""
+        """The types of `source`."""
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        """In the graph of a call: the batches of its steps; `local_steps`: of the worker before them."""
+        """In the graph of a call: the batches of its steps.
+
+        Args:
+            local_steps: the steps of the worker before this call.
+        """
 
 
 class ArrayFeed:
     """Batches of the arrays that each worker has published; see `Feed`.
 
     Args:
-        layout: of the data.
-        sharding: of the training set.
-        offsets: of each worker, from the steps that the ps have counted to those of its input.
-        local_steps: as the ps have counted them.
+        layout: the structure of the data.
+        sharding: how the training set is cut into batches.
+        offsets: for each worker, the number of its next batch less the steps that the ps have counted for it.
+        local_steps: reads the steps that the ps have counted.
     """
 
     def __init__(self, layout: Layout, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> None:
         self._layout, self._sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+        # A plain function TensorFlow would trace with AutoGraph, whose rewriting takes longer than the tracing.
         dataset = tf.function(functools.partial(self._dataset, num_steps), autograph=False)
         return (iter(coordinator.create_per_worker_dataset(dataset)),)
 
@@ -57,7 +62,9 @@ class ArrayFeed:
         return list(batches_without_padding(next(source[0]), num_steps))
 
     def _dataset(self, num_steps: int) -> tf.data.Dataset:
-        """`num_steps` steps an element. Made on each worker, over the arrays that its own process has loaded."""
+        """The batches of `num_steps` steps an element; runs on each worker, over the arrays of its own process."""
+        # The coordinator makes the pipeline anew on a worker that comes back, so its position is read here, on the
+        # worker, and not when the graph is made.
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         first_step = _position(self._offsets, worker, self._local_steps(worker))
         take = functools.partial(remote_examples, "train", layout=self._layout)
@@ -67,10 +74,11 @@ class ArrayFeed:
 class StreamFeed:
     """Batches of the streams that each worker reads in its own process; see `Feed`.
 
-    The number of each batch follows from the updates that were applied, so none is left out if updates are refused.
+    The number of each batch follows from the updates that were applied, so no batch is lost with an update that is
+    refused.
 
     Args:
-        layout: of the data.
+        layout: the structure of the data.
         offsets: see `ArrayFeed`.
     """
 

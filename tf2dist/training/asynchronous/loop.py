@@ -1,8 +1,8 @@
-"""The asynchronous training loop of the coordinator: workers at their own pace, an exact end.
+"""The asynchronous training loop of the coordinator: each worker at its own pace, and an exact end.
 
-The coordinator keeps a few calls in flight for each worker and watches the counters on the
-parameter servers, which alone know what has been applied. They refuse every update beyond the end,
-from calls that run past it and from calls that are repeated because their worker died.
+The coordinator keeps a few calls in flight for each worker and watches the counters on the parameter servers, which
+alone know what has been applied. They refuse every update beyond the end: from calls that run past it, and from calls
+that TensorFlow repeats because their worker died.
 """
 
 import math
@@ -171,9 +171,10 @@ class AsyncLoop:
         )
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
-        """Applies exactly `until_step` updates in all, then waits for the calls in flight."""
+        """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
         began_at = self.progress.global_step
 
+        # A change is made after a step, so a request for one waits until there is a step.
         def requests() -> PauseRequest:
             found = pause_request()
             return found if self.progress.global_step > began_at else found & ~PauseRequest.CHANGE
@@ -181,10 +182,12 @@ class AsyncLoop:
         try:
             requested = self._train(until_step, requests)
         except WorkersAway:
+            # The calls stay in flight, and must not change what is saved now should their workers come back.
             shut(self._graphs.servers, until_step)
             self._read()
             return PauseRequest.STOP
         self._read()
+        # Without a request the loop has ended since all ps have applied `until_step` updates.
         if requested:
             self._align_servers()
         return requested
@@ -193,22 +196,27 @@ class AsyncLoop:
         scheduler, seen = self._scheduler, (0, 0)
         scheduler.begin(until_step)
         self._changed_at = time.monotonic()
-        scheduler.finish(pause_request)  # the last call of an evaluation may have its result and not be done yet
+        # The last call of an evaluation may have returned its result and still count as in flight.
+        scheduler.finish(pause_request)
         while True:
+            # Asked before the counters are read: if all calls were done then, the counters hold all their updates.
             idle = scheduler.all_done()
             before, seen = seen, (self._read(), self.progress.global_step)
             admitted, applied = seen
             missing = until_step - applied
-            requested = pause_request()  # at the end of an epoch too: a short one may have no other look
+            requested = pause_request()  # before the end is checked: a short epoch may have no other look
             if missing <= 0 or requested:
                 break
+            # A worker that TensorFlow has given up may still push. As long as the counters move, its updates count.
             if idle and admitted > applied and seen != before:
-                time.sleep(POLL_SECS)  # a worker that TensorFlow has given up may still push
+                time.sleep(POLL_SECS)
                 continue
 
+            # All calls are done and steps are missing: updates were refused, or were admitted and then lost with their
+            # worker. The ps forget those, or the numbers that they took would never be given to other updates.
             if idle:
                 for server in self._graphs.servers:
-                    server.forget_refused()  # updates that were admitted and then lost with their worker
+                    server.forget_refused()
                 scheduler.begin_again(applied)
                 admitted = applied
             last_step = max(until_step, self.target_step)
@@ -216,14 +224,15 @@ class AsyncLoop:
                 continue
             scheduler.fill(admitted, missing)
             time.sleep(scheduler.secs_to_next_look(missing))
-        # The calls still in flight: they have nothing left to do, or a request lets them run to their end.
+        # The calls still in flight: at the end they have nothing left to do, at a request they run to their own end.
         return requested | scheduler.finish(pause_request)
 
     def _align_servers(self) -> None:
-        """Brings all ps to the same count: a worker that died may have pushed to some of them only."""
+        """Brings all ps to the same count: a worker that died may have pushed to only some of them."""
         applied = [server.counters.now().applied for server in self._graphs.servers]
         for server in self._graphs.servers:
             server.forget_refused()
+        # The ps that are ahead refuse these updates, so they reach only those that are behind.
         if min(applied) < max(applied):
             self.train(max(applied))
 
@@ -231,16 +240,18 @@ class AsyncLoop:
         return request
 
     def _read(self) -> int:
-        """Reads the counters of the ps into `progress`; returns the updates admitted by the first."""
+        """Reads the counters of the ps into `progress`; returns the updates that the first ps has admitted."""
         counts = [server.counts().numpy() for server in self._graphs.servers]
+        # Every ps counts all updates, so the totals of one of them are those of the run.
         _, totals, metrics = self._graphs.servers[0].counters.split_heads(counts[0][1:])
         steps, loss, examples = new = totals.sum(axis=0)
+        # A sum that is not finite once stays so, so a single bad update is noticed however seldom this looks.
         if not np.isfinite(loss):
             step = self._origin.earlier_steps + int(steps)
             raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
         delta_steps, delta_loss, _ = new - self._reported
         now, before = time.monotonic(), self.progress
-        applied = int(min(count[1] for count in counts))  # by all of them: one may be ahead of another
+        applied = int(min(count[1] for count in counts))  # by all ps: one may be ahead of another
         if delta_steps > 0:
             self._scheduler.steps_per_sec = delta_steps / (now - self._changed_at)
             self._changed_at = now
@@ -257,7 +268,7 @@ class AsyncLoop:
         return int(counts[0][0])
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Every worker evaluates some ranges of the split: a free worker takes the next one."""
+        """Evaluates the split in ranges; each worker that is free takes the next one."""
         parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
         number = tf.constant(EVALUATED.index(split))
         ranges = [(number, tf.constant(first), tf.constant(last)) for first, last in parts]
@@ -270,7 +281,7 @@ class AsyncLoop:
         return Evaluation.of_sums(self.metrics, total, self._sizes[split])
 
     def updates_applied(self) -> int:
-        """The sum of all workers' steps; the global step is another counter of the ps."""
+        """The sum of all workers' steps; the global step comes from another counter of the ps."""
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -286,10 +297,12 @@ class AsyncLoop:
                 server.optimizer.learning_rate = change.learning_rate
 
     def broadcast(self, packed: bytes) -> bytes:
+        # The coordinator alone drives the training.
         return packed
 
     def snapshot(self) -> Snapshot:
         counts = self._graphs.servers[0].counters.now()
+        # Only steps that were applied move the input: a batch of a refused update is seen again after a resume.
         positions = list(map(int, self._origin.offsets + counts.steps))
         facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
@@ -309,7 +322,7 @@ class AsyncLoop:
 
     @property
     def optimizer(self) -> keras.Optimizer:
-        """That of the first ps; the others have equal ones."""
+        """The optimizer of the first ps; those of the others have the same settings."""
         return self._graphs.servers[0].optimizer
 
     def finish(self, result: Evaluation | None) -> None:

@@ -1,4 +1,4 @@
-"""Reading all variables of a run at once: a call to a ps costs a millisecond, and Adam has three for each weight."""
+"""Reading all variables of a run at once: a call to a ps costs a millisecond, and Adam keeps two more a weight."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
 from tf2dist.training.asynchronous.server import ParameterServer
 
-MAX_PACKED_BYTES = 64 << 20  # of a ps; more is read one by one, since a packed vector is a copy on the ps
+MAX_PACKED_BYTES = 64 << 20  # of a ps; above, variables are read one by one, since a packed vector is a copy on the ps
 
 
 class PackedRead:
     """Reads the variables of a run while no task trains.
 
-    The functions are made at once: on many hosts none may be made during the training, not even those of TensorFlow's
-    own that would take a vector apart.
+    The functions are made in the constructor: on many hosts none may be made during the training, not even those of
+    TensorFlow that would take a vector apart. So numpy does that.
     """
 
     def __init__(self, named: Named, servers: list[ParameterServer]) -> None:
@@ -25,6 +25,7 @@ class PackedRead:
         self._rest = dict(named)
         self._parts: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         for server in servers:
+            # Of several variables with one name, which every ps has of its own, the first counts, as in `values`.
             own = {name: found[0] for name, found in named.items() if _is_packed(found[0], server.device)}
             packing = Packing(list(own.values()))
             if not own or 4 * packing.size > MAX_PACKED_BYTES:
@@ -44,10 +45,12 @@ class PackedRead:
         for shapes, packing, read in self._parts:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             found |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
+        # The order of the names decides the order of the arrays in a checkpoint.
         return {name: found[name] for name in self._names}
 
 
 def _is_packed(variable: keras.Variable, device: str) -> bool:
+    # The packed vector is float32, which holds neither large whole numbers nor float64 exactly.
     return bool(variable.dtype == "float32" and variable.value.device == device)
 
 

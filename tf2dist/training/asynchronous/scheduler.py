@@ -1,4 +1,4 @@
-"""The calls that the coordinator gives to the workers: how many are in flight, and how many steps each takes."""
+"""The calls that the coordinator gives to the workers: how many are in flight, and how many steps each has."""
 
 import math
 import time
@@ -11,19 +11,19 @@ from tf2dist.training.call_size import CallTimer, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
-TRACED_SHARE = 0.25  # of the time to trace a function of one step, about, for each step of a longer one
+TRACED_SHARE = 0.25  # each step of a long function takes about this share of the time to trace one of a single step
 
 
 class Scheduler:
     """Keeps a few calls in flight for each worker.
 
     Attributes:
-        num_steps: of a call.
+        num_steps: the steps of a call.
         is_sized: whether `num_steps` is final; until then calls of one step are timed.
-        steps_per_sec: of the cluster, as the loop has last measured it; 0 while it is not known.
+        steps_per_sec: the rate of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
-        num_steps: None to find the best number.
+        num_steps: the steps of a call; None to find the best number.
         grace_secs: the time that a whole stop may take.
     """
 
@@ -43,7 +43,7 @@ class Scheduler:
         begun_at = time.monotonic()
         self._function = graphs.train_function(self.num_steps)
         self._trace_secs = time.monotonic() - begun_at
-        self._first_call_secs = 0.0  # not known yet
+        self._first_call_secs = 0.0  # 0 while it is not known
         self._source = graphs.feed.source(coordinator, self.num_steps)
         self.begin(0)
 
@@ -54,28 +54,33 @@ class Scheduler:
         self.begin_again(0)
 
     def begin_again(self, applied: int) -> None:
-        """Counts anew, when no call is in flight: each scheduled update is applied, or was lost with its worker."""
+        """Restarts the count of steps in flight; to be called when no call is.
+
+        Then each scheduled step has been applied, or was lost with its worker and will never be.
+        """
         self._num_scheduled = 0
         self._applied_before = applied
 
     def all_done(self) -> bool:
-        """Whether all calls are done; raises what a worker has raised."""
+        """Whether all calls are done; raises the error of a call that has failed."""
         return bool(self._coordinator.done())
 
     def fill(self, admitted: int, missing: int) -> None:
         """Schedules calls until enough steps are in flight.
 
         Args:
-            admitted: updates that a ps has begun to apply.
-            missing: updates to the end of the training.
+            admitted: the updates that a ps has begun to apply.
+            missing: the updates that are still to be applied in this training.
         """
+        # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._in_flight(admitted)
         while in_flight < min(missing, self.window()):
             self._schedule()
             in_flight += self.num_steps
 
     def window(self) -> int:
-        """Steps to keep in flight: two calls for each worker, and what the cluster does in the time of three looks."""
+        """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
+        # With one call each, a worker would be idle while the coordinator learns that its call is done.
         return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
 
     def secs_to_next_look(self, missing: int) -> float:
@@ -84,15 +89,15 @@ class Scheduler:
         A look takes 2 ms of the cores that the coordinator may share with workers.
         """
         if not self.is_sized:
-            return POLL_SECS  # workers that are idle between two looks would seem slow
+            return POLL_SECS  # while steps are timed, workers that are idle between two looks would seem slow
         return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
 
     def resize(self, progress: Progress, admitted: int, missing: int, last_step: int, request: PauseRequests) -> bool:
-        """Makes the calls longer, once it is known whether this gains something; returns whether it has become known.
+        """Makes the calls longer, once it is known that this saves time; returns whether it has just become known.
 
         Args:
             admitted, missing: see `fill`.
-            last_step: of the run.
+            last_step: the target of the run.
         """
         if self.is_sized or (size := self._worthwhile(progress, last_step)) is None:
             return False
@@ -102,7 +107,7 @@ class Scheduler:
         return True
 
     def finish(self, request: PauseRequests) -> PauseRequest:
-        """Waits for all calls, or raises WorkersAway; see `calls`."""
+        """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
         return wait_for_calls(self._coordinator, request, lambda: counts_of(self._graphs.servers), self.quiet_secs())
 
     def quiet_secs(self) -> float:
@@ -118,23 +123,24 @@ class Scheduler:
     def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
         """The best number of steps of a call; None until calls have shown how long a step and its graph take."""
         secs_per_step = self._timer.secs_per_step(time.monotonic(), progress.local_steps)
-        # In a later training the graphs exist already, and the first call does not show how long they take.
+        # In a later training the graphs exist already, and its first call does not show how long they take to prepare.
         self._first_call_secs = max(self._first_call_secs, self._timer.first_call_secs)
         if secs_per_step is None:
             return None
         steps_left = last_step - progress.global_step
-        # All workers are counted: one that is late or lost now takes part later.
+        # All workers are counted: one that is late or lost now will take part later.
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
-        max_trace_secs = self._grace_secs / 2  # no request to stop is seen while a function is traced
+        max_trace_secs = self._grace_secs / 2  # no request to stop is noticed while a function is traced
         return min(steps, max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE))))
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
-        """Makes a longer function; the workers go on with calls of the short one meanwhile."""
-        # As many short calls as the workers can take while the longer function is traced.
+        """Makes a longer function; the workers continue with short calls in the meantime."""
+        # As many short calls as the workers can execute while the longer function is traced.
         meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self.steps_per_sec)
         for _ in range(0, min(missing, meanwhile), self.num_steps):
             self._schedule()
         function = self._graphs.train_function(num_steps)
+        # The new pipelines begin where the applied updates end, so none may be on its way when they are made.
         self.finish(request)
         self.num_steps = num_steps
         self._function = function

@@ -1,8 +1,7 @@
 """What a ps or an asynchronous worker does: serve the coordinator's calls until its farewell.
 
-Such a task runs no Python for a step: TensorFlow's server runs graphs that the coordinator made.
-What the coordinator has to tell this process goes through ``ram://``, TensorFlow's in-memory file
-system.
+Such a task runs no Python for a step: TensorFlow's server executes graphs that the coordinator has made. The
+coordinator sends its farewell through ``ram://``, TensorFlow's in-memory file system, which needs no port and no disk.
 """
 
 import json
@@ -23,7 +22,7 @@ from tf2dist.process.strategy import start_server
 FAREWELL = "ram://tf2dist/farewell"
 POLL_SECS = 0.1
 LOOK_EVERY_SECS = 0.5
-GONE_SECS = 15.0  # at least, because it takes seconds to find out
+GONE_SECS = 15.0  # the least time without an answer after which the coordinator is taken for lost
 
 
 def serve(
@@ -35,12 +34,13 @@ def serve(
         silence_secs: a coordinator that does not answer for so long is taken for lost.
 
     Raises:
-        TaskLostError: the coordinator did not come in time, is gone, or has failed.
+        TaskLostError: the coordinator did not start in time, is gone, or has failed.
         Interrupted: the run was stopped.
     """
     start_server(cluster, task, server_config)
     profile = profiling.Responder(profiling.folder_of(run_dir, task))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the coordinator saves first, and says when we may go
+    # A stop reaches all tasks at once, but the coordinator needs the servers to save; its farewell ends them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
     last_seen = time.monotonic()
     next_look = last_seen
@@ -49,6 +49,7 @@ def serve(
         heartbeat.progress()
         profile.poll()
         now = time.monotonic()
+        # A look opens a connection, so it is taken less often than the farewell is read.
         if now < next_look:
             continue
         next_look = now + LOOK_EVERY_SECS
@@ -60,22 +61,24 @@ def serve(
     profile.finish()
     if "failure" in farewell:
         raise TaskLostError(f"{chief} has failed: {farewell['failure']}")
-    if farewell["final"] is None:
+    if farewell["final"] is None:  # the run was stopped and saved, so all tasks end with the code of a signal
         raise Interrupted(signal.SIGTERM)
     return farewell
 
 
 def _farewell() -> dict[str, Any]:
-    """The first farewell that the coordinator has written, or {}; in ram:// a second one would be appended to it."""
+    """The first farewell that the coordinator has written; {} if there is none yet."""
     try:
         with tf.io.gfile.GFile(FAREWELL) as file:
+            # `raw_decode` reads one value only: in ram:// a second farewell is appended to the first.
             return dict(json.JSONDecoder().raw_decode(file.read())[0])
-    except (tf.errors.NotFoundError, json.JSONDecodeError):  # not there, or not whole
+    except (tf.errors.NotFoundError, json.JSONDecodeError):  # it is not there, or not whole yet
         return {}
 
 
 def say_farewell(cluster: Cluster, farewell: dict[str, Any], timeout_secs: float) -> None:
     """On the coordinator: ends `serve` on every task that can still be reached."""
+    # A thread for each, since an operation on a task that is cut off does not return.
     threads = [
         threading.Thread(target=_write_farewell, args=(task, json.dumps(farewell)), daemon=True)
         for task in cluster.tasks
@@ -83,7 +86,8 @@ def say_farewell(cluster: Cluster, farewell: dict[str, Any], timeout_secs: float
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_secs  # or a task that hangs would make us wait for ever
+    # One deadline for all of them, or the time would grow with the number of tasks that hang.
+    deadline = time.monotonic() + timeout_secs
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -92,6 +96,7 @@ def _write_farewell(task: Task, text: str) -> None:
     with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
         try:
             tf.io.write_file(FAREWELL, text)
-            tf.io.read_file(FAREWELL).numpy()  # makes sure: an operation without a result may be on its way
+            # An operation without a result may return before it has run; reading the file waits until it is there.
+            tf.io.read_file(FAREWELL).numpy()
         except tf.errors.OpError as error:
             print(f"no farewell to {task}: {error}", flush=True)

@@ -1,10 +1,10 @@
-"""The two vectors that a worker and a parameter server exchange: what stands where in them, known here alone.
+"""The two vectors that a worker and a parameter server exchange. Only this module knows their layout.
 
     pulled    the values of all variables, the ps's count of updates
     pushed    the changes of some variables, the count at the pull, what `Counters.add` adds
 
-All is float32, and float32 counts exactly only up to 2^24. So a count, a float64, travels as the two float32
-that have its bits; a worker gives them back as they came.
+All of it is float32, which counts exactly only up to 2^24. So a count, a float64, travels as the two float32 that have
+its bits, and a worker returns them as they came.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.model.packing import Packing
 from tf2dist.training.asynchronous.counters import ONES
 
-COUNT = 2  # float32 that carry a float64
+COUNT = 2  # the number of float32 that carry a float64
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class PackedCount:
 
     @classmethod
     def of(cls, count: tf.Tensor) -> "PackedCount":
-        """Of a float64."""
+        """Packs a float64."""
+        # Bits, not a conversion: as numbers the two halves mean nothing, so nothing may compute with them.
         return cls(tf.bitcast(count, tf.float32))
 
     def value(self) -> tf.Tensor:
-        """As float64."""
+        """The count as float64."""
         return tf.bitcast(self.bits, tf.float64)
 
 
@@ -43,8 +44,8 @@ class Pulled(NamedTuple):
     """What a worker gets from one ps.
 
     Attributes:
-        values: of all variables of the ps.
-        applied: the updates that these values hold at least.
+        values: the values of all variables of the ps.
+        applied: the updates that these values contain at least.
     """
 
     values: list[tf.Tensor]
@@ -55,8 +56,8 @@ class Pushed(NamedTuple):
     """What one ps gets from a worker.
 
     Attributes:
-        changes: gradients, and terms of the state.
-        pulled_at: the count of the pull that the changes are made from, int64.
+        changes: the gradients, and the terms of the state.
+        pulled_at: the count in the pull that the changes were computed from, int64.
         added: float32, see `Counters.add`.
     """
 
@@ -69,10 +70,10 @@ class PullLayout:
     """How the vector of a pull is made and read.
 
     Attributes:
-        spec: of the vector.
+        spec: the type of the vector.
 
     Args:
-        variables: whose values are pulled.
+        variables: those whose values are pulled.
     """
 
     def __init__(self, variables: list[keras.Variable]) -> None:
@@ -92,7 +93,7 @@ class PushLayout:
 
     Attributes:
         variables: whose changes are pushed, in the order of the vector.
-        spec: of the vector.
+        spec: the type of the vector.
 
     Args:
         added: how many numbers an update adds to the counters.
@@ -107,10 +108,11 @@ class PushLayout:
         """The vector of one update.
 
         Args:
-            changes: of `variables`.
-            pulled_at: as it was pulled.
-            sums: float32, of `StepOutput`: the loss, the examples, the changes of the metrics.
+            changes: one for each of `variables`.
+            pulled_at: the count as it was pulled.
+            sums: float32, those of `StepOutput`: the loss, the examples, the changes of the metrics.
         """
+        # The ones are sent rather than made on the ps, where each operation more is one more in every update.
         return self._packing.pack(changes, pulled_at.bits, ONES, sums)
 
     def unpack(self, vector: tf.Tensor) -> Pushed:
