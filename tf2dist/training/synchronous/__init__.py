@@ -1,1 +1,1 @@
-"""Synchronous training: MultiWorkerMirroredStrategy, gradients all-reduced every step."""
+"""Synchronous training: MultiWorkerMirroredStrategy, with gradients that are all-reduced in every step."""

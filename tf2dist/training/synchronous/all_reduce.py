@@ -1,10 +1,10 @@
 """The sum of a vector over all workers, through a connection between every two of them.
 
-TensorFlow's all-reduce on CPUs passes pieces round a ring: 2 (n - 1) remote calls one after the
-other, each of which wakes several threads of two processes. Here every worker sends a small vector
-to all others at once. Of a larger vector every worker sums one part and sends the sum to all others,
-which takes two hops and as many bytes as a ring (a direct reduce-scatter and all-gather; see Thakur,
-Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+TensorFlow's all-reduce on CPUs passes pieces around a ring: 2 (n - 1) remote calls one after the other, each of which
+wakes several threads of two processes. Here every worker sends a small vector to all others at once. Of a larger vector
+every worker sums one part and sends the sum to all others, which takes two hops and as many bytes as a ring (a direct
+reduce-scatter and all-gather; see Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in
+MPICH, 2005).
 """
 
 import itertools
@@ -13,11 +13,12 @@ import socket
 
 import numpy as np
 
-ONE_HOP_BYTES = 128 * 1024
-Parts = dict[int, memoryview]  # by index of the worker
+ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
+Parts = dict[int, memoryview]  # by the index of the worker
 
 
 def _bytes(array: np.ndarray) -> memoryview:
+    # A view: sockets read and write the memory of the array itself, without a copy.
     return array.data.cast("B")
 
 
@@ -25,7 +26,7 @@ class LostWorkerError(Exception):
     """The connection to a worker has ended.
 
     Attributes:
-        index: of that worker.
+        index: the index of that worker.
     """
 
     def __init__(self, index: int, why: str) -> None:
@@ -34,20 +35,22 @@ class LostWorkerError(Exception):
 
 
 class AllReduce:
-    """To be called by all workers equally often, with vectors of the same size.
+    """Sums vectors; to be called by all workers equally often, with vectors of the same size.
 
     Attributes:
-        lost: what a call has raised; TensorFlow turns it into an exception of its own when a graph makes the call.
+        lost: the error of a call, kept because TensorFlow replaces it by an exception of its own if a graph makes the
+            call.
 
     Args:
-        index: of this worker.
-        sockets: a connection to each of the others, by their indices; they belong to this object now.
+        index: the index of this worker.
+        sockets: a connection to each of the others, by their indices; they belong to this object from now on.
     """
 
     def __init__(self, index: int, sockets: dict[int, socket.socket]) -> None:
         self.lost: LostWorkerError | None = None
         self._index, self._sockets = index, sockets
         self._buffer = np.empty([0, 0], np.float32)
+        # A blocking send would wait for a peer that is itself waiting to send; see `_swap`.
         for sock in sockets.values():
             sock.setblocking(False)
 
@@ -58,6 +61,7 @@ class AllReduce:
             LostWorkerError: a worker is gone.
         """
         num_workers = len(self._sockets) + 1
+        # Two workers send each other the whole vector either way.
         if num_workers == 2 or vector.nbytes <= ONE_HOP_BYTES:
             return self._sum_over_workers(vector, dict.fromkeys(self._sockets, _bytes(vector)))
 
@@ -76,23 +80,31 @@ class AllReduce:
 
     def _sum_over_workers(self, mine: np.ndarray, sends: Parts) -> np.ndarray:
         """Sends each worker its part, and sums `mine` and what the others have sent."""
+        # The buffer is kept from step to step: fresh memory of this size would be mapped and zeroed by the kernel.
         if self._buffer.shape[1] != len(mine):
             self._buffer = np.empty([len(self._sockets) + 1, len(mine)], np.float32)
         self._swap(sends, {peer: _bytes(self._buffer[peer]) for peer in self._sockets})
         self._buffer[self._index] = mine
+        # In the order of the workers, whoever came first: float sums depend on it, and all workers must get the same
+        # bits. The result is a new array, since TensorFlow may use it while the next call fills the buffer.
         result: np.ndarray = self._buffer[0] + self._buffer[1]
         for received in self._buffer[2:]:
             result += received
         return result
 
     def _swap(self, unsent: Parts, missing: Parts) -> None:
-        """Sends `unsent` and fills `missing` at once: if all sent first, full buffers could block them for ever."""
+        """Sends `unsent` and fills `missing` at the same time.
+
+        If all workers sent first, full buffers of the kernel could block all of them without end.
+        """
         poll, peers = select.poll(), {sock.fileno(): peer for peer, sock in self._sockets.items()}
+        # The first round tries to send at once, which mostly succeeds and saves a system call.
         ready = [(number, select.POLLOUT) for number in peers]
         while True:
             for number, events in ready:
                 peer = peers[number]
-                try:  # POLLERR and POLLHUP pass both tests, and the calls then raise what is wrong
+                # POLLERR and POLLHUP pass both tests, so that a call is made, which raises the reason.
+                try:
                     if unsent[peer] and events & ~select.POLLIN:
                         unsent[peer] = unsent[peer][self._sockets[peer].send(unsent[peer]) :]
                     if missing[peer] and events & ~select.POLLOUT:
@@ -118,5 +130,6 @@ class AllReduce:
         return count
 
     def close(self) -> None:
+        """Closes the connections to all others."""
         for sock in self._sockets.values():
             sock.close()

@@ -1,4 +1,4 @@
-"""Where the steps of a synchronous worker get their batches: from arrays, cut alike on all, or from its own stream."""
+"""The input of a synchronous worker: batches of arrays that all workers cut in the same way, or of its own stream."""
 
 import threading
 from typing import Any, NamedTuple, Protocol
@@ -14,15 +14,15 @@ from tf2dist.model.batch import Batch, without_padding
 from tf2dist.process import heartbeat
 from tf2dist.training.synchronous.workers import Workers
 
-LOOK_SECS = 1.0
+LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to the watchdog
 
 
 class Part(NamedTuple):
     """What one replica contributes to a step.
 
     Attributes:
-        leaves: of its batch, [n, ...] each.
-        share: of the step's examples; all shares add up to 1. 0 if the batch is padding.
+        leaves: the leaves of its batch, [n, ...] each.
+        share: which share of the step's examples the batch has; all shares add up to 1. 0 if the batch is padding.
     """
 
     leaves: list[tf.Tensor]
@@ -33,24 +33,28 @@ class Feed(Protocol):
     """The input of one worker.
 
     Attributes:
-        source: the last arguments of the function of the steps.
-        num_extra: numbers that are summed over all replicas with each step.
+        source: the last arguments of the function that takes the steps.
+        num_extra: how many numbers are summed over all replicas with each step.
     """
 
     source: tuple[Any, ...]
     num_extra: int
 
     def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
-        """In the graph: what `part` and `extra` need; `step`: how many this process has taken."""
+        """In the graph: what `part` and `extra` need.
+
+        Args:
+            step: how many steps this process has taken.
+        """
 
     def part(self, element: Any) -> Part:
-        """On a replica."""
+        """On a replica: its part of the step."""
 
     def extra(self, element: Any) -> list[tf.Tensor]:
-        """On a replica: float32 [num_extra], or nothing."""
+        """On a replica: the numbers to sum, float32 [num_extra] in a list; an empty list for none."""
 
     def take_back(self, sums: tf.Tensor) -> None:
-        """What the extra numbers of all replicas add up to, on every worker."""
+        """On every worker: takes the sums of the extra numbers over all replicas."""
 
 
 class ArrayFeed:
@@ -59,7 +63,7 @@ class ArrayFeed:
     Args:
         train: the training set.
         sharding: of the training set, among the replicas.
-        begin: the steps that each replica has taken of its shard before.
+        begin: the number of the first batch of each replica's shard.
     """
 
     num_extra = 0
@@ -84,6 +88,7 @@ class ArrayFeed:
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
+        # TensorFlow takes an element for each local replica, so the shards of the replicas are interleaved.
         take = of_arrays(self._train)
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
@@ -96,8 +101,8 @@ class ArrayFeed:
 class StreamFeed:
     """Batches of the worker's own stream; see `Feed`.
 
-    The workers' batches in a step may be of different sizes. So that each knows its share when it computes, the size
-    of the next batch travels with every step.
+    The workers' batches in a step may be of different sizes. So that each worker knows its share when it computes, the
+    sizes of the next batches are summed with every step.
 
     Args:
         begin: the number of the first batch.
@@ -117,13 +122,15 @@ class StreamFeed:
         self.source = ()
         self._layout, self._begin = stream.layout, begin
         self._reader = Reader(stream, workers.index)
+        # No step has carried the sizes of the first batches, so they are summed here.
         sizes = workers.add_up(np.array([float(self._first_size())]))
-        self._total = tf.Variable(sizes[0], dtype=tf.float32, trainable=False)  # examples of the next step
+        self._total = tf.Variable(sizes[0], dtype=tf.float32, trainable=False)  # the examples of the next step
 
     def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
         specs = self._layout.batched(None)
         types = [*(spec.dtype for spec in specs), tf.float32]
         *leaves, next_size = tf.numpy_function(self._take, [step], types)
+        # A Python function returns tensors without a shape, and models need one.
         return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], next_size
 
     def part(self, element: Any) -> Part:
@@ -142,7 +149,8 @@ class StreamFeed:
         return [*leaves, np.float32(self._reader.size(number + 1))]
 
     def _first_size(self) -> int:
-        """Reads the first batch, which may take long after a resume; a failure is told by the first step."""
+        """The size of the first batch, which may take long to read after a resume."""
+        # In a thread, so that the watchdog hears of this worker while the stream skips to its position.
         sizes: list[int] = []
         thread = threading.Thread(target=lambda: sizes.append(self._reader.size(self._begin)), daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""The synchronous training loop: every worker holds the model, gradients are all-reduced each step; see `step`."""
+"""The synchronous training loop: every worker holds the model, gradients are all-reduced in each step; see `step`."""
 
 import math
 import time
@@ -34,7 +34,7 @@ from tf2dist.training.synchronous.workers import Workers
 
 
 class SyncLoop:
-    """Runs on every worker, made with `build`; see `loop.Loop`."""
+    """The loop on every worker, made with `build`; see `loop.Loop`."""
 
     def __init__(
         self, config: RunConfig, prepared: Prepared, splits: data.Splits, plan: EpochPlan | None, report: Report
@@ -56,8 +56,8 @@ class SyncLoop:
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()
         self._evaluated_at_once = chunk_size(self.sharding.batch_size, step, plan)
-        self._secs_per_step = 0.0  # mean of all workers; 0 while unknown
-        self._own_secs = 0.0  # for a step of this worker; 0 while unknown
+        self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
+        self._own_secs = 0.0  # of a step on this worker; 0 while unknown
         none = np.zeros(step.metrics.size)
         self.progress = Progress(origin.step, self._local_steps(origin.step), origin.examples, math.nan, none)
 
@@ -80,20 +80,22 @@ class SyncLoop:
         return (step - self._origin.earlier_steps,) * self._workers.count
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
-        """Runs exactly as many steps as are missing; every worker must ask for the same."""
+        """Takes exactly as many steps as are missing; every worker must call this with the same `until_step`."""
         requested = PauseRequest.NOTHING
         while self.progress.global_step < until_step and not requested:
             count = min(self._steps_per_call(), until_step - self.progress.global_step)
             started = time.monotonic()
-            # These numbers are summed over all replicas with the gradients: all workers learn of a request at the same
-            # step, and of the mean of their times.
+            # These numbers are summed over all replicas with the gradients. So all workers learn of a request at the
+            # same step, and get the same mean of their times.
             shared = [*pause_request().to_floats(), self._own_secs / self._workers.num_replicas]
             loss, examples, *rest = self._graphs.take(count, shared)
+            # What was shared is the same in each of the steps, so its sum is `count` times that of one step.
             metrics, requests, secs = np.array(rest[: self.metrics.size]), rest[self.metrics.size : -1], rest[-1]
             requested = PauseRequest.of_sums(requests)
             self._secs_per_step = secs / count
             self._own_secs = (time.monotonic() - started) / count
             step = int(self._graphs.applied.numpy())
+            # The loss is the sum over all workers, so all of them stop here at the same step.
             if not np.isfinite(loss):
                 raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
             self.progress = Progress(
@@ -114,10 +116,11 @@ class SyncLoop:
         return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
 
     def combine(self, request: PauseRequest) -> PauseRequest:
+        # Each worker gets its signals at a moment of its own; acting on them alone, it would leave the others waiting.
         return PauseRequest.of_sums(list(self._workers.add_up(np.array(request.to_floats()))))
 
     def _log(self, count: int) -> None:
-        """The worker's line, whenever it passes a multiple of log_every_steps."""
+        """Prints the worker's line whenever it has passed a multiple of log_every_steps."""
         step, every = self.progress.global_step, self._config.train.log_every_steps
         if step // every != (step - count) // every:
             worker = self._workers.index
@@ -126,7 +129,7 @@ class SyncLoop:
             print(f"{where}, local_step={own_step}, loss={self.progress.loss:.4f}", flush=True)
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Every worker evaluates its ranges of the split; the sums are all-reduced."""
+        """Every worker evaluates its own ranges of the split; the sums are added up over all workers."""
         arrays: Arrays = getattr(self._splits, split)
         num_examples = evaluated_examples(len(arrays), self._evaluated_at_once, split, self._plan)
         trainable, state = self._step.values()
@@ -138,7 +141,7 @@ class SyncLoop:
         return Evaluation.of_sums(self.metrics, self._workers.add_up(sums), num_examples)
 
     def updates_applied(self) -> int:
-        """What the optimizer has counted; the global step is a counter of our own."""
+        """What the optimizer has counted; the global step comes from a counter of our own."""
         return int(self._counted.numpy()) - self.earlier_updates
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -156,6 +159,7 @@ class SyncLoop:
         return self._workers.broadcast(packed)
 
     def snapshot(self) -> Snapshot:
+        # All replicas have taken the same steps of their shards.
         position = self._origin.position + self.progress.global_step - self._origin.step
         positions = [position] * self.sharding.num_shards
         facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
@@ -166,7 +170,7 @@ class SyncLoop:
         self._trained = finalize(self._named, [(self.optimizer, self._step.trainable)])
 
     def abandon(self, reason: str) -> None:
-        """Nothing: TensorFlow's heartbeats tell the others."""
+        """Does nothing: the heartbeats of TensorFlow's coordination service tell the others."""
 
     def facts(self) -> dict[str, Any]:
         return {}

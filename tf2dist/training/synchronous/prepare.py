@@ -28,18 +28,18 @@ class Prepared:
     """A synchronous run, as one worker holds it, that is ready for its first step.
 
     Attributes:
-        workers: all of them, as this one sees them.
-        sharding: of the training set, among the replicas.
+        workers: all workers, as this one sees them.
+        sharding: how the training set is cut into batches for the replicas.
         target_step: the global step at which the run ends.
-        start: the snapshot that the run goes on from; None for a new one.
+        start: the snapshot that the run continues from; None for a new run.
         origin: where the run begins.
-        step: of this worker's own model.
-        optimizer: of this worker, built for that model.
-        new_optimizer: makes one like it, without its state.
-        earlier_updates: that the optimizer has applied before this run.
-        named: the variables of the model and of the optimizer, as snapshots name them.
-        restored_from: what has been restored, for the user.
-        graphs: of the training steps.
+        step: the step of this worker's own model.
+        optimizer: the optimizer of this worker, built for that model.
+        new_optimizer: makes an optimizer like it, without its state.
+        earlier_updates: the updates that the optimizer had applied before this run.
+        named: the variables of the model and of the optimizer by their names in a snapshot.
+        restored_from: a line for the user about what was restored; empty for nothing.
+        graphs: the graph of the training steps.
     """
 
     workers: Workers
@@ -62,7 +62,7 @@ def prepare(
     """Builds the model on every worker, with the same values everywhere; to be called by all of them.
 
     Args:
-        start: what the leader has read; what the others give is not used.
+        start: what the leader has read; those of the other workers are ignored.
 
     Raises:
         ConfigError: the run or the model cannot be trained synchronously, or is not the same on all workers.
@@ -88,13 +88,15 @@ def prepare(
     # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
     step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
-    # The same values everywhere: those of worker 0, then those of the snapshot.
+    # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
+    # snapshot, which is younger.
     named = named_variables(step.model, step.variables, [optimizer])
     begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
+    # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
     counter_of(optimizer).assign(origin.step + earlier)
 
     # The graph of the steps.

@@ -1,7 +1,7 @@
 """What synchronous workers must have in common before their first step: the data, the variables, the first weights.
 
-From then on all of them apply the same updates. What differs at the start would differ for ever, and
-checkpoints would hold one worker's copy only.
+From then on all of them apply the same updates. What differs at the start would stay different, and checkpoints would
+hold only one worker's copy.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
 
-DIGEST_BYTES = 6  # which a float64 holds exactly
+DIGEST_BYTES = 6  # as many as a float64 holds exactly, since digests travel through a sum
 OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
 
 
@@ -36,11 +36,11 @@ def begin_equally(
     """Compares what all workers have made, and gives all of them the weights of worker 0; to be called by all.
 
     Args:
-        add_up: sums what all workers give, float64 [n].
-        broadcast: gives everybody what worker 0 gives.
+        add_up: sums the vectors that all workers pass to it, float64 [n].
+        broadcast: returns the bytes that worker 0 passes to it.
 
     Raises:
-        DataError: a worker has another data set than worker 0.
+        DataError: a worker has other data than worker 0.
         ConfigError: a worker has other variables, or another optimizer.
     """
     shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
@@ -53,6 +53,7 @@ def begin_equally(
     # Each worker fills its own row, so the sum holds the rows of all.
     digests = np.zeros([num_workers, len(own) + 1])
     digests[worker] = [*(_digest(hashlib.sha256(text)) for text in own), _digest(weights)]
+    # Every worker sees all rows, so all of them raise the same error and none is left waiting.
     everywhere = add_up(digests.reshape(-1)).reshape(digests.shape)
     differs = everywhere != everywhere[0]
     for number in range(len(own)):
@@ -60,7 +61,8 @@ def begin_equally(
             others = ", ".join(f"worker-{index}" for index in np.flatnonzero(differs[:, number]))
             raise _errors(config, others)[number]
 
-    # Other weights alone are no error: all workers take those of worker 0.
+    # Weights alone may differ, if a builder draws them where the seed does not reach: all workers take worker 0's. The
+    # broadcast is left out if they are equal, since it costs time with a large model.
     if differs[:, -1].any():
         arrays = from_bytes(broadcast(to_bytes(Weights(values(of_model))))).arrays
         assign(of_model, arrays)
@@ -88,7 +90,8 @@ def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
     with contextlib.suppress(Exception):  # a user's own schedule may not be able to give its configuration
         config = optimizer.get_config()
     if not isinstance(config.get("learning_rate"), float | np.floating):
-        config["learning_rate"] = float(optimizer.learning_rate)  # the configuration of a function would name its file
+        # The configuration of a function names its file, which may lie elsewhere on another host.
+        config["learning_rate"] = float(optimizer.learning_rate)
     return json.dumps([type(optimizer).__name__, config], default=kind, sort_keys=True).encode()
 
 

@@ -1,7 +1,7 @@
 """The graph of synchronous training: on every replica the model's step, one all-reduce, and the same update.
 
-One all-reduce a step carries everything: the gradients, the changes of the state, and the sums
-for the log, packed into one vector. All replicas then apply the same update to their own copy.
+One all-reduce a step carries everything, packed into one vector: the gradients, the changes of the state, and the sums
+for the log. All replicas then apply the same update to their own copy.
 """
 
 from typing import Any
@@ -19,20 +19,20 @@ from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.feeds import Feed
 from tf2dist.training.synchronous.workers import Workers
 
-SHARED = len(PauseRequest) + 1  # numbers that every worker shares with the others in each call
+SHARED = len(PauseRequest) + 1  # how many numbers every worker shares with the others in each step
 
 
 class SyncStep:
     """One worker's part in the training steps.
 
     Attributes:
-        applied: the updates in the whole run, int64.
+        applied: the updates applied in the whole run, int64.
 
     Args:
-        step: of this worker's own model.
+        step: the step of this worker's own model.
         optimizer: already built for `step.trainable`.
-        all_reduce: None for TensorFlow's.
-        feed: of this worker.
+        all_reduce: our own all-reduce; None for TensorFlow's.
+        feed: the input of this worker.
         begin_step: the updates that were applied before.
     """
 
@@ -56,10 +56,10 @@ class SyncStep:
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, num_steps: int, shared: list[float]) -> np.ndarray:
-        """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, `shared`.
+        """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
 
         Args:
-            shared: SHARED numbers of this worker.
+            shared: SHARED numbers of this worker; every replica adds them in every step.
 
         Raises:
             TaskLostError: naming the worker whose connection has broken.
@@ -68,7 +68,8 @@ class SyncStep:
             sums: np.ndarray = self._take_steps(
                 tf.constant(num_steps), tf.constant(shared, tf.float32), *self._feed.source
             ).numpy()
-        except tf.errors.UnknownError as error:  # how an exception leaves a Python function in a graph
+        # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
+        except tf.errors.UnknownError as error:
             if self._all_reduce and (lost := self._all_reduce.lost):
                 raise TaskLostError(f"lost {self._workers.cluster.training_tasks[lost.index]}: {lost}") from error
             raise
@@ -80,19 +81,22 @@ class SyncStep:
         def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             element = self._feed.next(source, self.applied.read_value() - self._begin_step)
             per_replica = self._strategy.run(self._replica_step, args=(element, shared))
+            # After the all-reduce the replicas of a worker hold the same sum.
             reduced = self._strategy.experimental_local_results(per_replica)[0]
+            # A float32 sum over many steps would lose examples beyond 2^24.
             return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
 
         start = tf.constant(0), tf.zeros([self._num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
 
     def _replica_step(self, element: Any, shared: tf.Tensor) -> tf.Tensor:
-        """One step of one replica; returns the sum over all replicas of what each contributes, packed."""
+        """One step of one replica; returns the packed sum of what all replicas contribute."""
         trainable, state = self._step.values()
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         place = step_place(replica, self.applied.read_value())
         leaves, share = self._feed.part(element)
         output = self._compute(trainable, state, leaves, place, share)
+        # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
         return self._reduced(
             self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
@@ -101,6 +105,7 @@ class SyncStep:
     def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
         if self._all_reduce is None:
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, packed)
+        # `numpy_function` is stateful, so TensorFlow neither merges nor reorders calls that pair with other workers'.
         return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
 
     def _apply(self, reduced: tf.Tensor) -> tf.Tensor:
@@ -108,7 +113,9 @@ class SyncStep:
         tensors, (sums, extra) = self._packing.unpack(reduced, self._num_sums, self._feed.num_extra)
         self._feed.take_back(extra)
         gradients, changes = tensors[: len(self._step.trainable)], tensors[len(self._step.trainable) :]
-        for variable, change in zip(self._step.state, changes, strict=True):  # of the call, before the optimizer
+        # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
+        # variables, as those of spectral normalization, are changed by both.
+        for variable, change in zip(self._step.state, changes, strict=True):
             variable.value.assign_add(change)
         self._optimizer.apply(gradients, self._step.trainable)
         self.applied.assign_add(1)

@@ -20,14 +20,15 @@ LEAVE_TIMEOUT_SECS = 10.0
 
 
 class Workers:
-    """All workers call the same methods in the same order: each of them waits for the others.
+    """What a worker does together with all others.
 
-    `batch_size_per_replica` alone is local, and in `leave_last` only worker 0 waits.
+    All workers must call the same methods in the same order, since each call waits for the others. There are two
+    exceptions: `batch_size_per_replica` is local, and in `leave_last` only worker 0 waits.
 
     Attributes:
-        index: of this one.
-        count: of all.
-        num_replicas: GPUs of all workers, or workers where there are none.
+        index: the index of this worker.
+        count: the number of workers.
+        num_replicas: the number of GPUs of all workers, or of workers where there are no GPUs.
     """
 
     def __init__(self, cluster: Cluster, task: Task, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
@@ -35,6 +36,7 @@ class Workers:
         self.index = cluster.training_tasks.index(task)
         self.count = cluster.num_workers
         self.num_replicas: int = strategy.num_replicas_in_sync
+        # Traced once for each shape, and without AutoGraph, whose rewriting takes longer than the tracing.
         self._sum = tf.function(functools.partial(sum_over_workers, strategy, self.count), autograph=False)
 
     @classmethod
@@ -45,12 +47,16 @@ class Workers:
         task: Task,
         strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
     ) -> "Workers":
-        """Joins TensorFlow's cluster with the other workers, unless that has been done and gave `strategy`."""
+        """Joins TensorFlow's cluster with the other workers, unless a `strategy` shows that it has been joined."""
         limits = config.startup_timeout_secs, config.watchdog_secs
         return cls(cluster, task, strategy or multi_worker_mirrored_strategy(cluster, task, *limits))
 
     def batch_size_per_replica(self, batch_size_per_worker: int) -> int:
-        """Raises ConfigError if the batch of a worker cannot be divided among its GPUs."""
+        """The batch size of each GPU of a worker.
+
+        Raises:
+            ConfigError: the batch of a worker cannot be divided among its GPUs.
+        """
         local_replicas = self.num_replicas // self.count
         batch_size, rest = divmod(batch_size_per_worker, local_replicas)
         if rest:
@@ -61,16 +67,17 @@ class Workers:
         return batch_size
 
     def add_up(self, own: np.ndarray) -> np.ndarray:
-        """The sum of what all workers give, of any shape."""
+        """The sum over all workers of the arrays that they pass, of any shape."""
         summed: np.ndarray = self._sum(tf.constant(own)).numpy()
         return summed
 
     def broadcast(self, packed: bytes) -> bytes:
-        """What worker 0 gives."""
+        """The bytes that worker 0 passes."""
         return broadcast(self.strategy, packed)
 
     def share(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
-        """What worker 0, the leader, has read."""
+        """What worker 0 has read, which alone reads the run directory."""
+        # A run begins with nothing, a snapshot or weights; no bytes at all stand for nothing.
         shared = self.broadcast(to_bytes(start) if start else b"")
         return from_bytes(shared) if shared else None
 
@@ -82,18 +89,24 @@ class Workers:
         Args:
             choice: the option cluster.all_reduce.
         """
+        # A worker that has a reason against it takes part all the same, and tells the others in `mesh.join`: hosts may
+        # have different devices, and all workers must use the same one.
         why_not = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
         if choice == "tensorflow":
             why_not = "cluster.all_reduce=tensorflow"
+        # Every worker draws a secret, and that of worker 0 counts.
         secret = self.broadcast(os.urandom(mesh.SECRET_BYTES))
         return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)), why_not)
 
     def wait_for_all(self) -> None:
-        """Waits until all workers have finished: one that ends cuts off what others still read of an all-reduce."""
+        """Waits until all workers have finished.
+
+        A worker that ended earlier would cut off others that still read from it the result of an all-reduce.
+        """
         barrier("finished", FINISH_TIMEOUT_SECS)
 
     def leave_last(self) -> None:
-        """On worker 0, which hosts the coordination service, waits until all others have left: they still use it."""
+        """On worker 0, waits until all others have left, since they use the coordination service that it hosts."""
         if self.task == self.cluster.leader:
             others = [task for task in self.cluster.training_tasks if task != self.task]
             reachability.wait_until_gone(self.cluster, others, LEAVE_TIMEOUT_SECS)
