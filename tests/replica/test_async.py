@@ -88,14 +88,14 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(optimizer="add_one"))
     before = weights(loop)
     limit = tf.constant(100, tf.int64)
-    for _ in range(30):  # what repeated calls of dead workers would do: 300 steps
+    for _ in range(30):  # 300 steps, as calls that are repeated for dead workers would make
         loop._coordinator.schedule(loop._scheduler._function, args=(*loop._scheduler._source, limit))
     loop.train(100)
     assert_exact(loop, 100)
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
 
 
-def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None:
+def test_updates_that_were_admitted_and_lost_are_made_again(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(50)
     for server in loop._graphs.servers:
@@ -104,12 +104,12 @@ def test_updates_lost_on_their_way_are_made_up_for(async_loop: MakeLoop) -> None
     assert_exact(loop, 150)
 
 
-def test_a_ps_that_is_one_update_behind_is_waited_for(async_loop: MakeLoop) -> None:
+def test_a_ps_that_is_one_update_behind_catches_up(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(150)
     behind = loop._graphs.servers[1]
     counts = behind.counters.now()
-    behind.restore(counts._replace(applied=counts.applied - 1))  # its worker died between its pushes to the two
+    behind.restore(counts._replace(applied=counts.applied - 1))  # as if a worker had died between two pushes
     loop.train(150)
     assert [server.counters.now().applied for server in loop._graphs.servers] == [150, 150]
     assert loop.progress.global_step == 150
@@ -126,20 +126,20 @@ def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:
         async_loop(run_config("constrained"))
 
 
-def test_one_worker_is_never_stale(async_loop: MakeLoop) -> None:
+def test_updates_of_a_single_worker_are_never_stale(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(), num_workers=1, num_ps=1)
     loop.train(100)
     assert loop.facts()["staleness"] == {"mean": 0.0, "p50": 0, "p99": 0, "max": 0}
 
 
-def test_several_workers_are_stale_sometimes(async_loop: MakeLoop) -> None:
+def test_updates_of_several_workers_are_sometimes_stale(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(400)
     assert 0 < loop.facts()["staleness"]["mean"] < 50
 
 
 def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
-    """One worker and several ps do what Keras does with the same batches, bias correction included."""
+    """One worker and several ps give the weights that Keras gives with the same batches, bias correction included."""
     config = run_config("dnn", "adam", hidden_units=[20])
     loop = async_loop(config, num_workers=1)
     reference = keras.models.clone_model(loop.model)
@@ -147,7 +147,7 @@ def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
     reference.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     splits = data.load(config.data)
     sharding = pipeline.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
-    rows = pipeline.batches(lambda index: [index], sharding, 0).take(40)  # with an uneven 26th
+    rows = pipeline.batches(lambda index: [index], sharding, 0).take(40)  # the 26th, the last of an epoch, is smaller
     for index, example_weights in rows.as_numpy_iterator():
         images, labels = splits.train.take(index)
         real = example_weights > 0
@@ -184,7 +184,7 @@ def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:
     loop.train(150)
     after = [v.numpy() for v in loop.model.non_trainable_variables if "moving" in v.path]
     assert all(np.abs(new - old).max() > 0 for old, new in zip(before, after, strict=True))
-    assert loop.progress.loss < 1.6, "2.3 is chance; how stale two workers' updates are is up to the machine"
+    assert loop.progress.loss < 1.6, "a guess has 2.3; how stale the updates of two workers are depends on the machine"
     assert_exact(loop, 150)
 
 
@@ -198,7 +198,7 @@ def test_clipping_by_the_global_norm_sees_all_gradients(async_loop: MakeLoop) ->
     assert change == pytest.approx(0.001, rel=1e-3)
 
 
-def test_a_norm_that_the_ps_cannot_know_is_refused(async_loop: MakeLoop) -> None:
+def test_clipping_by_a_norm_that_the_ps_cannot_know_is_refused(async_loop: MakeLoop) -> None:
     config = run_config(optimizer="sgd")
     config.optimizer |= {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match=r"optimizer \(sgd\): with mode=async global_clipnorm cannot clip"):

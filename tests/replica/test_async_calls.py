@@ -46,7 +46,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
 def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However fast the machine, 1,500 steps take longer; however slow, longer calls are worth while.
+    # On a fast machine 1,500 steps take longer than the trial, and on a slow one longer calls still pay.
     monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
     monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
     monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
@@ -54,7 +54,7 @@ def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
     config.train.steps = 10_000_000  # longer calls gain more than they cost
     loop = async_loop(config)
     loop.train(3)
-    assert loop._scheduler.num_steps == 1, "nothing to find out for three steps"
+    assert loop._scheduler.num_steps == 1, "three steps are too few to measure"
     for steps in (1500, 1501, 1600):
         loop.train(steps)
         assert_exact(loop, steps)
@@ -73,7 +73,7 @@ def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unrolled they would gain nothing, and of a deep model they take a minute to get ready, with all workers idle."""
+    """Longer calls would save nothing, and those of a deep model take a minute to prepare, with all workers idle."""
     config = run_config("sleeping", steps_per_execution=None)
     config.train.steps = 10_000
     loop = async_loop(config, num_workers=2)
@@ -83,10 +83,10 @@ def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pyt
     assert (loop._scheduler.is_sized, loop._scheduler.num_steps) == (True, 1)
 
 
-def test_a_call_that_is_still_under_way_is_no_reason_for_more(
+def test_a_call_still_in_flight_does_not_cause_more_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one of an evaluation may have given its result and not be done for the coordinator."""
+    """The last call of an evaluation may have returned its result and still count as in flight."""
 
     @tf.function(autograph=False)
     def slow() -> None:
@@ -109,7 +109,7 @@ def test_a_call_that_is_still_under_way_is_no_reason_for_more(
 
 @pytest.mark.parametrize("what", ["training", "evaluating"])
 def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, what: str) -> None:
-    """Here each of them is busy with something that does not end."""
+    """Here each of them executes a call that does not end."""
     released = threading.Event()
 
     def wait() -> None:
@@ -145,7 +145,7 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, wh
 
 
 def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
-    """A worker has pushed to one of them and died, and no other is there."""
+    """As after a worker has pushed to one of them and died, with no other worker left."""
     loop = async_loop(run_config())
     loop.train(50)
     behind = loop._graphs.servers[1]
@@ -164,7 +164,7 @@ class SlowToApply(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-def test_what_the_ps_are_applying_is_part_of_what_is_saved(async_loop: MakeLoop) -> None:
+def test_a_stop_saves_the_updates_that_the_ps_are_applying(async_loop: MakeLoop) -> None:
     """The stop waits for no worker, but for every update that has been admitted."""
     config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
     config.grace_secs = 0.1
@@ -196,7 +196,7 @@ def test_how_long_a_stop_waits_for_workers() -> None:
 
 
 def test_no_function_is_made_while_many_hosts_train() -> None:
-    """TensorFlow tells all hosts of a new one, and stands still if one of them is cut off.
+    """TensorFlow sends a new one to all hosts, and hangs if one of them is cut off.
 
     In a process of its own: some of TensorFlow's functions are made once for all loops of a process.
     """
@@ -228,7 +228,7 @@ def test_no_function_is_made_while_many_hosts_train() -> None:
 
 
 def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps are asked for, and however slow the workers are."""
+    """However many steps are requested, and however slow the workers are."""
     loop = async_loop(run_config(steps_per_execution=10))
     schedule = loop._coordinator.schedule
     ahead: list[int] = []
@@ -242,7 +242,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
     monkeypatch.setattr(loop._coordinator, "schedule", note)
     loop.train(1_000, lambda: PauseRequest.STOP if len(ahead) > 100 else PauseRequest.NOTHING)
     assert 0 < max(ahead) <= max(windows) + 10
-    assert len(ahead) <= 102, "none for what is done"
+    assert len(ahead) <= 102, "no calls for steps that are done"
 
 
 def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:

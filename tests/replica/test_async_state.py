@@ -1,4 +1,4 @@
-"""What a model changes by itself, such as moving averages, while several workers push at once."""
+"""The state that a model changes by itself, such as moving averages, while several workers push at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def fast_norm(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 @keras.saving.register_keras_serializable("test_async_state")
 class Notes(keras.layers.Layer):
-    """Keeps what layers keep: sums in three ways, what was there last, a largest value, and what nothing changes."""
+    """Has the kinds of state that layers have: sums in three forms, a last value, a largest value, a constant."""
 
     def build(self, input_shape: Any) -> None:
         def weight(name: str, dtype: str = "float32", initializer: str = "zeros") -> Any:
@@ -59,7 +59,7 @@ def state(loop: Any) -> dict[str, np.ndarray]:
 
 
 def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
-    """The test set after as many updates of the same model."""
+    """The evaluation of the test set after as many updates of the same model by plain Keras."""
     splits = data.load(config.data)
     loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01), loss_function, metrics=["accuracy"])
@@ -72,7 +72,7 @@ def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
 
 
 def test_fast_moving_averages_of_four_workers_are_those_of_plain_keras(async_loop: MakeLoop) -> None:
-    """Changes that were added would be counted once for each worker that had not yet seen the others'."""
+    """If changes were added, each worker that had not yet seen the others' changes would count its own once more."""
     config = run_config("fast_norm")
     loop = async_loop(config)
     reference = keras.models.clone_model(loop.model)
@@ -90,7 +90,7 @@ def test_fast_moving_averages_of_four_workers_are_those_of_plain_keras(async_loo
     assert found.metrics["accuracy"] == pytest.approx(expected.metrics["accuracy"], abs=0.08)
 
 
-def test_sums_are_exact_and_what_is_assigned_is_assigned(async_loop: MakeLoop) -> None:
+def test_sums_are_exact_and_assigned_values_are_kept(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config("notes"))
     loop.train(STEPS)
     assert_exact(loop, STEPS)

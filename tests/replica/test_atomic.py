@@ -1,4 +1,4 @@
-"""Updates that meet on a ps: none is lost, none is mixed with another."""
+"""Updates that arrive at a ps at the same time: none is lost, none is mixed with another."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_many_pushes_at_once_are_as_many_updates(async_loop: Callable[..., Any],
     reference, weight = models.build_optimizer(config.optimizer, NUM_PUSHES), keras.Variable(0.0)
     for _ in range(NUM_PUSHES):
         reference.apply([tf.constant(1.0)], [weight])
-    # Which of two updates that meet is the earlier one is open, and Adam's bias correction depends on it.
+    # The order of two updates that meet is open, and Adam's bias correction depends on it.
     is_ordered = hasattr(reference, "beta_1")
     np.testing.assert_allclose(push_at_once(loop), float(weight.numpy()), rtol=0.01 if is_ordered else 1e-5)
 
@@ -98,7 +98,7 @@ def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS | OTHERS)
 def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
-    """Two updates mixed divide the momentum of one by the velocity of the other, which few runs survive."""
+    """Mixed updates divide the momentum of one by the velocity of the other, and few runs survive that."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = server_of(keras.Variable([1.0, 2.0]), arguments)
     server.trace_push({})
@@ -124,7 +124,7 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
 
 
 class Halving(keras.optimizers.Optimizer):
-    """Its rate is half as high after each update."""
+    """Halves its learning rate after each update."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         self.assign_sub(variable, learning_rate * gradient)

@@ -1,4 +1,4 @@
-"""What a ps counts, and how it is read."""
+"""The counters of a ps, and how they are read."""
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ def test_an_update_is_counted_in_its_place() -> None:
     add(counters, 0, 0, [2.5, 100.0, 90.0, 7.0])
     add(counters, 2, 7, [0.5, 57.0, 40.0, -1.0])
     add(counters, 2, MAX_STALENESS + 5, [0.25, 1.0, 1.0, 0.5])
-    add(counters, 2, -1, [0.25, 1.0, 1.0, 0.5])  # cannot be; it would count elsewhere, or fail
+    add(counters, 2, -1, [0.25, 1.0, 1.0, 0.5])  # cannot occur; unchecked, it would fail or be counted elsewhere
     now = counters.now()
     assert now.applied == 4
     assert now.totals.tolist() == [[1, 2.5, 100], [0] * 3, [3, 1.0, 59]]
@@ -33,7 +33,7 @@ def test_an_update_is_counted_in_its_place() -> None:
     assert (applied, totals.tolist(), metrics.tolist()) == (4, now.totals.tolist(), now.metrics.tolist())
 
 
-def test_they_go_on_where_another_run_ended() -> None:
+def test_counters_continue_where_another_run_ended() -> None:
     counters = Counters(NUM_WORKERS, NUM_METRICS)
     begun = Counts(2**40 + 1, np.arange(9.0).reshape(3, 3), np.array([5.0, 2.0**50]), np.arange(MAX_STALENESS + 1))
     counters.restore(begun)
@@ -46,7 +46,7 @@ def test_they_go_on_where_another_run_ended() -> None:
 
 
 def test_an_update_is_counted_by_one_operation_that_locks() -> None:
-    """Two that meet in an operation that shares its lock lose a count too rarely for a test to see it."""
+    """Two updates in an operation that shares its lock lose a count too rarely for a test to notice."""
     counters = Counters(NUM_WORKERS, NUM_METRICS)
     indices, scalar = tf.TensorSpec([counters.added, 1], tf.int64), tf.TensorSpec([], tf.int64)
     added = tf.TensorSpec([counters.added], tf.float32)

@@ -1,4 +1,4 @@
-"""Epochs of both modes against `keras.Model.fit` on the same batches: history and weights."""
+"""Epochs in both modes against `keras.Model.fit` on the same batches: the history and the weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,9 +65,9 @@ def binary() -> keras.Model:
 
 
 class SummedFirst(keras.optimizers.RMSprop):  # type: ignore[misc]
-    """Adds up the gradients of a row that a batch looks up twice before it squares them.
+    """Sums the gradients of an embedding's row that a batch looks up twice before it squares them.
 
-    So does tf2dist, and so does Keras on JAX and PyTorch. Keras on TensorFlow squares each of them.
+    So do tf2dist and Keras on JAX and PyTorch; Keras on TensorFlow squares each of them.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -175,7 +175,7 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any, publishing: Any) -> None:
+def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     given, config, hooks = source(name), config_of(BATCH), Recording()
     publishing(given.load())
     loop = async_loop(config, 1, 1, source=given)
@@ -200,7 +200,7 @@ def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, s
 
 
 def trained_before(folder: Path) -> Given:
-    """A model whose optimizer has a state, and a schedule that has begun."""
+    """A model whose optimizer has a state, and a schedule that is under way."""
     path, splits = folder / "trained.keras", examples(table)
     if not path.exists():
         keras.utils.set_random_seed(1)
@@ -213,7 +213,7 @@ def trained_before(folder: Path) -> Given:
     return Given(lambda: keras.models.load_model(path), splits, plan)
 
 
-def test_rows_that_are_looked_up_twice_are_told_of(async_loop: Any, publishing: Any) -> None:
+def test_rows_that_are_looked_up_twice_cause_a_warning(async_loop: Any, publishing: Any) -> None:
     for name, told in (("two outputs", "embedding"), ("recurrent", ""), ("regression", "")):
         given = source(name)
         publishing(given.load())
@@ -221,7 +221,7 @@ def test_rows_that_are_looked_up_twice_are_told_of(async_loop: Any, publishing: 
         assert told in advice and bool(told) == bool(advice), name  # noqa: PT018
 
 
-def test_a_model_that_was_trained_before_goes_on(tmp_path: Path, async_loop: Any, publishing: Any) -> None:
+def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, async_loop: Any, publishing: Any) -> None:
     given, config, hooks = trained_before(tmp_path), config_of(BATCH), Recording()
     publishing(given.load())
     loop = async_loop(config, 1, 1, source=given)
@@ -231,17 +231,17 @@ def test_a_model_that_was_trained_before_goes_on(tmp_path: Path, async_loop: Any
     saved = loop.snapshot()
     later = async_loop(config, 1, 2, source=given, start=saved)
     assert later.earlier_updates == 10
-    later.train(saved.step)  # makes what it has made ready to be left
+    later.train(saved.step)  # leaves no work of this loop unfinished
 
 
-def test_a_synchronous_worker_goes_on_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
+def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
     expected = keras_fit(trained_before(tmp_path))
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(str(tmp_path), BATCH))
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["regression", "two outputs", "everything"])
-def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: SyncWorkers) -> None:
+def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
     assert_same(found, keras_fit(source(name)))
 
@@ -250,7 +250,7 @@ def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: Sy
     "name",
     ["regression", "two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("binary", "recurrent"))],
 )
-def test_three_synchronous_workers_are_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
+def test_three_synchronous_workers_equal_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
     assert_same(found, keras_fit(source(name)))
     for _, weights in others:
@@ -259,14 +259,14 @@ def test_three_synchronous_workers_are_one_with_the_threefold_batch(name: str, s
 
 @dataclass
 class Pausing(Recording):
-    """Wants a pause as soon as the training has begun, and then no more."""
+    """Asks for one pause, as soon as the training has begun."""
 
     def wanted(self) -> bool:
         return self.calls[-1][0] == "begin"
 
 
 def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
-    """What is called if a callback ends the first epoch at a pause; `end`: its answer to the end of that epoch."""
+    """The calls of a callback that ends the first epoch at a pause; `end`: its answer to the end of that epoch."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
     given, config = source("regression"), config_of(BATCH)
@@ -280,7 +280,7 @@ def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]
 def test_an_epoch_that_a_callback_ends_is_validated_and_its_end_is_called(
     stops: bool, sync_workers: SyncWorkers
 ) -> None:
-    """As in Keras; and if `stop_training` is taken back then, the next epoch comes."""
+    """As in Keras; if the callback then takes `stop_training` back, the next epoch follows."""
     (calls,) = sync_workers(drive_with_a_pause, num_workers=1, args=(Change(stop=stops),))
     logs = ["loss", "mae", "r2_score", "val_loss", "val_mae", "val_r2_score"]
     step = calls[1][2]

@@ -1,4 +1,4 @@
-"""What a worker publishes is what the coordinator's graphs read, with or without a file behind it."""
+"""The coordinator's graphs read the examples that a worker publishes, with or without a file behind them."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
 
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process publishes once; here it does so for every test, and beside what the others' cluster reads."""
+    """Gives every test a name of its own: a process publishes once, and other tests' clusters read from this one."""
     monkeypatch.setattr(examples, "NAME", tmp_path.name)
 
 
@@ -38,7 +38,7 @@ def test_every_split_is_read_as_it_is(tmp_path: Path) -> None:
     whole = mapped(tmp_path / "a.npy", IMAGES)
     splits = Splits(arrays(whole[10:]), arrays(whole[:10]), arrays(IMAGES[::-1]))
     publish(splits)
-    (tmp_path / "a.npy").unlink()  # the examples are read until the end, whatever becomes of the name
+    (tmp_path / "a.npy").unlink()  # the examples stay readable even if the file is removed
     read = tf.function(lambda split, index: remote_examples(split, index, splits.layout), autograph=False)
     index = np.array([[3, 9, 0], [9, 1, 2]])
     for split in ("train", "validation", "test"):

@@ -1,4 +1,4 @@
-"""What TensorBoard, metrics.jsonl and the screen are told of a run."""
+"""What TensorBoard, metrics.jsonl and the screen show of a run."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tf2dist.training.report import Reporter
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_tensorboard_has_more_than_the_loss(
+def test_tensorboard_shows_more_than_the_loss(
     async_loop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     monkeypatch.setattr("tf2dist.training.report.WRITE_EVERY_SECS", 0.0)
@@ -31,7 +31,7 @@ def test_tensorboard_has_more_than_the_loss(
             reporter.on_progress(loop.progress)
             reporter.on_evaluation("validation", step, loop.evaluate("validation"))
     notes = [message.text for message in sent if isinstance(message, Note)]
-    assert len(notes) == 1, "the last one is part of the result"
+    assert len(notes) == 1, "the last evaluation is part of the result"
     assert notes[0].startswith("step 30: validation accuracy 0.")
 
     read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()

@@ -1,4 +1,4 @@
-"""Synchronous workers begin with the same model, or say in one line that they cannot."""
+"""Synchronous workers begin with the same model, or report in one line that they cannot."""
 
 import os
 from typing import Any
@@ -20,7 +20,7 @@ UNSEEDED = np.random.default_rng
 
 @registry.register_model("own_weights")
 def own_weights(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Draws its weights where the seed does not reach."""
+    """Draws its weights from a generator that the run does not seed."""
     logits = layers.Dense(num_classes)
     model = keras.Sequential([keras.Input(input_shape), layers.Flatten(), logits])
     logits.set_weights([UNSEEDED().normal(size=weight.shape) for weight in logits.get_weights()])
@@ -59,7 +59,7 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[mis
         return 0.5
 
 
-def test_optimizers_need_not_be_written_down() -> None:
+def test_optimizers_without_a_configuration_can_be_compared() -> None:
     told = [
         same_start._description_of_optimizer(keras.optimizers.SGD(rate, name="mine"))
         for rate in (Rate(), lambda: 0.25, 0.25)
@@ -67,7 +67,7 @@ def test_optimizers_need_not_be_written_down() -> None:
     assert told[1] == told[2] != told[0]
 
 
-def test_the_first_worker_gives_all_its_weights(sync_workers: SyncWorkers) -> None:
+def test_all_workers_take_the_weights_of_the_first(sync_workers: SyncWorkers) -> None:
     first, *others = sync_workers(train, 3, (run_config("own_weights"),))
     for other in others:
         for one, same in zip(first, other, strict=True):
@@ -82,7 +82,7 @@ def test_the_first_worker_gives_all_its_weights(sync_workers: SyncWorkers) -> No
         ("data", r"data \(own_examples\): not the same examples on worker-1 as on worker-0"),
     ],
 )
-def test_what_differs_is_named(sync_workers: SyncWorkers, option: str, says: str) -> None:
+def test_a_difference_between_workers_is_named(sync_workers: SyncWorkers, option: str, says: str) -> None:
     config = run_config("own_structure" if option == "model" else "softmax")
     config.optimizer["name"] = "own_rate" if option == "optimizer" else "sgd"
     config.data.name = "own_examples" if option == "data" else "digits"

@@ -104,7 +104,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_asynchronous_worker_does_what_keras_does(name: str, async_loop: Any, publishing: Any) -> None:
+def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     """With calls of 5 steps in epochs of 7: updates beyond an epoch's end are refused, and no batch is left out."""
     given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), Recording()
     publishing(given.load(), 1)
@@ -128,7 +128,7 @@ def drive_in_sync(worker: SyncWorker, given: Streamed, start: Snapshot | None = 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_synchronous_worker_does_what_keras_does(name: str, sync_workers: SyncWorkers) -> None:
+def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
     given = streamed(*CASES[name], 1, steps=7)
     ((*found, _),) = sync_workers(drive_in_sync, num_workers=1, args=(given,))
     assert_same(found, keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
@@ -148,7 +148,7 @@ def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("load", [of_rows, of_generator])
-def test_synchronous_workers_are_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
+def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
     """Of sizes that differ in a step; five batches a pass for each, and epochs of seven."""
     given = streamed(regression, load, 3, steps=7)
     (*found, progress), *others = sync_workers(drive_in_sync, num_workers=3, args=(given,))
@@ -160,7 +160,7 @@ def test_synchronous_workers_are_one_with_all_their_batches(load: Load, sync_wor
 
 
 @pytest.mark.slow
-def test_a_synchronous_run_goes_on_at_its_batch(sync_workers: SyncWorkers) -> None:
+def test_a_synchronous_run_continues_at_its_batch(sync_workers: SyncWorkers) -> None:
     given = streamed(regression, of_generator, 2, steps=7)
     whole = sync_workers(drive_in_sync, 2, args=(given, None, 21))[0]
     snapshot = sync_workers(drive_in_sync, 2, args=(given, None, 10))[0]
@@ -174,7 +174,7 @@ def test_a_synchronous_run_goes_on_at_its_batch(sync_workers: SyncWorkers) -> No
 # The parts.
 
 
-def test_a_reader_gives_again_what_was_refused() -> None:
+def test_a_reader_repeats_batches_of_refused_updates() -> None:
     reader = Reader(Stream("load", of_generator, 2, SEED, BATCH), 1)
     sizes = [5 + (number % 10 * 7 + 3) % 19 for number in range(40)]
 

@@ -1,4 +1,4 @@
-"""Synchronous training on real workers: N of them do what one does with an N-fold batch."""
+"""Synchronous training on real workers: N of them give what one gives with an N-fold batch."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
-    """Trains from the configuration and tells what the worker then holds."""
+    """Trains as configured, and returns what the worker then holds."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
     losses = []
@@ -106,8 +106,8 @@ def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:
         assert ("_XlaMustCompile" in sync_workers(graph_of_the_step, 1, (config,))[0]) == xla
 
 
-def test_workers_talk_once_a_step(sync_workers: SyncWorkers) -> None:
-    """Through their own all-reduce; TensorFlow's input would ask all of them whether it has ended."""
+def test_workers_communicate_once_a_step(sync_workers: SyncWorkers) -> None:
+    """By our own all-reduce alone; TensorFlow's input would ask all workers in each step whether it has ended."""
     graph = sync_workers(graph_of_the_step, 2, (run_config(),))[0]
     assert graph.count('op: "PyFunc"') == 1
     assert "CollectiveReduce" not in graph
@@ -150,7 +150,7 @@ def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_pat
         import time
 
         class Cause(RuntimeError):
-            def __str__(self) -> str:  # called as it is written down
+            def __str__(self) -> str:  # called when the record of the failure is written
                 came.touch()
                 return "the cause"
 
@@ -159,14 +159,14 @@ def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_pat
         while not came.exists():
             time.sleep(0.01)
         time.sleep(0.03)  # files tell no shorter times apart
-        raise RuntimeError("what came of it")
+        raise RuntimeError("the consequence")
 
     with pytest.raises(WorkerError, match="the cause"):
         sync_workers(fail, num_workers=2, args=(tmp_path / "came",))
 
 
-def test_a_worker_that_is_done_stays_for_the_others(sync_workers: SyncWorkers, tmp_path: Path) -> None:
-    """Who leaves cuts off those who still read what it has summed up."""
+def test_a_worker_that_is_done_waits_for_the_others(sync_workers: SyncWorkers, tmp_path: Path) -> None:
+    """A worker that left would cut off those that still read a result from it."""
 
     def leave(worker: SyncWorker, note: Path) -> bool:
         import os
@@ -210,7 +210,7 @@ def test_a_worker_that_leaves_without_a_result_is_named(sync_workers: SyncWorker
         sync_workers(leave, num_workers=2)
 
 
-def test_a_worker_that_never_comes_back_is_named(sync_workers: SyncWorkers) -> None:
+def test_a_worker_that_never_answers_is_named(sync_workers: SyncWorkers) -> None:
     def wait(worker: SyncWorker) -> None:
         import threading
 

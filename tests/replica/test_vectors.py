@@ -1,4 +1,4 @@
-"""What a worker and a ps exchange arrives as it was sent."""
+"""The vectors that a worker and a ps exchange arrive as they were sent."""
 
 import keras
 import numpy as np

@@ -28,7 +28,7 @@ def connected(num_workers: int) -> list[AllReduce]:
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What all of them return; threads that hang are left behind."""
+    """The results of all functions, each in a thread of its own; threads that hang are left behind."""
     futures: list[Future[Any]] = [Future() for _ in functions]
 
     def run(future: "Future[Any]", function: Callable[[], Any]) -> None:
@@ -45,7 +45,7 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 1_000_003])
 def test_the_sum_is_the_same_bits_everywhere(num_workers: int, size: int) -> None:
-    """Many times bigger than the sockets' buffers too, and several one after the other."""
+    """Also for vectors many times larger than the sockets' buffers, and for several calls in a row."""
     workers, random = connected(num_workers), np.random.default_rng(size)
     for _ in range(3):
         vectors = random.normal(size=[num_workers, size]).astype(np.float32)
@@ -67,8 +67,8 @@ def test_a_result_is_not_changed_by_the_next_call() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_worker_that_is_gone_ends_the_waiting_of_the_others(size: int) -> None:
-    """In the middle of a call. Who is cut off closes nothing: then the launchers end all workers."""
+def test_a_lost_worker_ends_the_call_of_the_others(size: int) -> None:
+    """It is lost in the middle of a call. (One that is cut off closes no connection; launchers end that run.)"""
     workers = connected(3)
 
     def lost_in_a_call(worker: AllReduce) -> int:
@@ -84,7 +84,7 @@ def test_a_worker_that_is_gone_ends_the_waiting_of_the_others(size: int) -> None
 
 
 class Together:
-    """What `mesh.join` adds up with: the cluster of TensorFlow in real life."""
+    """Sums over threads, for `mesh.join`; a real run sums through TensorFlow's cluster."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
@@ -118,7 +118,7 @@ def test_workers_find_each_other() -> None:
     assert [result.tolist() for result in at_once(calls)] == [[1111.0] * 5] * 4
 
 
-def test_one_that_cannot_or_will_not_leaves_all_without(
+def test_all_workers_fall_back_if_one_of_them_must(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert join_all(3, why_not=("", "there are GPUs", "")) == [None] * 3
@@ -128,8 +128,8 @@ def test_one_that_cannot_or_will_not_leaves_all_without(
     assert "worker 0 is not connected with all others" in capsys.readouterr().out
 
 
-def test_strangers_are_not_heard() -> None:
-    """Who calls first and says the wrong thing, or half of the right one, does not keep the worker from getting in."""
+def test_connections_without_the_secret_are_turned_away() -> None:
+    """Those that connect first and send a wrong secret, or half of it, do not keep the worker out."""
     cluster = Cluster("sync", {"worker": ("127.0.0.1:1", "127.0.0.1:2")})
     first, second = (mesh.Mesh(cluster, Task("worker", index)) for index in range(2))
     strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(3)]

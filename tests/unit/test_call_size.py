@@ -1,4 +1,4 @@
-"""How many steps a call takes."""
+"""The number of steps of a call."""
 
 import pytest
 
@@ -11,17 +11,17 @@ def test_a_call_takes_less_than_a_second_but_never_too_many_steps() -> None:
     assert steps_of_a_call(30.0) == 1
 
 
-def test_a_trial_times_the_steps_of_those_who_take_part() -> None:
+def test_the_timer_counts_the_workers_that_take_part() -> None:
     trial = CallTimer()
-    assert trial.secs_per_step(100.0, (5, 5, 5)) is None  # a run that goes on
+    assert trial.secs_per_step(100.0, (5, 5, 5)) is None  # a run that was resumed
     assert trial.secs_per_step(103.0, (5, 5, 5)) is None
-    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts: before, graphs were prepared
+    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts here: before, graphs were prepared
     assert trial.first_call_secs == 4
     assert trial.secs_per_step(104.1, (20, 20, 5)) is None, "too soon"
     assert trial.secs_per_step(105.0, (56, 55, 5)) == 0.02, "100 steps of two workers in a second"
 
 
-def test_a_trial_waits_for_some_steps_of_a_slow_model() -> None:
+def test_the_timer_waits_for_some_steps_of_a_slow_model() -> None:
     trial = CallTimer()
     assert trial.secs_per_step(0.0, (0, 0)) is None
     assert trial.secs_per_step(10.0, (1, 0)) is None
@@ -37,7 +37,7 @@ def test_small_models_get_long_calls_if_the_run_is_long() -> None:
 
 
 @pytest.mark.parametrize("secs_per_step", [0.01, 0.025, 0.05])
-def test_a_call_costs_less_than_it_gains(secs_per_step: float) -> None:
+def test_preparing_longer_calls_costs_less_than_they_save(secs_per_step: float) -> None:
     assert worthwhile_steps(secs_per_step, 2, 15.0, 100) == 1, "of a deep model, in a short run"
     assert worthwhile_steps(secs_per_step, 2, 1.0, 100) == 1
     sizes = [worthwhile_steps(secs_per_step, 2, 15.0, left) for left in (1_000, 10_000, 100_000, 1_000_000)]
@@ -46,7 +46,7 @@ def test_a_call_costs_less_than_it_gains(secs_per_step: float) -> None:
     assert sizes[-1] == steps_of_a_call(secs_per_step)
 
 
-def test_slow_steps_hide_what_a_call_costs() -> None:
+def test_slow_steps_hide_the_cost_of_a_call() -> None:
     assert worthwhile_steps(0.1, 2, 0.5, 10_000_000) == 1
     assert worthwhile_steps(0.1, 1, 15.0, 10_000_000) == 1
     # Sixteen such workers keep the coordinator busy all the time.
