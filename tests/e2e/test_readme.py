@@ -1,6 +1,8 @@
 """What the README shows is what happens."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +33,9 @@ def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
 
 def test_the_example_of_a_plugin(command: Command) -> None:
     (command.folder / "mine.py").write_text(blocks("python")[0])
-    arguments = "plugins=[mine.py] model=wide +model.width=128 mode=sync"
-    assert f"python -m tf2dist {arguments}\n" in README
-    finished = command(*arguments.split(), "data=digits", "train.steps=20")
+    line = "'plugins=[mine.py]' model=wide +model.width=128 mode=sync"
+    assert f"python -m tf2dist {line}\n" in README
+    finished = command(*shlex.split(line), "data=digits", "train.steps=20")
     assert finished.code == 0, finished
 
 
@@ -46,7 +48,17 @@ def test_the_example_of_a_call_from_python(tmp_path: Path) -> None:
     mae, steps = done.stdout.splitlines()[0].split()
     assert float(mae) < 0.2
     assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
-    assert (tmp_path / "runs/a/model.keras").is_file()
+    assert (tmp_path / "runs/table/model.keras").is_file()
+
+
+@pytest.mark.slow
+def test_the_example_of_a_stream(tmp_path: Path) -> None:
+    (tmp_path / "stream.py").write_text(blocks("python")[2])
+    done = subprocess.run(
+        [sys.executable, "stream.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 5, "a loss for each epoch"
 
 
 def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
@@ -59,13 +71,15 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
 
 
-@pytest.mark.parametrize("line", re.findall(r"python -m tf2dist (.*mode=\w+.*)", README))
+# A command may be continued on the next line.
+@pytest.mark.parametrize("line", re.findall(r"python -m tf2dist (.*mode=\w+.*)", README.replace("\\\n", "")))
 def test_every_command_of_the_readme_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
-    arguments = line.replace("`", "").split()
+    arguments = shlex.split(line.replace("`", ""))
     if "-m" in arguments:
         own = [argument for argument in arguments if "=" in argument]
         assert len(sweep_of(own, None, Source(), lambda config: None).jobs) > 1
         return
-    load([argument for argument in arguments if "=" in argument], None if "local3" in line else "{}")
+    tf_config = "{}" if "cluster=tf_config" in line else None
+    load([argument for argument in arguments if "=" in argument], tf_config)
