@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import COMMAND, our_processes, wait_until
@@ -99,12 +100,13 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, number: int) -> None:
 @pytest.mark.slow
 def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
     """The job saves first."""
+    others = our_processes()  # of earlier tests, such as a tracker of resources that ends with pytest
     process = start(tmp_path, "mode=sync", "train.steps=1000000", "seed=1,2", "hydra.sweep.dir=sweep")
     log = tmp_path / "sweep" / "0" / "logs" / "worker-0.log"
     wait_until(lambda: log.exists() and "global_step=" in log.read_text(), process)
     process.kill()
     process.communicate(timeout=60)
-    for each in our_processes():
-        each.wait(timeout=30)
+    _, left = psutil.wait_procs([each for each in our_processes() if each not in others], timeout=60)
+    assert not left, [each.cmdline() for each in left] + [log.read_text()]
     assert list((tmp_path / "sweep" / "0" / "checkpoints").glob("step-*"))
     assert not (tmp_path / "sweep" / "1").exists()
