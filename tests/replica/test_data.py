@@ -80,14 +80,14 @@ def pictures_of_numbers(index: tf.Tensor) -> list[tf.Tensor]:
 
 def test_batches_hold_the_images_of_their_labels() -> None:
     sharding = Sharding(100, 8, 2, 0, False)
-    for pictures, numbers, _ in pipeline.blocks(pictures_of_numbers, sharding, 1, 5).take(3):
+    for _, (pictures, numbers, _) in pipeline.blocks(pictures_of_numbers, sharding, 1, 5).take(3):
         assert pictures.shape == (5, 8, 1, 1, 1)
         np.testing.assert_array_equal(pictures.numpy()[..., 0, 0, 0], numbers.numpy())
 
 
 def test_batches_without_examples_are_left_out() -> None:
     sharding = Sharding(21, 5, 2, 0, False)  # 2 steps of 2 x 5, then one example for the first worker alone
-    weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[2]
+    *_, weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[1]
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 
 
@@ -96,11 +96,16 @@ def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None
     """The second worker has one step less in an epoch than the first."""
     sharding = Sharding(21, 5, 2, 0, False)
 
-    def rows(first_step: int, count: int) -> list[list[int]]:
+    def rows(first_step: int, count: int) -> list[tuple[int, list[int]]]:
         steps = pipeline.blocks(pictures_of_numbers, sharding, shard, 1, first_step).take(count)
-        return [numbers.numpy()[0].tolist() for _, numbers, _ in steps]
+        return [(int(step), numbers.numpy()[0].tolist()) for step, (_, numbers, _) in steps]
 
     assert rows(7, 3) == rows(0, 10)[7:]
+
+
+def test_blocks_begin_with_the_number_of_their_first_step() -> None:
+    blocks = pipeline.blocks(pictures_of_numbers, Sharding(21, 5, 2, 0, False), 1, 3, first_step=4).take(3)
+    assert [int(number) for number, _ in blocks] == [4, 7, 10]
 
 
 def test_a_worker_goes_on_at_the_same_part_of_the_data_in_another_mode() -> None:

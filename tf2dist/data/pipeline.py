@@ -2,8 +2,7 @@
 
 Which examples a worker sees at its step k is a pure function of the seed and of `Sharding`, so
 a run can resume at any step without a saved shuffle buffer, and N workers with batches of b see
-the examples of one worker with batches of N*b. (Batches of an asynchronous worker are lost where
-its updates came too late for a boundary and were refused.)
+the examples of one worker with batches of N*b.
 """
 
 from collections.abc import Callable
@@ -145,17 +144,19 @@ def batches(take: Take, sharding: Sharding, shard: int | tf.Tensor, first_step: 
 def blocks(
     take: Take, sharding: Sharding, shard: int | tf.Tensor, size: int, first_step: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
-    """Like `batches` with `size` steps in each element: one call of the iterator serves many steps.
+    """Like `batches` with `size` steps in each element, after the number of the first one, an int64.
 
-    A step without examples for this worker is left out and not counted, since its update would change nothing.
+    One call of the iterator serves many steps. A step without examples for this worker is left out and not counted,
+    since its update would change nothing.
     """
 
     @NO_AUTOGRAPH
     def has_examples(index: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         return weights[0] > 0
 
-    rows = _rows(sharding, shard, first_step).filter(has_examples)
-    return _taken(rows.batch(size, drop_remainder=True), take)
+    rows = _rows(sharding, shard, first_step).filter(has_examples).batch(size, drop_remainder=True)
+    numbers = tf.data.Dataset.range(tf.cast(first_step, tf.int64), np.iinfo(np.int64).max, size)
+    return tf.data.Dataset.zip(numbers, _taken(rows, take))
 
 
 def _rows(sharding: Sharding, shard: int | tf.Tensor, first_step: int | tf.Tensor) -> tf.data.Dataset:

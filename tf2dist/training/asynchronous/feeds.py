@@ -39,6 +39,9 @@ class Feed(Protocol):
 class ArrayFeed:
     """Batches of the arrays that each worker has published; see `Feed`.
 
+    They come from an iterator, which gathers the next ones while a call computes. Where a call has run past the end of
+    an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator begins anew.
+
     Args:
         layout: the structure of the data.
         sharding: how the training set is cut into batches.
@@ -56,17 +59,30 @@ class ArrayFeed:
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
         shape = [num_steps, self._sharding.batch_size]
-        return (tf.data.IteratorSpec((*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))),)
+        block = (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
+        return (tf.data.IteratorSpec((tf.TensorSpec([], tf.int64), block)),)
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        return list(batches_without_padding(next(source[0]), num_steps))
+        (iterator,) = source
+        first_step = _position(self._offsets, worker, local_steps)
+        number, block = next(iterator)
+
+        def begin_anew() -> Any:
+            dataset = tf.data.experimental.to_variant(self._blocks(num_steps, worker, first_step))
+            (resource,) = tf.nest.flatten(iterator, expand_composites=True)
+            with tf.control_dependencies([tf.raw_ops.MakeIterator(dataset=dataset, iterator=resource)]):
+                return next(iterator)[1]
+
+        return list(batches_without_padding(tf.cond(number == first_step, lambda: block, begin_anew), num_steps))
 
     def _dataset(self, num_steps: int) -> tf.data.Dataset:
         """The batches of `num_steps` steps an element; runs on each worker, over the arrays of its own process."""
         # The coordinator makes the pipeline anew on a worker that comes back, so its position is read here, on the
         # worker, and not when the graph is made.
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        first_step = _position(self._offsets, worker, self._local_steps(worker))
+        return self._blocks(num_steps, worker, _position(self._offsets, worker, self._local_steps(worker)))
+
+    def _blocks(self, num_steps: int, worker: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
         take = functools.partial(remote_examples, "train", layout=self._layout)
         return blocks(take, self._sharding, worker, num_steps, first_step)
 

@@ -11,7 +11,7 @@ from tf2dist.training.call_size import CallTimer, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
-TRACED_SHARE = 0.25  # each step of a long function takes about this share of the time to trace one of a single step
+TRACED_SHARE = 0.05  # each step of a long function takes about this share of the time to trace one of a single step
 
 
 class Scheduler:
