@@ -118,6 +118,22 @@ def test_the_states_of_random_generators_are_sent_with_a_model(tmp_path: Path) -
     assert (found[1], wanted[1]) == (0, 1), "the copy has the state from before the later draw"
 
 
+def test_variables_without_weight_decay_are_sent_with_a_model(tmp_path: Path) -> None:
+    """Keras does not save which they are; here of a model that was trained before."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model.compile(optimizer, "mse")
+    data = Arrays(np.zeros((4, 2), np.float32), np.ones(4, np.float32))
+    model.fit(data.x, data.y, verbose=0)
+    shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
+    for each in (model, shipping.load_sent_model(tmp_path)):
+        kernel, bias = (variable.numpy() for variable in each.trainable_variables)
+        each.optimizer.apply([np.zeros((2, 1), np.float32), np.zeros(1, np.float32)])
+        np.testing.assert_allclose(each.trainable_variables[0], 0.75 * kernel)
+        np.testing.assert_array_equal(each.trainable_variables[1], bias)
+
+
 def test_a_model_has_the_random_generators_of_its_training() -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -40,6 +40,12 @@ def constrained() -> keras.Model:
     return made
 
 
+def scaled() -> keras.Model:
+    made = uncompiled()
+    made.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    return made
+
+
 class Own(keras.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +128,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not compiled": ({"model": uncompiled}, "is not compiled; call model.compile"),
     "not compiled itself": ({"model": Now(uncompiled)}, "is not compiled; call model.compile"),
     "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, but the tasks compile"),
+    "a LossScaleOptimizer": (
+        {"model": scaled},
+        "a LossScaleOptimizer leaves out updates, which are counted here; give",
+    ),
     "own steps": ({"model": own_step}, "has its own train_step, which would not be used; add losses"),
     "constraints": (
         {"model": constrained},

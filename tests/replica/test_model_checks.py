@@ -127,6 +127,7 @@ def test_steps_of_its_own_would_not_be_used(registered: Callable[..., None], met
     [
         (lambda: None, "gives None, and must give a keras.optimizers.Optimizer"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "give its inner optimizer"),
+        (lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()), "give one optimizer for all"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used(registered: Callable[..., None], made: Any, says: str) -> None:

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.unit.test_saving import facts
+from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints
@@ -149,11 +151,11 @@ def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
     source.save(Snapshot(5, {"model/a": np.ones(2)}, replace(facts(5), keras=settings)))
     config = run_config()
     config.init_from = str(tmp_path / "source")
-    for keras, told in (
+    for ours, told in (
         ("channels_last", r"init_from: was trained with keras\.image_data_format"),
         ("channels_first", ""),
     ):
-        config.keras = replace(keras_settings.DEFAULTS, image_data_format=keras)
+        config.keras = replace(keras_settings.DEFAULTS, image_data_format=ours)
         with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
             assert isinstance(first_snapshot(config, Checkpoints(tmp_path / "new"), print), Weights)
 
@@ -190,6 +192,16 @@ def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
     other.init_from, other.init_layers = "elsewhere", "hidden1"
     with pytest.raises(CheckpointError, match=r"model/hidden1/kernel is \[784, 20\] there and \[784, 25\] here"):
         async_loop(other, start=weights)
+
+
+def test_an_optimizer_that_has_begun_with_other_weights(async_loop: MakeLoop, monkeypatch: Any) -> None:
+    monkeypatch.setitem(registry.OPTIMIZERS, "mine", keras.optimizers.ScheduleFreeAdamW)
+    donor = async_loop(run_config())
+    donor.train(5)
+    config = run_config()
+    config.optimizer, config.init_from = {"name": "mine"}, "elsewhere"
+    with pytest.raises(ConfigError, match="init_from: ScheduleFreeAdamW has a sequence that begins with"):
+        async_loop(config, start=taken(donor).weights())
 
 
 def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:

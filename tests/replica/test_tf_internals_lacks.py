@@ -100,6 +100,13 @@ LACKS = [
         lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
     ),
     Lack("the reported learning rate would be wrong", built, "_learning_rate", tf_internals.learning_rate_of),
+    Lack("a schedule of the user's own could not be copied", built, "_learning_rate", tf_internals.config_of),
+    Lack(
+        "weights that are excluded from the decay would decay",
+        lambda: BASE,
+        "_use_weight_decay",
+        lambda _: tf_internals.undecayed(built(), [keras.Variable(0.0)]),
+    ),
     Lack("each update would read the learning rate", built, "_learning_rate", tf_internals.fix_learning_rate),
     Lack(
         "synchronized layers would be overlooked",

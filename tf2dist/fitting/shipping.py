@@ -6,7 +6,7 @@
     build.pickle    the function that builds it, by cloudpickle, if tasks cannot import it
     load.pickle     the function that makes the streams of data, by cloudpickle, if tasks cannot import it
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
-    seeds.json      the states of the random generators in a compiled model
+    unsaved.json    what Keras does not save of a compiled model
 
 What is unpickled here was written by the same user on this host, into a folder in which nobody else can write.
 Nothing of it goes to other hosts: each of them runs the same script and makes its own.
@@ -33,10 +33,10 @@ from tf2dist.errors import FitError, TrainingError, first_line, kind_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import functions, inputs, mirror
 from tf2dist.model.plan import EpochPlan
-from tf2dist.process.tf_internals import fresh_names, seeds_of
+from tf2dist.process.tf_internals import fresh_names, seeds_of, undecayed
 
 JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
-SEEDS = "seeds.json"
+UNSAVED = "unsaved.json"
 # Packages that every task has: their classes and functions in a model need not be sent.
 OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
 is_task = False  # whether this process is a task that has read a job
@@ -92,9 +92,7 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
             "instead"
         ) from None
     write_whole(folder / CUSTOM, cloudpickle.dumps(custom_objects(model)))
-    # Keras does not save the states of random generators, and a generator without a seed begins with a random one, so
-    # that each task would draw its own numbers.
-    write_whole(folder / SEEDS, json.dumps([np.array(seed.value).tolist() for seed in seeds_of(model)]))
+    write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
     # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
     try:
         load_sent_model(folder)
@@ -106,14 +104,24 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
     return {"keras": MODEL}
 
 
+def _unsaved(model: keras.Model) -> dict[str, Any]:
+    """The states of random generators, and the indices of the variables that are excluded from weight decay."""
+    # A generator without a seed begins with a random one, so that each task would draw its own numbers.
+    seeds = [np.array(seed.value).tolist() for seed in seeds_of(model)]
+    return {"seeds": seeds, "undecayed": undecayed(model.optimizer, model.trainable_variables)}
+
+
 def load_sent_model(folder: Path) -> keras.Model:
     """The compiled model of a job; its variables have the same names in every process of the job."""
     custom = {name: cloudpickle.loads(data) for name, data in cloudpickle.loads((folder / CUSTOM).read_bytes()).items()}
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
     with fresh_names():
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
-    for seed, value in zip(seeds_of(model), json.loads((folder / SEEDS).read_bytes()), strict=True):
+    unsaved = json.loads((folder / UNSAVED).read_bytes())
+    for seed, value in zip(seeds_of(model), unsaved["seeds"], strict=True):
         seed.assign(value)
+    if unsaved["undecayed"]:
+        model.optimizer.exclude_from_weight_decay([model.trainable_variables[index] for index in unsaved["undecayed"]])
     return model
 
 

@@ -224,6 +224,11 @@ def _synchronized(model: keras.Model) -> list[keras.Layer]:
     return [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
 
 
+def advice_on(step: ModelStep, optimizer: keras.Optimizer) -> str:
+    """A warning for the user, the most important one; empty if there is none."""
+    return advice_on_outputs(step) or advice_on_first_values(optimizer) or advice_on_lookups(step, optimizer)
+
+
 def advice_on_outputs(step: ModelStep) -> str:
     """A warning if the loss takes outputs for logits that look like probabilities; empty otherwise."""
     losses = [loss for loss in losses_of(step.model) if isinstance(loss, CROSSENTROPIES)]
@@ -254,6 +259,27 @@ def advice_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
     )
 
 
+def advice_on_first_values(optimizer: keras.Optimizer) -> str:
+    """What differs from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
+    # `fit` builds the optimizer inside the graph of its steps. There the assignment of the weights to the sequence that
+    # is updated is a part of each step.
+    if not isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        return ""
+    return (
+        "ScheduleFreeAdamW: its sequence begins with the weights once, as the method demands; keras.Model.fit on "
+        "TensorFlow sets it to the weights again in each step, unless optimizer.build was called before"
+    )
+
+
+def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:
+    """Refuses an optimizer that has begun with the drawn weights when the run takes others (`takes_weights`)."""
+    if takes_weights and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        raise ConfigError(
+            "init_from: ScheduleFreeAdamW has a sequence that begins with the model's own first weights; use another "
+            "optimizer"
+        )
+
+
 def check_optimizer(name: str, optimizer: Any) -> None:
     """Refuses what a builder returns if it is not an optimizer, or is one that leaves out updates."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -267,3 +293,6 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "
             "optimizer, with loss_scale_factor if need be, or use devices.precision=bfloat16, which needs no scaling"
         )
+    # Each of its optimizers counts its own updates, and here one counter is that of the run.
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ConfigError(f"optimizer ({name}): a MultiOptimizer cannot be used here; give one optimizer for all")

@@ -15,7 +15,7 @@ from tf2dist.model import checks
 from tf2dist.model.models import build_model, build_optimizer
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
-from tf2dist.process.tf_internals import learning_rate_of
+from tf2dist.process.tf_internals import config_of, undecayed
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
 
@@ -66,7 +66,7 @@ def build_step(
         model = built_model(source, splits, config.seed)
     is_compiled = model.compiled
     if is_compiled:
-        make_optimizer = _copies_of(model.optimizer, source.name)
+        make_optimizer = _copies_of(model, source.name)
     else:
         # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off below, unused.
         compile_classifier(source.name, model, splits.num_classes, "sgd")
@@ -139,16 +139,22 @@ def compile_classifier(
     )
 
 
-def _copies_of(optimizer: keras.Optimizer, name: str) -> MakeOptimizer:
+def _copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     """Makes optimizers like that of a compiled model, without its state.
 
     Raises:
         ConfigError: it is of no kind that can be used here.
     """
+    optimizer = model.optimizer
     checks.check_optimizer(name, optimizer)
-    config = optimizer.get_config()
-    schedule = learning_rate_of(optimizer)
-    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = schedule  # the object itself: Keras could not make one of the user's own class again
-    # A copy of the configuration each time, since `from_config` may replace entries of the one that it is given.
-    return lambda total_steps: type(optimizer).from_config(dict(config))
+    config = config_of(optimizer)
+    excluded = [model.trainable_variables[index] for index in undecayed(optimizer, model.trainable_variables)]
+
+    def copy(total_steps: int) -> keras.Optimizer:
+        # A copy of the configuration, since `from_config` may replace entries of the one that it is given.
+        made = type(optimizer).from_config(dict(config))
+        if excluded:
+            made.exclude_from_weight_decay(var_list=excluded)
+        return made
+
+    return copy

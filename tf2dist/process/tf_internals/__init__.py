@@ -7,6 +7,7 @@ which gives the name and the installed version. `missing` tries them all.
 
 from tf2dist.process.tf_internals.of_keras import (
     build_metrics,
+    config_of,
     count_updates_in,
     fix_learning_rate,
     fresh_names,
@@ -20,6 +21,7 @@ from tf2dist.process.tf_internals.of_keras import (
     place_of,
     seeds_of,
     trained_variables,
+    undecayed,
     velocities,
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
@@ -34,6 +36,7 @@ from tf2dist.process.tf_internals.probes import missing
 __all__ = [
     "as_one_node",
     "build_metrics",
+    "config_of",
     "count_updates_in",
     "fix_learning_rate",
     "fresh_names",
@@ -50,6 +53,7 @@ __all__ = [
     "publish_functions",
     "seeds_of",
     "trained_variables",
+    "undecayed",
     "use_coordination_service",
     "velocities",
     "wait_at_barrier",

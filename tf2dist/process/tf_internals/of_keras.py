@@ -57,6 +57,19 @@ def learning_rate_of(optimizer: keras.Optimizer) -> Any:
     return attribute(keras, optimizer, "_learning_rate", keras.Variable | float | Callable)
 
 
+def config_of(optimizer: keras.Optimizer) -> dict[str, Any]:
+    """The configuration of an optimizer, with the object itself if its rate is a schedule or another function."""
+    rate = learning_rate_of(optimizer)
+    if not callable(rate):
+        return dict(optimizer.get_config())
+    # Keras would serialize it, and those that users write need not support that.
+    optimizer._learning_rate = 0.0
+    try:
+        return {**optimizer.get_config(), "learning_rate": rate}
+    finally:
+        optimizer._learning_rate = rate
+
+
 def fix_learning_rate(optimizer: keras.Optimizer) -> None:
     """Turns a learning rate that is a variable into a constant, which saves a read for each update."""
     rate = learning_rate_of(optimizer)
@@ -64,6 +77,13 @@ def fix_learning_rate(optimizer: keras.Optimizer) -> None:
     if isinstance(rate, keras.Variable):
         # The public setter would assign the number to the variable instead of replacing that.
         optimizer._learning_rate = float(rate.numpy())
+
+
+def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> list[int]:
+    """The indices of those variables to which an optimizer would not apply its weight decay."""
+    # `exclude_from_weight_decay` is no part of the configuration: neither copies nor saved models would know it.
+    uses = attribute(keras, optimizer, "_use_weight_decay", Callable)
+    return [index for index, variable in enumerate(variables) if not uses(variable)]
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:

@@ -22,6 +22,7 @@ from tf2dist.process.tf_internals.of_keras import (
     place_of,
     seeds_of,
     trained_variables,
+    undecayed,
     velocities,
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
@@ -108,6 +109,12 @@ def _rate_is_fixed() -> bool:
     return isinstance(optimizer.learning_rate, float)
 
 
+def _excluded_are_found() -> bool:
+    optimizer, variables = keras.optimizers.SGD(weight_decay=0.1), [keras.Variable([1.0]), keras.Variable([1.0])]
+    optimizer.exclude_from_weight_decay(variables[1:])
+    return undecayed(optimizer, variables) == [1]
+
+
 def _seeds_are_found() -> bool:
     model = keras.Sequential([keras.Input([1]), keras.Sequential([keras.layers.Dropout(0.5)])])
     return [id(seed) for seed in seeds_of(model)] == [id(variable) for variable in model.variables]
@@ -152,6 +159,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._get_variable_index"): _slots_are_found,
     (keras, "Optimizer._iterations"): _updates_are_counted,
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
+    (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
     (keras, "Layer._seed_generators"): _seeds_are_found,
     (keras, "Trainer._symbolic_build"): _metrics_are_built,
     (keras, "CompileLoss._flat_losses"): _losses_are_found,

@@ -27,7 +27,7 @@ from tf2dist.checkpoint.state import (
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_lookups, advice_on_outputs, check_assigned, check_losses
+from tf2dist.model.checks import advice_on, check_assigned, check_init_from, check_losses
 from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
@@ -91,7 +91,7 @@ class AsyncLoop:
         self.restored_from, self.start = restored_from, start
         self.metrics = step.metrics
         self._random_states = step.random_states
-        self.advice = advice_on_outputs(step) or advice_on_lookups(step, graphs.servers[0].optimizer)
+        self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
         self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
@@ -134,6 +134,8 @@ class AsyncLoop:
         offsets = list(map(int, origin.offsets))
         earlier = earlier_updates(step.earlier_optimizer, resumed)
         graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
+
+        check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]

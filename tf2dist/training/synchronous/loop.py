@@ -14,7 +14,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on_lookups, advice_on_outputs
+from tf2dist.model.checks import advice_on
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_examples
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source
@@ -51,7 +51,7 @@ class SyncLoop:
         self.restored_from, self.start = prepared.restored_from, prepared.start
         self.metrics = step.metrics
         self._random_states = step.random_states
-        self.advice = advice_on_outputs(step) or advice_on_lookups(step, self.optimizer)
+        self.advice = advice_on(step, self.optimizer)
         self._counted = counter_of(self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()

@@ -1,0 +1,120 @@
+"""Every optimizer of Keras, and the settings that they share, against `keras.Model.fit` on the same batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.given import Given, Recording, weights_of
+from tests.replica.test_epochs import BATCH, SEED, assert_same, config_of, drive, examples, table, train_in_sync
+from tf2dist.data.arrays import Splits
+from tf2dist.model.plan import EpochPlan
+from tf2dist.testing import SyncWorker, SyncWorkers
+
+layers, optimizers = keras.layers, keras.optimizers
+EPOCHS = 2
+Make = Callable[[], keras.Optimizer]
+
+
+class Halving(optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
+    """Of the user's own, and not to be made again from a configuration."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
+
+
+class Own(optimizers.Optimizer):  # type: ignore[misc, name-defined]
+    """Momentum, written by a user."""
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        if not self.built:
+            super().build(variables)
+            self.slots = [self.add_variable_from_reference(each, name="slot") for each in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        slot = self.slots[self._get_variable_index(variable)]
+        self.assign(slot, slot * 0.9 + gradient)
+        self.assign_sub(variable, slot * learning_rate)
+
+
+KINDS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam")
+MADE: dict[str, Make] = {
+    **{name: lambda kind=name: getattr(optimizers, kind)(0.02) for name in (*KINDS, "RMSprop", "SGD")},  # type: ignore[misc, name-defined]
+    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.02),
+    "own": lambda: Own(0.02),
+    "nesterov": lambda: optimizers.SGD(0.02, momentum=0.9, nesterov=True),
+    "schedule": lambda: optimizers.AdamW(optimizers.schedules.CosineDecay(0.01, 8, warmup_steps=3, warmup_target=0.05)),
+    "own schedule": lambda: optimizers.SGD(Halving()),
+    "a rate that is a function": lambda: optimizers.SGD(lambda: 0.02),
+    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
+    "clipvalue": lambda: optimizers.SGD(0.01, clipvalue=0.1),
+    "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+    "weight_decay": lambda: optimizers.SGD(0.01, weight_decay=0.5),
+    "use_ema": lambda: optimizers.Adam(0.01, use_ema=True),
+    "ema_overwrite_frequency": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
+    "loss_scale_factor": lambda: optimizers.SGD(0.01, loss_scale_factor=128.0),
+}
+EXCLUSIONS: dict[str, dict[str, Any]] = {"without its biases": {"var_names": ["bias"]}, "without a layer": {}}
+
+
+def compiled(name: str) -> keras.Model:
+    model = keras.Sequential([keras.Input((10,)), layers.Dense(8, "relu"), layers.Dense(1)])
+    if name in EXCLUSIONS:
+        optimizer = optimizers.SGD(0.01, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(**(EXCLUSIONS[name] or {"var_list": model.layers[0].weights}))
+    else:
+        optimizer = MADE[name]()
+    if name == "ScheduleFreeAdamW":  # in `fit` Keras would build it within the graph of a step
+        optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    return model
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Makes a model with one of these optimizers; it can be sent to another process."""
+
+    name: str
+
+    def __call__(self) -> keras.Model:
+        return compiled(self.name)
+
+
+def given(name: str) -> Given:
+    plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
+    drawn = examples(table, 200)
+    return Given(Compiled(name), Splits(drawn.train, None, num_classes=None), plan)
+
+
+def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    keras.utils.set_random_seed(SEED)
+    model, train = compiled(name), given(name).splits.train
+    history = model.fit(train.x, train.y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+    return history.history, weights_of(model)
+
+
+@pytest.mark.parametrize("name", [*MADE, *EXCLUSIONS])
+def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) -> None:
+    source, config, hooks = given(name), config_of(BATCH), Recording()
+    publishing(source.load())
+    loop = async_loop(config, 1, 2, source=source)
+    drive(loop, config, source, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(name))
+    assert ("ScheduleFreeAdamW" in loop.advice) == (name == "ScheduleFreeAdamW"), loop.advice
+
+
+def train_with_all(worker: SyncWorker) -> dict[str, Any]:
+    return {name: train_in_sync(worker, given(name), BATCH) for name in (*MADE, *EXCLUSIONS)}
+
+
+def test_one_synchronous_worker(sync_workers: SyncWorkers) -> None:
+    (found,) = sync_workers(train_with_all, 1, ())
+    for name, one in found.items():
+        try:
+            assert_same(one, keras_fit(name))
+        except AssertionError as error:
+            raise AssertionError(name) from error
