@@ -280,3 +280,14 @@ def test_each_argument_reaches_the_run(what: str, monkeypatch: pytest.MonkeyPatc
     config, job = given_to_the_run(monkeypatch, **arguments)
     assert holds(config, job)
     assert keras.config.floatx() == config.keras.floatx
+
+
+@pytest.mark.parametrize(("steps", "says"), [(None, False), (5, False), (10, False), (3, True), (20, True)])
+def test_steps_with_which_keras_would_end_an_epoch_early_cause_a_warning(
+    steps: int | None, says: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """40 examples in batches of 4 are 10 steps."""
+    monkeypatch.chdir(tmp_path)
+    given_to_the_run(monkeypatch, steps_per_epoch=steps, cluster=tf2dist.Local(workers=1))
+    told = f"steps_per_epoch ({steps}): one pass over the data has 10 steps; keras.Model.fit would end"
+    assert (told in capsys.readouterr().err) == says

@@ -89,15 +89,7 @@ class Run:
         # A compiled model keeps the names that it was made with in this process. Its copy from the job's folder has
         # those that it has in the tasks.
         twin = shipping.load_sent_model(job) if isinstance(self.model, keras.Model) else None
-        sharding = sharding_of(
-            self.splits,
-            self.plan,
-            self.config.train.batch_size_per_worker,
-            self.num_workers,
-            self.config.seed,
-            whole_batch_loss=self.config.mode == "sync",
-        )
-        steps = self.plan.steps_per_epoch or sharding.updates_per_epoch
+        steps = self.plan.steps_per_epoch or self._steps_per_pass()
         callbacks = Callbacks(self.callbacks, Mirror(own, twin), self.plan, self.verbose, steps)
         conversation = self._conversation(job, callbacks)
         try:
@@ -110,6 +102,22 @@ class Run:
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
         return Result(dict(callbacks.history.history), summary, folder, own)
+
+    def _steps_per_pass(self) -> int:
+        """The steps of the cluster in which it takes all examples of the arrays once."""
+        batch_size, is_sync = self.config.train.batch_size_per_worker, self.config.mode == "sync"
+        return sharding_of(
+            self.splits, self.plan, batch_size, self.num_workers, self.config.seed, whole_batch_loss=is_sync
+        ).updates_per_epoch
+
+    def _warn_of_repeated_data(self, console: Console) -> None:
+        """Tells where Keras would end an epoch early, since the arrays are used up."""
+        steps = self.plan.steps_per_epoch
+        if steps and not self.splits.stream and (given := self._steps_per_pass()) % steps:
+            console.warn(
+                f"steps_per_epoch ({steps}): one pass over the data has {given} steps; keras.Model.fit would end an "
+                f"epoch with the data, here the data begin again and every epoch has {steps} steps"
+            )
 
     def _follow(self, job: Path, host_task: HostTask) -> Result:
         try:
@@ -130,6 +138,7 @@ class Run:
         stream = sys.stderr if sys.stderr is sys.__stderr__ and sys.stderr else cast(TextIO, NoFile(sys.stderr))
         console = Console(stream) if self.verbose == 1 else QuietConsole(stream)
         check_size(self.config, self.host_task)
+        self._warn_of_repeated_data(console)
         if self.host_task:
             check_place(self.config, *self.host_task, console)
             if text := exposure(*self.host_task):
