@@ -100,7 +100,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, number: int) -> None:
 @pytest.mark.slow
 def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
     """The job saves first."""
-    others = our_processes()  # of earlier tests, such as a tracker of resources that ends with pytest
+    others = our_processes()  # such as the fork server of a fixture, which ends with pytest
     process = start(tmp_path, "mode=sync", "train.steps=1000000", "seed=1,2", "hydra.sweep.dir=sweep")
     log = tmp_path / "sweep" / "0" / "logs" / "worker-0.log"
     wait_until(lambda: log.exists() and "global_step=" in log.read_text(), process)

@@ -240,24 +240,21 @@ def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_w
     assert_same(found, expected)
 
 
-def drive_all_in_sync(worker: SyncWorker, names: list[str], batch_size: int) -> dict[str, Any]:
-    """One after the other in the same processes, whose start takes longer than a training."""
-    return {name: drive_in_sync(worker, name, batch_size) for name in names}
+@pytest.mark.parametrize("name", ["regression", "two outputs", "everything"])
+def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
+    (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
+    assert_same(found, keras_fit(source(name)))
 
 
-def test_one_synchronous_worker_equals_keras(sync_workers: SyncWorkers) -> None:
-    (found,) = sync_workers(drive_all_in_sync, num_workers=1, args=(["regression", "two outputs", "everything"], BATCH))
-    for name, one in found.items():
-        assert_same(one, keras_fit(source(name)))
-
-
-def test_three_synchronous_workers_equal_one_with_the_threefold_batch(sync_workers: SyncWorkers) -> None:
-    names = ["regression", "two outputs", "binary", "recurrent"]
-    found, *others = sync_workers(drive_all_in_sync, num_workers=3, args=(names, BATCH // 3))
-    for name in names:
-        assert_same(found[name], keras_fit(source(name)))
-        for other in others:
-            assert all(np.array_equal(one, same) for one, same in zip(other[name][1], found[name][1], strict=True))
+@pytest.mark.parametrize(
+    "name",
+    ["regression", "two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("binary", "recurrent"))],
+)
+def test_three_synchronous_workers_equal_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
+    found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
+    assert_same(found, keras_fit(source(name)))
+    for _, weights in others:
+        assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
 
 
 @dataclass
