@@ -92,7 +92,7 @@ def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
     assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
 def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> None:
     """As systemd and job schedulers send it: to the tasks, which get it a second time from their launcher.
 

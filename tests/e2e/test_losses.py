@@ -62,7 +62,7 @@ ROLES = {"async": ["worker-1", "ps-0", "chief-0"], "sync": ["worker-1", "worker-
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["kill", "stop"]
 )
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: signal.Signals) -> None:
     """A lost asynchronous worker is restarted alone; for any other task all restart from the last checkpoint."""
     process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}")

@@ -14,7 +14,11 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize(("options", "loss"), [([], 0.013), (["mode=async"], 0.03)], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [([], 0.013), pytest.param(["mode=async"], 0.03, marks=pytest.mark.slow)],
+    ids=["sync", "async"],
+)
 def test_a_regression_is_learned_and_drawn(command: Command, options: list[str], loss: float) -> None:
     finished = command("experiment=regression", *options)
     assert finished.code == 0, finished
@@ -29,6 +33,7 @@ def test_a_regression_is_learned_and_drawn(command: Command, options: list[str],
     assert int(tf.math.count_nonzero(columns)) > 0.7 * picture.shape[1], "the curve goes from side to side"
 
 
+@pytest.mark.slow
 def test_layers_that_were_trained_before_help(command: Command) -> None:
     """Three hidden layers go into a network with a fourth, which learns in steps that are too few from scratch."""
     options = ["mode=sync", "cluster=local1", "data=digits", "optimizer=adam"]

@@ -152,7 +152,8 @@ def test_a_coordinator_that_fails_or_dies_ends_the_others(command: Command) -> N
             assert ("the loss is" if end == "fails" else "connection") in codes[job].stderr.lower()
 
 
-@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["killed", "frozen"])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
 def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool) -> None:
     """All updates that were applied are on the ps."""
     jobs = addresses({"chief": 1, "ps": 1, "worker": 1})

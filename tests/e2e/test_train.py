@@ -93,7 +93,8 @@ def test_two_ps_and_more_workers_than_cores(command: Command) -> None:
     assert summary["cluster"] == {"worker": 5, "ps": 2}
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_fewer_steps_than_workers(command: Command, mode: str, tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -203,7 +204,7 @@ def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str)
     assert "mine.py" in finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps", [1, pytest.param(100_000, marks=pytest.mark.slow)])  # the evaluation shows it
 def test_a_loss_that_is_not_finite(command: Command, mode: str, steps: int) -> None:
     finished = command(

@@ -248,7 +248,7 @@ def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorker
 
 @pytest.mark.parametrize(
     "name",
-    ["regression", "two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("binary", "recurrent"))],
+    ["two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "binary", "recurrent"))],
 )
 def test_three_synchronous_workers_equal_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))

@@ -231,14 +231,17 @@ def state_without_a_mean(input_shape, num_classes):
 """
 
 
+NOT_FOR_XLA = "devices.xla (true): XLA cannot compile the model: AsString (No registered"
+
+
 @pytest.mark.parametrize(
     ("mode", "model", "says"),
     [
         ("sync", "twelve", "model (twelve): gives [batch, 12], and must give [batch, 10]"),
         ("sync", "synchronized", "is synchronized, which devices.xla=true cannot compile"),
         ("sync", "state_without_a_mean", "seen is of type bool"),
-        ("async", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
-        ("sync", "not_for_xla", "devices.xla (true): XLA cannot compile the model: AsString (No registered"),
+        ("async", "not_for_xla", NOT_FOR_XLA),
+        pytest.param("sync", "not_for_xla", NOT_FOR_XLA, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_says_it_in_one_line(command: Command, mode: str, model: str, says: str) -> None:

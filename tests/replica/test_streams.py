@@ -147,7 +147,7 @@ def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
 
-@pytest.mark.parametrize("load", [of_rows, of_generator])
+@pytest.mark.parametrize("load", [pytest.param(of_rows, marks=pytest.mark.slow), of_generator])
 def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
     """Of sizes that differ in a step; five batches a pass for each, and epochs of seven."""
     given = streamed(regression, load, 3, steps=7)

@@ -111,8 +111,7 @@ def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_lo
     ("name", "num_workers"),
     [
         *((name, 1) for name in TABLES),
-        ("breast cancer", 3),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("diabetes", "wine")),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in TABLES),
     ],
 )
 def test_synchronous_workers(name: str, num_workers: int, sync_workers: SyncWorkers) -> None:
