@@ -114,9 +114,10 @@ class Stream:
 
     def _made(self, index: int) -> tf.data.Dataset:
         try:
+            # On a machine with a GPU the constants of a dataset would lie there, and be copied back for each batch.
             with tf.device("CPU:0"):
                 dataset = self.load(Shard(index, self.count, self.seed, self.batch_size))
-        except Exception as error:
+        except Exception as error:  # the user's function may raise anything
             raise DataError(f"{self.shown(index)}: {reason_of(error)}") from error
         if not isinstance(dataset, tf.data.Dataset):
             raise DataError(f"data ({self.name}): gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
@@ -137,6 +138,7 @@ class Stream:
         """
         dataset = self.dataset(index)
         layout = self._layout_of(dataset)
+        # The graphs of all workers are made for the kind that worker 0 has.
         if layout != self.layout:
             raise DataError(f"{self.shown(index)} is {layout}, and shard 0 is {self.layout}; give all the same kind")
         number = int(dataset.cardinality())
@@ -145,12 +147,15 @@ class Stream:
         @NO_AUTOGRAPH
         def flat(*element: Any) -> tuple[tf.Tensor, ...]:
             leaves = leaves_of(keras.utils.unpack_x_y_sample_weight(element))
+            # numpy's floats are float64, and Keras' float32.
             return tuple(tf.cast(leaf, dtype) for leaf, dtype in zip(leaves, types, strict=True))
 
         @NO_AUTOGRAPH
         def has_examples(*leaves: tf.Tensor) -> tf.Tensor:
+            # The mean of the losses of no examples is NaN.
             return tf.shape(leaves[0])[0] > 0
 
+        # Without a known number every batch up to there is read and thrown away.
         position = first % number if number > 0 else first
         return dataset.map(flat).filter(has_examples).repeat().skip(position).prefetch(READ_AHEAD)
 
@@ -202,6 +207,7 @@ def _as_keras(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
 
 def reason_of(error: BaseException) -> str:
     """One line of an exception; of TensorFlow's the one of the user's code that it quotes."""
+    # TensorFlow begins its texts with the nodes of its graph, as {{function_node ...}}.
     text = re.sub(r"\{\{.*?\}\}\s*", "", str(error))
     line = first_line(text)
     if isinstance(error, tf.errors.OpError) and re.match(r"\w+(Error|Exception|Interrupt)\b: ", line):
@@ -237,6 +243,7 @@ class Reader:
             if not self._fetch(num) and self._error:
                 raise self._error
             found = [leaf for _, batch in zip(range(num), self._kept, strict=False) for leaf in batch]
+            # A daemon: a generator of the user's that hangs must not keep the process from ending.
             self._ahead = threading.Thread(target=self._fetch, args=(num + max(num, 2),), name="input", daemon=True)
             self._ahead.start()
             return found
@@ -256,6 +263,7 @@ class Reader:
             self._ahead.join()
 
     def _move_to(self, first: int) -> None:
+        # A dataset cannot go back.
         if self._iterator is None or first < self._first:
             self._kept.clear()
             self._first, self._error = first, None
