@@ -7,7 +7,7 @@ TRIAL_STEPS = 3  # the fewest steps of each worker over which they are measured
 # Measured with mode=async and models of 2 to 158 trainable variables, on two cores:
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
 IDLE_SECS = 0.03  # if two updates of the cluster are further apart, a call costs less than a tenth of that time
-UNROLLED_SHARE = 0.1  # the time to prepare each further unrolled step, as a share of that for a call of one step
+UNROLLED_SHARE = 0.04  # the time to prepare each further unrolled step, as a share of that for a call of one step
 
 
 def steps_of_a_call(secs_per_step: float) -> int:
