@@ -28,8 +28,8 @@ from tf2dist.fitting.result import Result
 from tf2dist.launch.console import Console
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.messages import Progress
-from tf2dist.model.checks import check_optimizer
 from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import Asked
 from tf2dist.training.loop import sharding_of
@@ -77,8 +77,9 @@ class Run:
         name = name_of(self.model)
         refusals.check_model(name, own, self.config.mode)
         set_model_options(self.config, own, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
-        # After the options: with a policy that is refused there Keras has wrapped the optimizer in one for losses.
-        check_optimizer(name, own.optimizer)
+        # The tasks copy the optimizer. After the options, since with a policy that is refused there Keras has wrapped
+        # it in one that scales the loss.
+        copies_of(own, name)
         with private_folder() as job:
             shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:

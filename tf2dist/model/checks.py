@@ -4,6 +4,7 @@ What could be supported and is not yet is refused in `check_model`, `check_input
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.errors import ConfigError, kind_of
+from tf2dist.errors import ConfigError, first_line, kind_of
 from tf2dist.model.step import MEANS, ModelStep, Trace
 from tf2dist.process.tf_internals import layers_of, losses_of
 
@@ -20,6 +21,7 @@ OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
 PROBABILITIES = ("Softmax", "Sigmoid")
+PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
 
 
@@ -277,6 +279,33 @@ def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:
         raise ConfigError(
             "init_from: ScheduleFreeAdamW has a sequence that begins with the model's own first weights; use another "
             "optimizer"
+        )
+
+
+def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], keras.Optimizer]) -> None:
+    """Refuses an optimizer of a user's own whose copies fail, or have other settings than it has itself."""
+    kind, way_out = type(optimizer).__name__, "give it a get_config with all arguments of its __init__"
+    try:
+        made = vars(copy(1))
+    except Exception as error:  # the user's __init__ may raise anything
+        raise ConfigError(
+            f"optimizer ({name}): {kind} cannot be made again from its configuration ({first_line(str(error))}); "
+            f"{way_out}"
+        ) from error
+    # An argument that `get_config` leaves out would have its default in the copy, without a word.
+    settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
+    if lost := [key for key, value in settings.items() if key not in made or made[key] != value]:
+        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {lost[0]}; {way_out}")
+
+
+def check_own_apply(name: str, optimizer: keras.Optimizer, num_ps: int) -> None:
+    """Refuses an optimizer of a user's own that may look at all gradients, of which each ps has only a part."""
+    methods = ("apply", "apply_gradients", "stateless_apply")
+    own = [method for method in methods if not getattr(type(optimizer), method).__module__.startswith("keras.")]
+    if own and num_ps > 1:
+        raise ConfigError(
+            f"optimizer ({name}): {type(optimizer).__name__} has {own[0]} of its own, and would get only the variables "
+            "of one ps there; use one ps, or mode=sync"
         )
 
 

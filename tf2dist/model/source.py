@@ -66,7 +66,7 @@ def build_step(
         model = built_model(source, splits, config.seed)
     is_compiled = model.compiled
     if is_compiled:
-        make_optimizer = _copies_of(model, source.name)
+        make_optimizer = copies_of(model, source.name)
     else:
         # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off below, unused.
         compile_classifier(source.name, model, splits.num_classes, "sgd")
@@ -139,7 +139,7 @@ def compile_classifier(
     )
 
 
-def _copies_of(model: keras.Model, name: str) -> MakeOptimizer:
+def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     """Makes optimizers like that of a compiled model, without its state.
 
     Raises:
@@ -157,4 +157,5 @@ def _copies_of(model: keras.Model, name: str) -> MakeOptimizer:
             made.exclude_from_weight_decay(var_list=excluded)
         return made
 
+    checks.check_copy(name, optimizer, copy)
     return copy

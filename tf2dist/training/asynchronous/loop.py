@@ -27,7 +27,7 @@ from tf2dist.checkpoint.state import (
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on, check_assigned, check_init_from, check_losses
+from tf2dist.model.checks import advice_on, check_assigned, check_init_from, check_losses, check_own_apply
 from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
@@ -136,6 +136,7 @@ class AsyncLoop:
         graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
 
         check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
+        check_own_apply(source.name, graphs.servers[0].optimizer, len(graphs.servers))
 
         # The values of the snapshot, and the counts that go with them.
         variables = [variable for server in graphs.servers for variable in server.variables]
