@@ -7,9 +7,12 @@ would block until another process opens its other end.
 import contextlib
 import errno
 import io
+import json
+import math
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -78,6 +81,23 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """The JSON of a tree of dicts, lists and plain values; a number that is not finite becomes null.
+
+    A metric may be NaN, as that of a class without examples. JSON has no NaN: Python would write one, and other
+    programs could not read the file.
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_private(folder: Path) -> None:

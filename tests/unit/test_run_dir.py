@@ -1,5 +1,7 @@
 """A run directory that other users can write to, and standard streams that are missing or full."""
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -147,6 +149,17 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
             supervisor.write_summary(made, lock, {"of": "this run"})
         assert (made / "summary.json").read_text() == other
         assert not (made / "config.yaml").exists()
+
+
+def test_a_metric_that_is_not_a_number_is_null(made: Path) -> None:
+    summary = {"test_loss": 0.5, "test_auc": float("nan"), "curve": [float("inf"), 1]}
+    supervisor.write_summary(made, None, summary)
+    with contextlib.closing(JsonlWriter(made / "metrics.jsonl", "worker-0")) as writer:
+        writer.write(3, {"auc": float("nan")})
+    texts = [(made / name).read_text() for name in ("summary.json", "metrics.jsonl")]
+    found = [json.loads(text, parse_constant=pytest.fail) for text in texts]
+    assert found[0] == {"test_loss": 0.5, "test_auc": None, "curve": [None, 1]}
+    assert found[1]["auc"] is None
 
 
 WRITES: dict[str, Callable[[Path], object]] = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tf2dist.control.identity import identity_of
 from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
-from tf2dist.files import write_whole
+from tf2dist.files import as_json, write_whole
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher
@@ -198,8 +197,7 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
     Raises:
         TrainingError: it cannot be written, or another run has the directory now.
     """
-    # JSON has no NaN; with allow_nan Python would write one, and other programs could not read the file.
-    text = json.dumps(summary, indent=2, allow_nan=False)
+    text = as_json(summary, indent=2)
     try:
         if lock:
             lock.check()
@@ -207,4 +205,4 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
     except (OSError, TrainingError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"{run_dir / 'summary.json'}: could not be written ({reason}); its content would be"
-        raise TrainingError(f"{what}\n{json.dumps(summary)}") from None
+        raise TrainingError(f"{what}\n{as_json(summary)}") from None

@@ -1,7 +1,6 @@
 """The writers of metrics: metrics.jsonl and TensorBoard."""
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import first_line
-from tf2dist.files import APPEND, open_to_read, open_to_write
+from tf2dist.files import APPEND, as_json, open_to_read, open_to_write
 from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
@@ -43,7 +42,7 @@ class JsonlWriter:
     def write(self, step: int, values: Values) -> None:
         scalars = {name: value for name, value in values.items() if not isinstance(value, np.ndarray)}
         record = {"step": step, "time": time.time(), "task": self._task, **scalars}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(as_json(record) + "\n")
 
     def close(self) -> None:
         self._file.close()
