@@ -164,7 +164,8 @@ def check_foreign(name: str, trace: Trace) -> None:
     if trace.foreign:
         raise ConfigError(
             f"model ({name}): its call changes {trace.foreign[0]}, which is no variable of the model, so every step "
-            "would find it unchanged; give random functions a keras.random.SeedGenerator that belongs to a layer"
+            "would find it unchanged; make it a weight of a layer (add_weight), or for random functions a "
+            "keras.random.SeedGenerator of a layer; a recurrent layer needs stateful=False"
         )
 
 
