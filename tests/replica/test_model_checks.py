@@ -105,7 +105,8 @@ def test_random_numbers_from_a_generator_that_no_layer_has(registered: Callable[
         return lambda input_shape, num_classes: keras.Sequential([dense(), Noise(seed)])
 
     registered(registry.MODELS, noisy(None))
-    with pytest.raises(ConfigError, match=r"^model \(mine\): its call changes .*; make it a weight of a layer .*; a recurrent layer needs"):
+    rule = r"^model \(mine\): its call changes .*; make it a weight of a layer .*; a recurrent layer needs"
+    with pytest.raises(ConfigError, match=rule):
         build()
     registry.MODELS["mine"] = noisy(keras.random.SeedGenerator(1))
     build()
