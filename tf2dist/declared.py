@@ -25,7 +25,7 @@ class UndeclaredError(ValueError):
         self.where = where
 
 
-def made(kind: type[T], fields: dict[str, Any], where: str = "", *, is_open: bool = False) -> T:
+def from_json(kind: type[T], fields: dict[str, Any], where: str = "", *, is_open: bool = False) -> T:
     """An object of a dataclass, with those nested in it, from the fields of a JSON object.
 
     Args:
@@ -79,7 +79,7 @@ def _checked(value: Any, hint: Any, where: str, is_open: bool) -> Any:
     elif origin is dict and isinstance(value, dict):
         return {name: _checked(one, of[1], where, is_open) for name, one in value.items()}
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return made(typing.cast(type, hint), value, where, is_open=is_open)
+        return from_json(typing.cast(type, hint), value, where, is_open=is_open)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
             return float(value)

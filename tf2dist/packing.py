@@ -11,7 +11,7 @@ import typing
 from functools import cache
 from typing import Any
 
-from tf2dist.declared import UndeclaredError, made
+from tf2dist.declared import UndeclaredError, from_json
 
 VERSION = 3  # 3: a version in every message
 
@@ -59,7 +59,7 @@ def unpack(data: bytes, among: Any) -> Any:
     if kind not in (known := _by_name(among)):
         raise MessageError(f"a message of unknown type ({kind:.40})")
     try:
-        return made(known[kind], whole, kind)
+        return from_json(known[kind], whole, kind)
     except UndeclaredError as error:
         raise MessageError(f"a malformed message ({error})") from None
 

@@ -14,7 +14,7 @@ REPEAT_SECS = 2.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-def endings() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """The signals to be handled: without SIGHUP if it was ignored when the process began, as with `nohup`."""
     return [number for number in NAMES if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -39,7 +39,7 @@ def end_at_once(descriptor: int = 2) -> None:
                 os.write(descriptor, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
         os._exit(128 + number)
 
-    for number in endings():
+    for number in handled_signals():
         signal.signal(number, end)
 
 
@@ -50,7 +50,7 @@ class Requests(Protocol):
         """For a block that looks at the list of the signals that have come, which grows while it runs."""
 
 
-class Asked:
+class StopRequests:
     """The requests of a program that keeps its own handlers of signals: it asks by itself."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Signals:
         self._is_held = False
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in endings()}
+        self._before = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

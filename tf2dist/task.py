@@ -67,7 +67,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
-        record = FailureRecord.of(str(task), in_our_terms(error))
+        record = FailureRecord.of(str(task), as_own_error(error))
         with contextlib.suppress(OSError):  # on a full disk; the launcher still sees the exit code
             record.write(run_dir / "logs")
         return record.exit_code
@@ -86,7 +86,7 @@ def set_up_keras(settings: schema.KerasConfig) -> None:
         keras.config.set_epsilon(settings.epsilon)
 
 
-def in_our_terms(error: BaseException) -> BaseException:
+def as_own_error(error: BaseException) -> BaseException:
     """TensorFlow's error as one of ours, if it is known: a lost task, no memory, a layer that XLA cannot compile."""
     error = getattr(error, "original_exception", error)  # the coordinator wraps what a worker has raised
     text = str(error)

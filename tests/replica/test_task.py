@@ -5,13 +5,13 @@ import tensorflow as tf
 from tensorflow.python.distribute.coordinator.cluster_coordinator import ClosureInputError
 
 from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError, TrainingError
-from tf2dist.task import in_our_terms
+from tf2dist.task import as_own_error
 
 
 def test_running_out_of_memory_is_named() -> None:
     told = "OOM when allocating tensor with shape[100000000000000] and type float"
     for error in (tf.errors.ResourceExhaustedError(None, None, told), MemoryError(told)):
-        mine = in_our_terms(error)
+        mine = as_own_error(error)
         assert isinstance(mine, TrainingError)
         assert mine.exit_code == 1
         assert str(mine) == f"out of memory; try a smaller train.batch_size_per_worker ({told})"
@@ -31,14 +31,14 @@ def test_running_out_of_memory_is_named() -> None:
     ids=str,
 )
 def test_a_lost_peer_is_worth_a_retry(error: Exception) -> None:
-    mine = in_our_terms(error)
+    mine = as_own_error(error)
     assert isinstance(mine, TaskLostError)
     assert mine.exit_code == 138
 
 
 def test_of_a_lost_peer_the_line_that_says_something_is_told() -> None:
     told = "Graph execution error:\n\nDetected at node train\nError from /job:worker/task:0: no heartbeats\nmore"
-    mine = in_our_terms(tf.errors.UnavailableError(None, None, told))
+    mine = as_own_error(tf.errors.UnavailableError(None, None, told))
     assert str(mine) == "lost another task: Error from /job:worker/task:0: no heartbeats"
 
 
@@ -48,9 +48,9 @@ def test_the_lost_task_is_named_in_one_line() -> None:
         "reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
         "/job:worker/replica:0/task:2\nThe tasks have crashed. Check the task logs"
     )
-    assert str(in_our_terms(tf.errors.UnavailableError(None, None, told))) == "lost worker-2: sent no heartbeats"
+    assert str(as_own_error(tf.errors.UnavailableError(None, None, told))) == "lost worker-2: sent no heartbeats"
     told = "Graph execution error:\n\naborted by: Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat\n"
-    mine = in_our_terms(tf.errors.DeadlineExceededError(None, None, told))
+    mine = as_own_error(tf.errors.DeadlineExceededError(None, None, told))
     assert isinstance(mine, TaskLostError)
     assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
 
@@ -59,11 +59,11 @@ def test_devices_that_a_plugin_wants_too_late_are_refused() -> None:
     tf.constant(0)  # so that there is a context
     with pytest.raises(RuntimeError) as error:
         tf.config.threading.set_intra_op_parallelism_threads(tf.config.threading.get_intra_op_parallelism_threads() + 1)
-    mine = in_our_terms(error.value)
+    mine = as_own_error(error.value)
     assert isinstance(mine, ConfigError)
     assert "use the options devices.*" in str(mine)
 
 
 def test_other_errors_stay_what_they_are() -> None:
     for error in (ValueError("/job:ps"), tf.errors.InvalidArgumentError(None, None, "peer"), NotFiniteError("nan")):
-        assert in_our_terms(error) is error
+        assert as_own_error(error) is error

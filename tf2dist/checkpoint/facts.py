@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from tf2dist.config.schema import KerasConfig
-from tf2dist.declared import UndeclaredError, made
+from tf2dist.declared import UndeclaredError, from_json
 
 WHOLE_NUMBERS = range(2**63)  # what TensorFlow's integers hold
 Count = Annotated[int, WHOLE_NUMBERS]
@@ -67,7 +67,7 @@ class Facts:
             ValueError: names the first fact that is missing or of another type.
         """
         try:
-            facts = made(cls, found, is_open=True)
+            facts = from_json(cls, found, is_open=True)
             # Types alone do not show this, and a worker without a position would fail far from here.
             if len(facts.input.positions) != facts.input.sharding.num_shards:
                 raise UndeclaredError("input.positions", repr(facts.input.positions))

@@ -14,7 +14,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.caller import Heard, Send
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress, metrics_text
-from tf2dist.signals import Asked
+from tf2dist.signals import StopRequests
 from tf2dist.training.hooks import Change, NamedArrays
 from tf2dist.training.launcher_hooks import take_arrays, write_arrays
 
@@ -46,7 +46,7 @@ class Conversation(Generic[T]):
         self.job, self.identity, self.sys_path = job, identity, sys_path
         self._callbacks, self._num_epochs = callbacks, num_epochs
         self._console: Console | None = None
-        self._asked = Asked()
+        self._stop_requests = StopRequests()
         # None says that the run has ended.
         self._heard: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
@@ -69,9 +69,9 @@ class Conversation(Generic[T]):
             self._console.note(f"epoch {message.epoch + 1}/{self._num_epochs}: {text}")
         self._heard.put(message)
 
-    def _run(self, run: Callable[[Asked], T]) -> None:
+    def _run(self, run: Callable[[StopRequests], T]) -> None:
         try:
-            self._result.append(run(self._asked))
+            self._result.append(run(self._stop_requests))
         except BaseException as error:
             # Kept for the caller's thread: raised here it would only be printed.
             self._error = error
@@ -80,7 +80,7 @@ class Conversation(Generic[T]):
 
     # In the caller's thread.
 
-    def follow(self, run: Callable[[Asked], T], console: Console) -> T:
+    def follow(self, run: Callable[[StopRequests], T], console: Console) -> T:
         """Calls `run` in another thread and the callbacks in this one, until the run has ended.
 
         Args:
@@ -99,7 +99,7 @@ class Conversation(Generic[T]):
         try:
             self._answer_all()
         except BaseException as error:
-            self._asked.ask(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            self._stop_requests.ask(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             self._wait_for_end(thread)
             # The user should see the error of the callback itself. At which step the run was saved goes with it.
             if isinstance(self._error, TfDistError):
@@ -116,7 +116,7 @@ class Conversation(Generic[T]):
                 thread.join(LOOK_SECS)
             except KeyboardInterrupt:
                 # As on the command line, a later Ctrl-C asks for an end at once.
-                self._asked.ask(signal.SIGINT)
+                self._stop_requests.ask(signal.SIGINT)
 
     def _answer_all(self) -> None:
         while True:

@@ -31,7 +31,7 @@ from tf2dist.messages import Progress
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
-from tf2dist.signals import Asked
+from tf2dist.signals import StopRequests
 from tf2dist.training.loop import sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
@@ -145,8 +145,8 @@ class Run:
             if text := exposure(*self.host_task):
                 console.warn(text)
 
-        def run(asked: Asked) -> Outcome:
-            return run_in_folder(self.config, self.host_task, console, self.started_at, asked, conversation)
+        def run(requests: StopRequests) -> Outcome:
+            return run_in_folder(self.config, self.host_task, console, self.started_at, requests, conversation)
 
         return conversation.follow(run, console)
 

@@ -15,32 +15,23 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
-from tf2dist.checkpoint.state import (
-    Named,
-    assign,
-    earlier_updates,
-    finalize,
-    named_variables,
-    restore,
-    take_over,
-)
+from tf2dist.checkpoint.state import assign, finalize
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on, check_assigned, check_init_from, check_losses, check_own_apply
+from tf2dist.model.checks import advice_on
 from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
-from tf2dist.model.source import Source, build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
-from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.calls import results, shut
 from tf2dist.training.asynchronous.counters import TOTALS, staleness_of
 from tf2dist.training.asynchronous.examples import EVALUATED
-from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY, Origin
+from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY
+from tf2dist.training.asynchronous.prepare import Prepared, prepare
 from tf2dist.training.asynchronous.reading import PackedRead
 from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
 from tf2dist.training.asynchronous.serving import say_farewell
-from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
     PauseRequest,
@@ -50,11 +41,9 @@ from tf2dist.training.loop import (
     WorkersAway,
     never,
     saved_facts,
-    sharding_of,
-    target_step,
 )
 
-STEPS_ON_HOSTS = 10  # of a call, on many hosts, where its size is fixed
+STEPS_ON_HOSTS = 10  # of a call, on many hosts: a longer one would be a new function; see `prepare`
 FAREWELL_TIMEOUT_SECS = 5.0
 
 
@@ -65,36 +54,34 @@ class AsyncLoop:
         self,
         config: RunConfig,
         cluster: Cluster,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        sizes: dict[str, int],
+        prepared: Prepared,
+        splits: data.Splits,
+        plan: EpochPlan | None,
         report: Report,
-        origin: Origin,
-        step: ModelStep,
-        graphs: AsyncStep,
-        named: Named,
-        restored_from: str,
-        last_step: int,
-        num_steps: int | None,
-        start: Snapshot | None,
     ) -> None:
+        step, origin, graphs = prepared.step, prepared.origin, prepared.graphs
         self._config, self._cluster, self._report = config, cluster, report
-        self._coordinator, self._graphs, self._named = coordinator, graphs, named
-        self._read_all = PackedRead(named, graphs.servers)
-        self._sizes = sizes  # in examples, of the splits to evaluate
+        self._coordinator, self._graphs, self._named = prepared.coordinator, graphs, prepared.named
+        self._read_all = PackedRead(prepared.named, graphs.servers)
+        self._sizes = {  # in examples, of the splits to evaluate
+            split: evaluated_examples(size, graphs.evaluated_at_once, split, plan)
+            for split, size in splits.sizes().items()
+        }
         self._origin = origin
         self.sharding = graphs.sharding
-        self.target_step = last_step
+        self.target_step = prepared.target_step
         self.model = step.model
         self.leads = True
         self.earlier_updates = graphs.earlier_updates
         self.new_optimizer = graphs.new_optimizer
-        self.restored_from, self.start = restored_from, start
+        self.restored_from, self.start = prepared.restored_from, prepared.start
         self.metrics = step.metrics
         self._random_states = step.random_states
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
-        self._scheduler = Scheduler(coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
+        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
+        self._scheduler = Scheduler(self._coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
         self._evaluate_function = None if config.cluster.kind == "local" else graphs.evaluate_function()
 
         # What has been read from the counters so far.
@@ -116,62 +103,8 @@ class AsyncLoop:
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "AsyncLoop":
-        # The plan of the run. A mistake in it is told before any other host is called.
-        num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
-        sharding = sharding_of(splits, source.plan, batch_size, num_workers, config.seed, whole_batch_loss=False)
-        resumed = start if isinstance(start, Snapshot) else None
-        last_step = target_step(config, source.plan, sharding, resumed)
-
-        # The cluster.
-        strategy = strategy or parameter_server_strategy(cluster, task)
-        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-
-        # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
-        step, make_optimizer = build_step(source, splits, config, strategy.scope())
-        check_assigned(source.name, step.trace)
-        check_losses(source.name, step, num_replicas=1)
-        origin = Origin.of(resumed, sharding, step.metrics.size)
-        offsets = list(map(int, origin.offsets))
-        earlier = earlier_updates(step.earlier_optimizer, resumed)
-        graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
-
-        check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
-        check_own_apply(source.name, graphs.servers[0].optimizer, len(graphs.servers))
-
-        # The values of the snapshot, and the counts that go with them.
-        variables = [variable for server in graphs.servers for variable in server.variables]
-        named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
-        if step.earlier_optimizer is not None:
-            take_over(named, step.model, variables, step.earlier_optimizer)
-        restored_from = restore(named, start, config)
-        for server in graphs.servers:
-            server.restore(origin.counts)
-
-        # TensorFlow sends each new function to all hosts, and the whole process stands still if one of them is cut off.
-        # So on many hosts the calls keep a fixed size, and every function is made before the training; with `identity`
-        # also one of TensorFlow's own, which copies what workers return, and those that a metric's result takes.
-        with tf.device(f"/job:{task.job}"):
-            tf.identity(graphs.servers[0].counts())
-        step.metrics.results(np.zeros(step.metrics.size))
-        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
-        return cls(
-            config=config,
-            cluster=cluster,
-            coordinator=coordinator,
-            sizes={
-                split: evaluated_examples(size, graphs.evaluated_at_once, split, source.plan)
-                for split, size in splits.sizes().items()
-            },
-            report=report,
-            origin=origin,
-            step=step,
-            graphs=graphs,
-            named=named,
-            restored_from=restored_from,
-            last_step=last_step,
-            num_steps=num_steps,
-            start=resumed,
-        )
+        prepared = prepare(config, cluster, task, source, splits, start, strategy)
+        return cls(config, cluster, prepared, splits, source.plan, report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
