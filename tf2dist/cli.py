@@ -11,6 +11,7 @@ from typing import NoReturn
 from tf2dist import __version__
 from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config import completion, keras_settings
 from tf2dist.config.arguments import parse
@@ -153,4 +154,5 @@ def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
     """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     location.check_batch_size(config, num_workers)
+    check_simulated(config, host_task)
     check_size(config, host_task)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from tf2dist import linux
 from tf2dist.cluster import addresses, parsing, reachability
+from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
 from tf2dist.config.arguments import parse
@@ -91,6 +92,8 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
             lambda: meeting(config, *host_task),
             lambda: other_addresses(*host_task),
         ]
+    if config and (local or host_task):
+        checks += [lambda: stragglers(config, host_task)]
     if config and local:
         checks += [lambda: machine.processors(*num_local_tasks(config)), machine.isolation]
     elif host_task:
@@ -141,6 +144,14 @@ def num_local_tasks(config: RunConfig) -> tuple[int, int]:
     """How many tasks a local cluster has, and how many of them compute gradients."""
     workers = config.cluster.num_workers
     return workers + (1 + config.cluster.num_ps if config.mode == "async" else 0), workers
+
+
+def stragglers(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
+    """The options simulate.*, against the workers of the cluster; no finding if they fit."""
+    try:
+        check_simulated(config, host_task)
+    except ConfigError as error:
+        yield from failures("configuration", error)
 
 
 def data(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:

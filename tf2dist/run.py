@@ -27,6 +27,7 @@ from tf2dist.model.source import Source, plain_model
 from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
+from tf2dist.training import stragglers
 from tf2dist.training.asynchronous import serving
 from tf2dist.training.asynchronous.examples import publish
 from tf2dist.training.asynchronous.loop import AsyncLoop
@@ -69,6 +70,9 @@ def run_task(
     registry.load_plugins(config.plugins)
     if config.devices.precision == "bfloat16":
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
+
+    if task in cluster.training_tasks:
+        stragglers.publish(config, cluster)
 
     # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":

@@ -24,6 +24,7 @@ from tf2dist.model.source import Registered, Source
 from tf2dist.process import heartbeat, inbox, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
+from tf2dist.training import stragglers
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.launcher_hooks import LauncherHooks
 
@@ -56,7 +57,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
         run_config = schema.from_yaml(payload["config"])
-        heartbeat.start(to_launcher, run_config.watchdog_secs)
+        heartbeat.start(to_launcher, run_config.watchdog_secs, stragglers.longest_secs(run_config))
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)
         source: Source = Registered(run_config)

@@ -101,6 +101,8 @@ def test_result_lines() -> None:
     assert "test accuracy 0.9775, loss 0.0700 over 10,000 examples" in text
     small = {"cluster": {"worker": 1, "ps": 0}, "global_step": 1, "steps_per_sec": 0.25, "examples_per_sec": 2.5}
     assert "mnist: 1 worker, 1 step at 0.25/s (2.5 examples/s)" in console.result_lines(summary | small, "x")
+    assert "simulated" not in text
+    assert "(at most 4), with simulated delays\n" in console.result_lines(summary | {"simulated": {}}, "x")
 
 
 EVALUATIONS: list[tuple[dict[str, Any], str]] = [

@@ -9,7 +9,7 @@ import pytest
 
 from tf2dist.cluster import addresses, listening
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
+from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, TaskConfig
 from tf2dist.control import identity, port, token
 from tf2dist.control.identity import differences, explain, identity_of
 from tf2dist.control.messages import Call, Difference, Identity, Join, Place, Process
@@ -195,3 +195,9 @@ def test_bad_tokens(tmp_path: Path) -> None:
         key({"TF2DIST_TOKEN": ""})
     with pytest.raises(ClusterError, match="both set"):
         key({"TF2DIST_TOKEN": SECRET, "TF2DIST_TOKEN_FILE": str(short)})
+
+
+def test_all_hosts_must_simulate_the_same_delays() -> None:
+    one, other = config(), config(simulate=SimulateConfig(delay_secs=[0.0, 1.0]))
+    found = differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER))
+    assert explain(found, "at worker-0", "here") == "simulate.delay_secs: [] at worker-0, [0.0, 1.0] here"

@@ -24,6 +24,7 @@ def check(config: RunConfig) -> None:
         *_hosts(config),
         *_local(config),
         *_first_weights(config),
+        *_simulated(config),
         *argument_rules("model", config.model, builtin),
         *argument_rules("optimizer", config.optimizer, builtin),
         *argument_rules("data", {"name": config.data.name, **config.data.arguments}, builtin),
@@ -89,3 +90,10 @@ def _first_weights(config: RunConfig) -> list[Rule]:
         ("init_from", source, source is None or is_folder(source), no_run),
         ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
     ]
+
+
+def _simulated(config: RunConfig) -> list[Rule]:
+    """The rules about simulated delays; `cluster.simulated` has those that depend on the workers."""
+    delays, distribution = config.simulate.delay_secs, config.simulate.distribution
+    needs_delays = "is for simulate.delay_secs; add that"
+    return [("simulate.distribution", distribution, any(delays) or distribution == "constant", needs_delays)]

@@ -31,7 +31,7 @@ A value may refer to other options, as in run_dir=runs/${model.name}; on the com
 as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
-SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices")  # "": the options outside of all sections
+SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices", "simulate")  # "": options outside of all
 OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.config.convert import REST, to_dataclass
 from tf2dist.config.option import (
     COUNT,
+    MAX_SECS,
     POSITIVE,
     SECS,
     Must,
@@ -24,11 +25,13 @@ from tf2dist.config.option import (
     at_most,
     between,
     choice,
+    is_number,
     is_pattern,
     one_of,
     option,
     options_of,
 )
+from tf2dist.config.pause import Pause, is_pause
 from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync")
@@ -36,6 +39,11 @@ CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which it
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
 IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
+ARE_DELAYS = Must(
+    lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
+    f"must be a number of seconds for each worker, such as [0,0,0.05], from 0 to {MAX_SECS:.0f}, a year",
+)
+IS_PAUSE = Must(is_pause, "must name a worker, one of its own steps, and seconds, as in 'worker-2 at 300 for 5'")
 IS_PATTERN = Must(is_pattern, "must be a regular expression, such as 'hidden[123]'")
 IS_FLOAT32 = Must(
     lambda value: value == "float32",
@@ -153,6 +161,31 @@ class KerasConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SimulateConfig:
+    """Workers that are slowed down on purpose."""
+
+    delay_secs: list[float] = option(
+        [], ARE_DELAYS, help="slow workers on purpose: how much longer a step of each takes, such as [0,0,0.05]"
+    )
+    distribution: str = option(
+        "constant",
+        one_of("constant", "exponential"),
+        help="constant, or exponential: delays are drawn anew for each step, with simulate.delay_secs as their means",
+    )
+    pause: str | None = option(
+        None, IS_PAUSE, help="one pause: a worker, its own step, and seconds, as in 'worker-2 at 300 for 5'"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return any(self.delay_secs) or self.pause is not None
+
+    @property
+    def parsed_pause(self) -> Pause | None:
+        return Pause.parse(self.pause) if self.pause else None
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """All options of a run. `model` and `optimizer` hold a name and its arguments.
 
@@ -169,6 +202,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     keras: KerasConfig = field(default_factory=KerasConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     plugins: list[str] = option([], help="Python files that register your own models, data or optimizers")
     run_dir: str | None = option(
         None,

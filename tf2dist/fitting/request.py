@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster import parsing
+from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
@@ -203,6 +204,7 @@ def configuration(
     # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
     config.run_dir = None if run_dir is None else os.fspath(run_dir)
     host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
+    check_simulated(config, host_task)
     return config, host_task
 
 

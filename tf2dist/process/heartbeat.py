@@ -23,8 +23,8 @@ ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step, such as tracing and compiling
 STANDING_EVERY_SECS = 30.0
 
-# The main thread writes these, and the reporting thread reads them without a lock: each is one reference, which Python
-# replaces atomically, and a stale value only delays a report by one period.
+# The main thread writes these, or another one while that waits for it, and the reporting thread reads them without a
+# lock: each is one reference, which Python replaces atomically, and a stale value only delays a report by one period.
 _deadline = float("inf")
 _progress_at = 0.0
 _extended_until = -float("inf")
@@ -32,10 +32,14 @@ _watchdog_secs = float("inf")
 _to_launcher = ToLauncher("nobody", lambda message: None)  # until `start`
 
 
-def start(to_launcher: ToLauncher, watchdog_secs: float) -> None:
-    """Begins to report; `progress` must be called every `watchdog_secs` from now on."""
+def start(to_launcher: ToLauncher, watchdog_secs: float, simulated_secs: float = 0.0) -> None:
+    """Begins to report; `progress` must be called every `watchdog_secs` from now on.
+
+    Args:
+        simulated_secs: how much longer that may take because of delays that are simulated.
+    """
     global _watchdog_secs, _to_launcher
-    _watchdog_secs = watchdog_secs
+    _watchdog_secs = watchdog_secs + simulated_secs
     _to_launcher = to_launcher
     progress(START_SECS)
     faulthandler.register(STACKS_SIGNAL, file=LOG, all_threads=True)

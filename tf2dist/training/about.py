@@ -29,7 +29,8 @@ def summary_of(model: keras.Model) -> str:
 def hparams_of(config: RunConfig) -> dict[str, bool | float | str]:
     """The options that can change the result, by their dotted names; without those that are not set."""
     options = asdict(config)
-    return dict(_leaves({name: options[name] for name in SECTIONS}))
+    sections = (*SECTIONS, "simulate") if config.simulate.is_on else SECTIONS
+    return dict(_leaves({name: options[name] for name in sections}))
 
 
 def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool | float | str]]:

@@ -2,6 +2,7 @@
 
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,6 +55,11 @@ def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[s
             found |= {f"{split}_{name}": value for name, value in evaluation.metrics.items()}
             found[f"{split}_examples"] = evaluation.num_examples
     return found
+
+
+def simulated(config: RunConfig) -> dict[str, Any]:
+    """What summary.json holds of delays that were simulated; nothing if there were none."""
+    return {"simulated": asdict(config.simulate)} if config.simulate.is_on else {}
 
 
 class NoReporter:
@@ -209,6 +215,7 @@ class Reporter(NoReporter):
             "wall_secs": round(time.time() - self._started_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],
             **loop.facts(),
+            **simulated(config),
             "versions": {
                 "python": platform.python_version(),
                 "tensorflow": tf.__version__,

@@ -80,7 +80,8 @@ class AsyncLoop:
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
-        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else STEPS_ON_HOSTS)
+        on_hosts = min(STEPS_ON_HOSTS, graphs.stragglers.max_steps)
+        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
         self._scheduler = Scheduler(self._coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
         self._evaluate_function = None if config.cluster.kind == "local" else graphs.evaluate_function()
 

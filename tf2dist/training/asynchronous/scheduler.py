@@ -131,7 +131,8 @@ class Scheduler:
         # All workers are counted: one that is late or lost now will take part later.
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
         max_trace_secs = self._grace_secs / 2  # no request to stop is noticed while a function is traced
-        return min(steps, max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE))))
+        traced = max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE)))
+        return min(steps, traced, self._graphs.stragglers.max_steps)
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
         """Makes a longer function; the workers continue with short calls in the meantime."""

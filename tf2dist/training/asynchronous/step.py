@@ -27,6 +27,7 @@ from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 Values = dict[int, tf.Tensor]  # by id of the variable
@@ -41,6 +42,7 @@ class AsyncStep:
     Attributes:
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
+        stragglers: the delays that are simulated.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -66,6 +68,7 @@ class AsyncStep:
     ) -> None:
         self.earlier_updates = earlier_updates
         self._config, self.sharding = config, sharding
+        self.stragglers = stragglers_of(config, offsets)
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
@@ -102,11 +105,13 @@ class AsyncStep:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             before = self.servers[0].worker_totals(worker)
             indices = self.servers[0].counters.indices(worker)
+            local_steps = before[TOTALS.index("steps")]
             with tf.device("CPU:0"):
-                batches = self.feed.batches(tuple(source), worker, before[TOTALS.index("steps")], num_steps)
+                batches = self.feed.batches(tuple(source), worker, local_steps, num_steps)
             losses = []
             pulled = [server.pull() for server in self.servers]
             for number, batch in enumerate(batches, 1):
+                pulled = self.stragglers.delayed(pulled, worker, local_steps, number)
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(leaf) for leaf in batch]

@@ -113,7 +113,8 @@ class SyncLoop:
         """The same number on all workers, because it follows from the mean of their times."""
         if self._config.train.steps_per_execution:
             return self._config.train.steps_per_execution
-        return steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
+        measured = steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
+        return min(measured, self._graphs.stragglers.max_steps)
 
     def combine(self, request: PauseRequest) -> PauseRequest:
         # Each worker gets its signals at a moment of its own; acting on them alone, it would leave the others waiting.

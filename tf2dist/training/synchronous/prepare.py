@@ -16,6 +16,7 @@ from tf2dist.model.checks import check_compiled, check_init_from, check_last_bat
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import sharding_of, target_step
+from tf2dist.training.stragglers import stragglers_of
 from tf2dist.training.synchronous.feeds import feed_of
 from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
@@ -102,6 +103,7 @@ def prepare(
 
     # The graph of the steps.
     feed = feed_of(workers, splits, sharding, origin.position)
+    stragglers = stragglers_of(config, [origin.position - origin.step] * workers.count)
     return Prepared(
         workers=workers,
         sharding=sharding,
@@ -114,7 +116,7 @@ def prepare(
         earlier_updates=earlier,
         named=named,
         restored_from=restored_from,
-        graphs=SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step),
+        graphs=SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers),
     )
 
 

@@ -15,6 +15,7 @@ from tf2dist.errors import TaskLostError
 from tf2dist.model.packing import Packing
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.training.loop import PauseRequest
+from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.feeds import Feed
 from tf2dist.training.synchronous.workers import Workers
@@ -27,6 +28,7 @@ class SyncStep:
 
     Attributes:
         applied: the updates applied in the whole run, int64.
+        stragglers: the delays that are simulated.
 
     Args:
         step: the step of this worker's own model.
@@ -45,10 +47,12 @@ class SyncStep:
         all_reduce: AllReduce | None,
         feed: Feed,
         begin_step: int,
+        stragglers: Stragglers,
     ) -> None:
         self._workers, self._strategy = workers, workers.strategy
         self._step, self._optimizer, self._all_reduce = step, optimizer, all_reduce
         self._feed, self._begin_step = feed, begin_step
+        self.stragglers = stragglers
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self._packing = Packing([*step.trainable, *step.state])
@@ -93,8 +97,10 @@ class SyncStep:
         """One step of one replica; returns the packed sum of what all replicas contribute."""
         trainable, state = self._step.values()
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        place = step_place(replica, self.applied.read_value())
+        applied = self.applied.read_value()
+        place = step_place(replica, applied)
         leaves, share = self._feed.part(element)
+        leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
         output = self._compute(trainable, state, leaves, place, share)
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]

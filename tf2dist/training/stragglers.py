@@ -1,0 +1,168 @@
+"""Workers that are slowed down on purpose, to see what stragglers cost: the options simulate.*.
+
+A delay comes between what a step reads and what it computes, as if the worker computed more slowly: with mode=async
+its updates become staler, and with mode=sync all others wait for it. The graph of a step calls a function of the
+worker's own process, which sleeps: that takes no core, and one of the threads that execute the graphs of this one
+process. If nothing is simulated, the graph of a step has nothing of this.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig, SimulateConfig
+from tf2dist.process import heartbeat
+from tf2dist.process.sigterm import asked_to_stop
+from tf2dist.process.tf_internals import publish_functions
+from tf2dist.training.call_size import MAX_STEPS, steps_of_a_call
+
+TOKEN = "tf2dist.straggle"
+LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
+TAIL = 30  # an exponential delay is more than 30 means longer than expected once in 10^13 steps
+
+# TensorFlow holds Python functions by weak references only.
+_published: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
+
+
+@dataclass(frozen=True)
+class Delays:
+    """How long each step of each worker is delayed, which depends on nothing but the seed, the worker and the step.
+
+    So a run that is repeated or resumed draws the same delays.
+
+    Attributes:
+        simulated: the options.
+        seed: of the run.
+        pausing: the index of the worker that pauses; None for no worker.
+    """
+
+    simulated: SimulateConfig
+    seed: int
+    pausing: int | None
+
+    def secs(self, worker: int, step: int) -> float:
+        """The delay of a worker's step, the pause not included; `step`: among its own, from 1."""
+        means = self.simulated.delay_secs
+        mean = means[worker] if means else 0.0
+        if self.simulated.distribution == "constant" or not mean:
+            return mean
+        return random.Random(f"{self.seed} {worker} {step}").expovariate(1 / mean)
+
+    def pause_secs(self, worker: int, step: int) -> float:
+        """How long a worker pauses in a step; 0 if it does not."""
+        pause = self.simulated.parsed_pause
+        return pause.secs if pause and (worker, step) == (self.pausing, pause.step) else 0.0
+
+
+class Sleeper:
+    """What the graph of a step calls in the worker's process."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        self._lock = threading.Lock()
+        self._has_paused = False
+
+    def __call__(self, worker: np.ndarray, step: np.ndarray) -> float:
+        """Sleeps as long as this step is delayed; returns the seconds."""
+        # A call may take many delayed steps, and each of them is progress.
+        heartbeat.progress()
+        secs = self._delays.secs(int(worker), int(step)) + self._pause_secs(int(worker), int(step))
+        end_at = time.monotonic() + secs
+        while (left := end_at - time.monotonic()) > 0 and not asked_to_stop():
+            time.sleep(min(left, LOOK_SECS))
+        return secs
+
+    def _pause_secs(self, worker: int, step: int) -> float:
+        if not (secs := self._delays.pause_secs(worker, step)):
+            return 0.0
+        # A step comes again if its update was refused at the end of an epoch, and on several GPUs at the same time.
+        with self._lock:
+            if self._has_paused:
+                return 0.0
+            self._has_paused = True
+        print(f"worker={worker}, local_step={step}: a simulated pause of {secs:g} s", flush=True)
+        return secs
+
+
+class Stragglers(Protocol):
+    """The simulated delays in the graph of a step.
+
+    Attributes:
+        max_steps: of a call, so that no worker takes much longer for it than `call_size.CALL_SECS`.
+    """
+
+    max_steps: int
+
+    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+        """The inputs of a step's computation, after the delay of this step, which begins when all of them are there.
+
+        Args:
+            worker: its index.
+            counted: the steps that are counted for it before this call.
+            number: of the step among those of this call, from 1.
+        """
+
+
+class NoStragglers:
+    """Nothing is simulated; see `Stragglers`."""
+
+    max_steps = MAX_STEPS
+
+    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+        return inputs
+
+
+class SimulatedStragglers:
+    """The delays of the options; see `Stragglers`. Each worker must have called `publish`.
+
+    Args:
+        offsets: for each worker, the number of its next batch less the steps that are counted for it. So the number of
+            a step is that of its batch, which goes on where a run is resumed, also with another number of workers.
+    """
+
+    def __init__(self, simulated: SimulateConfig, offsets: list[int]) -> None:
+        self._offsets = offsets
+        longest_secs = max(simulated.delay_secs, default=0.0)
+        self.max_steps = steps_of_a_call(longest_secs) if longest_secs else MAX_STEPS
+
+    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+        with tf.device("CPU:0"):
+            first = tf.gather(tf.constant(self._offsets, tf.int64), worker)
+            step = first + tf.cast(counted, tf.int64) + number
+            with tf.control_dependencies(inputs):
+                waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
+            with tf.control_dependencies(waited):
+                return [tf.identity(each) for each in inputs]
+
+
+def stragglers_of(config: RunConfig, offsets: list[int]) -> Stragglers:
+    """See `SimulatedStragglers`."""
+    return SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
+
+
+def publish(config: RunConfig, cluster: Cluster) -> None:
+    """Makes the delays callable by the graphs that run in this process, which has one worker or, in tests, several."""
+    if not config.simulate.is_on:
+        return
+    pause = config.simulate.parsed_pause
+    pausing = cluster.training_tasks.index(Task.parse(pause.task)) if pause else None
+    _published[TOKEN] = Sleeper(Delays(config.simulate, config.seed, pausing))
+    publish_functions(_published)
+
+
+def longest_secs(config: RunConfig) -> float:
+    """The longest time that delays add between two signs of progress; 0 if nothing is simulated.
+
+    This is that of a whole call: an asynchronous coordinator waits for all calls before it saves.
+    """
+    simulated, num_steps = config.simulate, config.train.steps_per_execution or 1
+    mean, pause = max(simulated.delay_secs, default=0.0), simulated.parsed_pause
+    steps = num_steps if simulated.distribution == "constant" else 2 * num_steps + TAIL
+    return mean * steps + (pause.secs if pause else 0.0)
