@@ -12,12 +12,18 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
+# Tests that stay in the processes of pytest run side by side; those that start commands run one after another.
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile tests/unit tests/replica
+ONE_BY_ONE := tests/process tests/e2e
+
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest $(ONE_BY_ONE) $(ARGS)
 
 # Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ONE_BY_ONE) $(ARGS)
 
 # Two minutes of kills and freezes in each mode.
 chaos: $(STAMP)

@@ -128,7 +128,9 @@ def our_processes() -> list[psutil.Process]:
     return found
 
 
-os.environ.setdefault("TF2DIST_TEST_MARK", f"{os.getpid()}")
+# Processes of pytest that run side by side inherit the mark of their parent, and each looks for its own only.
+MARK = os.environ.get("TF2DIST_TEST_MARK", f"{os.getpid()}").partition(" ")[0]
+os.environ["TF2DIST_TEST_MARK"] = " ".join([MARK, os.environ.get("PYTEST_XDIST_WORKER", "")]).strip()
 
 
 @pytest.fixture

@@ -224,6 +224,7 @@ def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_p
     assert weights_agree(tf2dist.load_model(tmp_path / "run"), model)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(tf2dist.NotFiniteError, match="the loss is"):
         on_one_worker(exploding, tmp_path / "error", epochs=3)

@@ -62,6 +62,7 @@ def wait_for(path: Path, process: "subprocess.Popen[str]", secs: float = 90.0) -
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_in_both_modes_after_each_other(tmp_path: Path) -> None:
     code = """
 for mode in ("async", "sync"):
@@ -188,6 +189,7 @@ except tf2dist.TaskFailure as error:
     assert "LookupError: only in a task" in out
 
 
+@pytest.mark.slow
 def test_many_hosts_run_the_same_script(tmp_path: Path) -> None:
     ports = ports_of_tasks(2)
     code = """

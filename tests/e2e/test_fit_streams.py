@@ -128,7 +128,7 @@ def ending(shard: tf2dist.Shard) -> tf.data.Dataset:
     return generated(shard).take(0 if shard.index == 1 else 9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("load", "reason"),
     [(raising, "shard 1 of 2: KeyError: 'no such file'"), (ending, "shard 1 of 2 gives no batch")],

@@ -77,6 +77,7 @@ def test_a_plugin_uses_tensorflow_and_processes(command: Command, tmp_path: Path
     assert not list(tmp_path.rglob("__pycache__")), "nothing is left beside the user's file"
 
 
+@pytest.mark.slow
 def test_the_first_synchronous_run_decodes_mnist(command: Command, tmp_path: Path, real_data: str) -> None:
     if real_data != "mnist":
         pytest.skip("no MNIST on this machine")

@@ -14,11 +14,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("options", "loss"),
-    [([], 0.013), pytest.param(["mode=async"], 0.03, marks=pytest.mark.slow)],
-    ids=["sync", "async"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "loss"), [([], 0.013), (["mode=async"], 0.03)], ids=["sync", "async"])
 def test_a_regression_is_learned_and_drawn(command: Command, options: list[str], loss: float) -> None:
     finished = command("experiment=regression", *options)
     assert finished.code == 0, finished

@@ -21,6 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
     conftest, tests = blocks("python")[-2:]

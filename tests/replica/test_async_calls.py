@@ -172,8 +172,9 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(async_loop: MakeLoop)
     servers = loop._graphs.servers
 
     def stop_in_an_update() -> PauseRequest:
-        has_begun = all(admitted > applied for admitted, applied in calls.counts_of(servers))
-        return PauseRequest.STOP if has_begun else PauseRequest.NOTHING
+        # Both workers wait for both ps: one that has reached only the first could not reach the other any more.
+        are_waiting = all(admitted == applied + 2 for admitted, applied in calls.counts_of(servers))
+        return PauseRequest.STOP if are_waiting else PauseRequest.NOTHING
 
     assert loop.train(20, stop_in_an_update) is PauseRequest.STOP
     saved, counts = loop.snapshot(), calls.counts_of(servers)

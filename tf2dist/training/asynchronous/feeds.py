@@ -51,6 +51,7 @@ class ArrayFeed:
 
     def __init__(self, layout: Layout, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> None:
         self._layout, self._sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
+        self._pipelines: dict[int, Any] = {}  # by the number of steps in an element
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         # A plain function TensorFlow would trace with AutoGraph, whose rewriting takes longer than the tracing.
@@ -58,9 +59,12 @@ class ArrayFeed:
         return (iter(coordinator.create_per_worker_dataset(dataset)),)
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
+        return (tf.data.IteratorSpec(self._element(num_steps)),)
+
+    def _element(self, num_steps: int) -> Any:
+        """The type of an element: the number of its first batch, then the leaves of the batches and their weights."""
         shape = [num_steps, self._sharding.batch_size]
-        block = (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
-        return (tf.data.IteratorSpec((tf.TensorSpec([], tf.int64), block)),)
+        return tf.TensorSpec([], tf.int64), (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
         (iterator,) = source
@@ -68,8 +72,8 @@ class ArrayFeed:
         number, block = next(iterator)
 
         def begin_anew() -> Any:
-            dataset = tf.data.experimental.to_variant(self._blocks(num_steps, worker, first_step))
             (resource,) = tf.nest.flatten(iterator, expand_composites=True)
+            dataset = self._pipeline(num_steps)(worker, first_step)
             with tf.control_dependencies([tf.raw_ops.MakeIterator(dataset=dataset, iterator=resource)]):
                 return next(iterator)[1]
 
@@ -80,11 +84,22 @@ class ArrayFeed:
         # The coordinator makes the pipeline anew on a worker that comes back, so its position is read here, on the
         # worker, and not when the graph is made.
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        return self._blocks(num_steps, worker, _position(self._offsets, worker, self._local_steps(worker)))
+        dataset = self._pipeline(num_steps)(worker, _position(self._offsets, worker, self._local_steps(worker)))
+        return tf.data.experimental.from_variant(dataset, self._element(num_steps))
 
-    def _blocks(self, num_steps: int, worker: tf.Tensor, first_step: tf.Tensor) -> tf.data.Dataset:
-        take = functools.partial(remote_examples, "train", layout=self._layout)
-        return blocks(take, self._sharding, worker, num_steps, first_step)
+    def _pipeline(self, num_steps: int) -> Any:
+        """``function(worker, first_step)``: a worker's dataset, as a variant tensor."""
+        if num_steps not in self._pipelines:
+            take = functools.partial(remote_examples, "train", layout=self._layout)
+
+            def pipeline(worker: tf.Tensor, first_step: tf.Tensor) -> tf.Tensor:
+                return tf.data.experimental.to_variant(blocks(take, self._sharding, worker, num_steps, first_step))
+
+            # Traced once, for the first iterator and for those that begin anew: it takes as long as a whole step.
+            scalar = tf.TensorSpec([], tf.int64)
+            function = tf.function(pipeline, autograph=False)
+            self._pipelines[num_steps] = function.get_concrete_function(scalar, scalar)
+        return self._pipelines[num_steps]
 
 
 class StreamFeed:
