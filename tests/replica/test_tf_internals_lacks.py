@@ -109,6 +109,12 @@ LACKS = [
     ),
     Lack("each update would read the learning rate", built, "_learning_rate", tf_internals.fix_learning_rate),
     Lack(
+        "stale updates would count as much as others",
+        lambda: BASE,
+        "_get_current_learning_rate",
+        lambda _: tf_internals.scale_learning_rate(built(), lambda: 0.5),
+    ),
+    Lack(
         "synchronized layers would be overlooked",
         lambda: (one_model(), keras.Layer)[1],
         "_flatten_layers",

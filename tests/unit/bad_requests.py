@@ -188,6 +188,11 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["plugins=[/dev/zero]"], "there is no such Python file"),
     (["plugins=[/proc/uptime]"], "cannot be read (it is a device)"),
     (["plugins=[/proc/kmsg]"], "plugins (/proc/kmsg): cannot be read"),
+    # Algorithms.
+    (["mode=sync", "algorithm=staleness_aware"], "algorithm (staleness_aware): is for mode=async; leave it out"),
+    (["algorithm=stale"], "algorithm (stale): must be one of "),
+    (["algorithm.kind=plain"], "algorithm.kind=plain: is set by another option; choose with algorithm=NAME"),
+    (["algorithm=[plain]"], "algorithm ([plain]): must be one of "),
     # Simulated delays.
     (
         ["simulate.delay_secs=[0,0,0.05,1]"],

@@ -53,7 +53,11 @@ def _mode(config: RunConfig) -> list[Rule]:
             ("cluster.num_ps", num_ps, num_ps != 0, needs_ps),
             ("cluster.all_reduce", all_reduce, all_reduce == "auto", "is for mode=sync; leave it out"),
         ]
-    return [("cluster.num_ps", num_ps, num_ps <= 1, "is for mode=async; leave it out")]
+    algorithm, is_other = config.algorithm.kind, "is for mode=async; leave it out"
+    return [
+        ("cluster.num_ps", num_ps, num_ps <= 1, is_other),
+        ("algorithm", algorithm, algorithm == "plain", is_other),
+    ]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:

@@ -88,7 +88,7 @@ def _check_form(override: str) -> None:
     if override.startswith("+") and key in groups():
         raise ConfigError(f"{shown}: is an existing option; leave out the +, as in {key}=NAME")
     # The name alone would leave the arguments of another choice in place.
-    if (group in PLUGIN_GROUPS and argument == "name") or key == "cluster.kind":
+    if (group in PLUGIN_GROUPS and argument == "name") or key in ("cluster.kind", "algorithm.kind"):
         raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
     if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is accepted
         is_task = key == "task"

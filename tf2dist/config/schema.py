@@ -35,6 +35,7 @@ from tf2dist.config.pause import Pause, is_pause
 from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync")
+ALGORITHMS = ("plain", "staleness_aware")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
@@ -161,6 +162,13 @@ class KerasConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """What the parameter servers do with updates; only with mode=async."""
+
+    kind: str = choice("plain", one_of(*ALGORITHMS))
+
+
+@dataclass(kw_only=True, slots=True)
 class SimulateConfig:
     """Workers that are slowed down on purpose."""
 
@@ -198,6 +206,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: dict[str, Any] = field(default_factory=lambda: {"name": "dnn"})
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
@@ -249,7 +258,7 @@ SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
 def defaults() -> dict[str, Any]:
     """The tree of all options with their defaults, except for those that come with a choice."""
     tree = RunConfig().as_tree()
-    del tree["mode"], tree["cluster"]["kind"]
+    del tree["mode"], tree["cluster"]["kind"], tree["algorithm"]["kind"]
     for group in ("data", "model", "optimizer"):
         del tree[group]["name"]
     return tree

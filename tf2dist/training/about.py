@@ -8,7 +8,7 @@ import keras
 from tf2dist.config.schema import RunConfig
 from tf2dist.process.tf_internals import learning_rate_of
 
-SECTIONS = ("mode", "model", "optimizer", "data", "train", "cluster", "seed")
+SECTIONS = ("mode", "model", "optimizer", "algorithm", "data", "train", "cluster", "seed")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,19 @@ def fix_learning_rate(optimizer: keras.Optimizer) -> None:
         optimizer._learning_rate = float(rate.numpy())
 
 
+def scale_learning_rate(optimizer: keras.Optimizer, factor: Callable[[], Any]) -> None:
+    """Makes an optimizer multiply its learning rate by what `factor` returns, wherever it uses it; None for 1."""
+    current = attribute(keras, optimizer, "_get_current_learning_rate", Callable)
+
+    def scaled() -> Any:
+        by = factor()
+        return current() if by is None else current() * by
+
+    # Not `learning_rate`, which callbacks read and set and which may be a schedule. The updates of Keras's optimizers
+    # and the decay of weights both read the rate here.
+    optimizer._get_current_learning_rate = scaled
+
+
 def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> list[int]:
     """The indices of those variables to which an optimizer would not apply its weight decay."""
     # `exclude_from_weight_decay` is no part of the configuration: neither copies nor saved models would know it.

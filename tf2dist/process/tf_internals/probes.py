@@ -20,6 +20,7 @@ from tf2dist.process.tf_internals.of_keras import (
     mask_of,
     momentums,
     place_of,
+    scale_learning_rate,
     seeds_of,
     trained_variables,
     undecayed,
@@ -109,6 +110,14 @@ def _rate_is_fixed() -> bool:
     return isinstance(optimizer.learning_rate, float)
 
 
+def _rate_is_scaled() -> bool:
+    optimizer, weight = keras.optimizers.SGD(0.5), keras.Variable(0.0)
+    optimizer.build([weight])
+    scale_learning_rate(optimizer, lambda: 0.5)
+    optimizer.apply([tf.constant(-1.0)], [weight])
+    return float(weight.numpy()) == 0.25
+
+
 def _excluded_are_found() -> bool:
     optimizer, variables = keras.optimizers.SGD(weight_decay=0.1), [keras.Variable([1.0]), keras.Variable([1.0])]
     optimizer.exclude_from_weight_decay(variables[1:])
@@ -159,6 +168,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._get_variable_index"): _slots_are_found,
     (keras, "Optimizer._iterations"): _updates_are_counted,
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
+    (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
     (keras, "Layer._seed_generators"): _seeds_are_found,
     (keras, "Trainer._symbolic_build"): _metrics_are_built,

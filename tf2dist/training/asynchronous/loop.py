@@ -252,7 +252,8 @@ class AsyncLoop:
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""
-        return {"staleness": staleness_of(self._graphs.servers[0].counters.now().staleness)}
+        staleness = staleness_of(self._graphs.servers[0].counters.now().staleness)
+        return {"algorithm": self._config.algorithm.kind, "staleness": staleness}
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {"staleness": self._graphs.servers[0].counters.now().staleness}

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_clipping
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
+from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
 from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
@@ -62,6 +63,7 @@ class ParameterServer:
         num_workers: that push.
         num_metrics: numbers that every update adds to the sums of the metrics.
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
+        algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
     """
 
@@ -76,6 +78,7 @@ class ParameterServer:
         num_metrics: int,
         keeps_rate: bool = True,
         earlier_updates: int = 0,
+        algorithm: Algorithm | None = None,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -100,6 +103,8 @@ class ParameterServer:
             self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
+            self._algorithm = algorithm or Algorithm()
+            self._algorithm.prepare(self.optimizer)
         self.pull = self.on_device(self._pull)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
@@ -170,15 +175,17 @@ class ParameterServer:
 
     def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled_at, added = self._push_layout.unpack(pushed)
+        staleness = number - pulled_at
         gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]
         self._number.set_current(number + self._earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        self.optimizer.apply(gradients, self.trainable)
+        with self._algorithm.update(staleness):
+            self.optimizer.apply(gradients, self.trainable)
         for update, term in zip(self._state_updates, terms, strict=True):
             update(term)
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
-            self.counters.add(indices, number - pulled_at, added)
+            self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 
     def _counts(self) -> tf.Tensor:

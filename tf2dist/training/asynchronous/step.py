@@ -22,6 +22,7 @@ from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.tf_internals import as_one_node
+from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
@@ -84,6 +85,7 @@ class AsyncStep:
                 step.metrics.size,
                 not (plan and plan.has_hooks),
                 earlier_updates,
+                algorithm_of(config.algorithm),
             )
             for device in sorted({v.value.device for v in everything})
         ]

@@ -1,0 +1,90 @@
+"""The algorithms of asynchronous training, each held against its definition on updates made by hand."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.test_resume import taken
+from tf2dist.config.schema import ALGORITHMS as NAMES
+from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.model import models
+from tf2dist.training.asynchronous.algorithms import ALGORITHMS, algorithm_of
+from tf2dist.training.asynchronous.counters import ONES
+from tf2dist.training.asynchronous.server import ParameterServer
+from tf2dist.training.asynchronous.vectors import PackedCount
+
+RATE = 0.1
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"name": "sgd"},
+    "adam": {"name": "adam"},
+    "adamw": {"name": "adamw", "weight_decay": 0.5},
+    "adagrad": {"name": "adagrad"},  # this one has no kernel of its own here, and runs under a lock
+    "cosine": {"name": "sgd", "schedule": "cosine"},
+}
+GRADIENTS = [[1.0, -2.0], [0.5, 0.5], [-1.0, 3.0], [2.0, 1.0], [1.0, 1.0], [-0.5, 2.0], [3.0, -1.0]]
+PULLED_AT = [0, 0, 0, 1, 4, 5, 0]
+STALENESS = [0, 1, 2, 2, 0, 0, 6]
+
+
+def test_every_name_has_an_algorithm() -> None:
+    assert tuple(ALGORITHMS) == NAMES
+
+
+def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.ndarray]:
+    """The weights after each of the updates, on a ps of one variable."""
+    weight = keras.Variable([1.0, 2.0])
+    arguments = {"learning_rate": RATE, **optimizer}
+    make = functools.partial(models.build_optimizer, arguments, len(GRADIENTS))
+    server = ParameterServer("CPU:0", [weight], [], make, "one", 1, 4, algorithm=algorithm_of(algorithm))
+    server.trace_push({})
+    layout, indices = server.push_layout({}), server.counters.indices(tf.constant(0, tf.int64))
+    found = []
+    for gradient, pulled_at in zip(GRADIENTS, PULLED_AT, strict=True):
+        count = PackedCount.of(tf.constant(float(pulled_at), tf.float64))
+        vector = layout.pack([tf.constant(gradient)], count, tf.zeros([server.counters.added - len(ONES)]))
+        server.push(vector, indices, tf.constant(100, tf.int64))
+        found.append(weight.numpy())
+    counts = server.counters.now()
+    assert counts.applied == len(GRADIENTS)
+    assert list(counts.staleness[:7]) == [STALENESS.count(late) for late in range(7)]
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_aware", [False, True], ids=["plain", "staleness_aware"])
+def test_the_rate_is_divided_by_the_staleness(optimizer: str, is_aware: bool) -> None:
+    arguments = {"learning_rate": RATE, **OPTIMIZERS[optimizer]}
+    reference, weight = models.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
+    scheduled = models.build_optimizer(arguments, len(GRADIENTS)).learning_rate
+    reference.build([weight])
+    found = pushed(AlgorithmConfig(kind="staleness_aware" if is_aware else "plain"), OPTIMIZERS[optimizer])
+    schedule = reference._learning_rate if optimizer == "cosine" else lambda number: RATE
+    assert float(scheduled) == pytest.approx(float(schedule(0)))
+    for number, (gradient, late) in enumerate(zip(GRADIENTS, STALENESS, strict=True)):
+        rate = float(schedule(number)) / (max(1, late) if is_aware else 1)
+        reference._learning_rate = rate
+        reference.apply([tf.constant(gradient)], [weight])
+        np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
+
+
+@pytest.mark.parametrize("algorithm", [name for name in NAMES if name != "plain"])
+def test_counts_are_exact_and_a_run_is_resumed(async_loop: Callable[..., Any], algorithm: str) -> None:
+    config = run_config(optimizer="adam")
+    config.algorithm = AlgorithmConfig(kind=algorithm)
+    loop = async_loop(config)
+    for steps in (40, 123, 300):
+        loop.train(steps)
+        assert_exact(loop, steps)
+    assert loop.facts()["algorithm"] == algorithm
+    resumed = async_loop(config, num_ps=1, start=taken(loop))
+    resumed.train(400)
+    assert_exact(resumed, 400)
+    other = async_loop(run_config(optimizer="adam"), start=taken(resumed))
+    other.train(500)
+    assert_exact(other, 500)

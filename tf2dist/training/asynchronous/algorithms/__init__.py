@@ -1,0 +1,14 @@
+"""The algorithms of asynchronous training by the names of the option algorithm, each in a file of its own."""
+
+from collections.abc import Callable
+
+from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.training.asynchronous.algorithms.plain import Algorithm
+from tf2dist.training.asynchronous.algorithms.staleness_aware import StalenessAware
+
+ALGORITHMS: dict[str, Callable[[], Algorithm]] = {"plain": Algorithm, "staleness_aware": StalenessAware}
+
+
+def algorithm_of(config: AlgorithmConfig) -> Algorithm:
+    """The algorithm of one ps; each has its own, since it may change the optimizer of the ps."""
+    return ALGORITHMS[config.kind]()
