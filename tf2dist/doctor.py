@@ -22,7 +22,7 @@ from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
 from tf2dist.config.arguments import parse
 from tf2dist.config.load import BUILT_IN, load
-from tf2dist.config.schema import MODES, RunConfig
+from tf2dist.config.schema import MODES, PS_MODES, RunConfig
 from tf2dist.config.source import Source
 from tf2dist.control import port, token
 from tf2dist.data import location
@@ -143,7 +143,7 @@ def failures(topic: str, error: TfDistError) -> list[Finding]:
 def num_local_tasks(config: RunConfig) -> tuple[int, int]:
     """How many tasks a local cluster has, and how many of them compute gradients."""
     workers = config.cluster.num_workers
-    return workers + (1 + config.cluster.num_ps if config.mode == "async" else 0), workers
+    return workers + (1 + config.cluster.num_ps if config.mode in PS_MODES else 0), workers
 
 
 def stragglers(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:

@@ -35,10 +35,15 @@ from tf2dist.training.epochs import EpochDriver
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
+from tf2dist.training.replicas.loop import ReplicasLoop
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
 
-LOOPS: dict[str, Callable[..., Loop]] = {"async": AsyncLoop.build, "sync": SyncLoop.build}
+LOOPS: dict[str, Callable[..., Loop]] = {
+    "async": AsyncLoop.build,
+    "sync": SyncLoop.build,
+    "sync_replicas": ReplicasLoop.build,
+}
 
 
 def run_task(
@@ -87,7 +92,7 @@ def run_task(
         with Reporter(run_dir, task, to_launcher, started_at) as writer:
             follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
         return
-    if cluster.mode == "async" and task.job == "worker":
+    if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])
         limits = config.startup_timeout_secs, config.silence_secs
         farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
@@ -122,8 +127,8 @@ def train(
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher)
         reporter = Reporter(run_dir, task, to_launcher, started_at)
 
-    # The servers of an asynchronous cluster, all of which must listen before the coordinator can use them.
-    if cluster.mode == "async":
+    # The servers of a cluster with a coordinator, all of which must listen before it can use them.
+    if cluster.has_coordinator:
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         still_starting = functools.partial(heartbeat.progress, heartbeat.START_SECS)
         reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, to_launcher.status, still_starting)

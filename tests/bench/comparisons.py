@@ -57,6 +57,7 @@ class Table:
 
     def __iter__(self) -> Iterator[Comparison]:
         yield from self._old_program()
+        yield from self._sync_replicas()
         yield from self._torch()
         yield from self._one_process()
         yield from self._ourselves()
@@ -96,6 +97,13 @@ class Table:
             }
             name, target = f"{mode} {model}", targets.get((mode, model))
             yield Comparison(name, "steps/s", contenders, ("tf2dist", "old program"), target)
+
+    def _sync_replicas(self) -> Iterator[Comparison]:
+        for model in ("softmax", "dnn"):
+            ours = partial(figures.our_rate, "sync_replicas", model, 3, self._steps("sync", model), optimizer="sgd")
+            old = self._peer("old", "sync", model, share=0.3)
+            contenders: dict[str, Measure] = {"tf2dist": ours, "old program": old}
+            yield Comparison(f"sync_replicas {model}", "steps/s", contenders, ("tf2dist", "old program"), 1.5)
 
     def _torch(self) -> Iterator[Comparison]:
         for num_workers in (2, 3):

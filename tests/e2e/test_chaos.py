@@ -27,8 +27,8 @@ COMMON = [
     *("data=digits", "max_restarts=1000", "watchdog_secs=8", "grace_secs=20"),
     "train.log_every_steps=50",
 ]
-EVERY_STEPS = {"async": 500, "sync": 50}
-LEARNED_AT = {"async": 6_000, "sync": 800}  # an accuracy of 0.9
+EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
+LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras"}
 BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
 CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for 5 s); starting")
@@ -54,7 +54,7 @@ class Chaos:
             f"checkpoint.every_steps={EVERY_STEPS[mode]}",
         ]
         self._tasks = [f"worker-{index}" for index in range(num_workers)]
-        if mode == "async":
+        if mode != "sync":
             self._arguments.append(f"cluster.num_ps={num_ps}")
             self._tasks += ["chief-0", *(f"ps-{index}" for index in range(num_ps))]
         self._began_at = time.monotonic()
@@ -218,7 +218,7 @@ def chaos(command: Command, mode: str, no_leftovers: Callable[[], None]) -> Iter
 
 @pytest.mark.slow
 @pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", list(EVERY_STEPS))
 def test_chaos(chaos: Chaos, mode: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)

@@ -16,7 +16,7 @@ from tests.conftest import Command, task_process, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
 
-STEPS = {"async": 9_000, "sync": 2_700}
+STEPS = {"async": 9_000, "sync": 2_700, "sync_replicas": 2_700}
 COMMON = [
     "data=digits",
     "model=softmax",
@@ -56,15 +56,18 @@ def assert_exact(command: Command, mode: str, restarts: int) -> dict[str, Any]:
     return summary
 
 
-ROLES = {"async": ["worker-1", "ps-0", "chief-0"], "sync": ["worker-1", "worker-0"]}
+WITH_PS = ["worker-1", "ps-0", "chief-0"]
+ROLES = {"async": WITH_PS, "sync": ["worker-1", "worker-0"], "sync_replicas": WITH_PS}
 
 
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["kill", "stop"]
 )
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in STEPS if mode != "async")]
+)
 def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: signal.Signals) -> None:
-    """A lost asynchronous worker is restarted alone; for any other task all restart from the last checkpoint."""
+    """A lost worker beside a ps is restarted alone; for any other task all restart from the last checkpoint."""
     process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}")
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
     told: list[str] = []
@@ -75,7 +78,7 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
         (command.folder / "run" / "logs" / "worker-0.log").write_text("")  # its steps are of this life from now on
         told.append(next(line for line in stderr if "warning" in line))
         assert f"{task} {how}" in told[-1]
-        if mode == "async" and task.startswith("worker"):
+        if mode != "sync" and task.startswith("worker"):
             assert "starting it again" in told[-1]
         else:
             step = int(told[-1].partition("from the checkpoint at step ")[2])
@@ -84,8 +87,9 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
     assert finished.code == 0, finished
     assert "warning" not in finished.stderr
     summary = assert_exact(command, mode, restarts=len(ROLES[mode]))
-    if mode == "async":
-        assert sum(worker["local_steps"] for worker in summary["workers"]) == STEPS[mode]
+    if mode != "sync":
+        gradients = STEPS[mode] * summary.get("replicas_to_aggregate", 1)
+        assert sum(worker["local_steps"] for worker in summary["workers"]) == gradients
         log = (command.folder / "run" / "logs" / "worker-1.log").read_text()
         assert "final accuracy" in log, "it took part again"
 

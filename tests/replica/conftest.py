@@ -28,11 +28,25 @@ def cluster() -> PsCluster:
 @pytest.fixture
 def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
-    from tf2dist.cluster.spec import Cluster
-    from tf2dist.model.source import Registered
     from tf2dist.training.asynchronous.loop import AsyncLoop
 
-    loops: list[AsyncLoop] = []
+    yield from made_by(AsyncLoop.build, "async", cluster)
+
+
+@pytest.fixture
+def replicas_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
+    """Makes a `ReplicasLoop`, as `async_loop` does."""
+    from tf2dist.training.replicas.loop import ReplicasLoop
+
+    yield from made_by(ReplicasLoop.build, "sync_replicas", cluster)
+
+
+def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
+    """Yields what makes loops of a mode, and waits for the last of them."""
+    from tf2dist.cluster.spec import Cluster
+    from tf2dist.model.source import Registered
+
+    loops: list[Any] = []
 
     def make(
         config: RunConfig,
@@ -40,14 +54,14 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
         num_ps: int = 2,
         start: Snapshot | Weights | None = None,
         source: Any = None,
-    ) -> AsyncLoop:
+    ) -> Any:
         settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
-        part = Cluster("async", jobs)
+        part = Cluster(mode, jobs)
         source = source or Registered(config)
-        loops.append(AsyncLoop.build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
+        loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
         return loops[-1]
 
     yield make

@@ -51,7 +51,7 @@ def offered(folder: Path, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("tf2dist mode=", ["mode=async", "mode=sync"]),
+        ("tf2dist mode=", ["mode=async", "mode=sync", "mode=sync_replicas"]),
         ("tf2dist optimizer=ada", ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]),
         ("tf2dist model=", ["model=cnn", "model=dnn", "model=softmax", "model=tanh"]),
         ("tf2dist -m optimizer=sgd train.st", ["train.steps=", "train.steps_per_execution="]),

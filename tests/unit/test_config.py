@@ -128,6 +128,14 @@ BAD = [
         "must be a number, a word, true, false, null, or a",
     ),
     (["mode=sync", "cluster.num_ps=3"], "cluster.num_ps (3): is for mode=async; leave it out"),
+    (
+        ["sync_replicas.replicas_to_aggregate=2"],
+        "sync_replicas.replicas_to_aggregate (2): is for mode=sync_replicas; add that",
+    ),
+    (
+        ["mode=sync_replicas", "cluster=local", "cluster.num_ps=2", "sync_replicas.replicas_to_aggregate=4"],
+        "sync_replicas.replicas_to_aggregate (4): is more than the 3 workers, which needs a single ps; give at most 3",
+    ),
     (["cluster.all_reduce=tensorflow"], "cluster.all_reduce (tensorflow): is for mode=sync; leave it out"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],
@@ -156,7 +164,7 @@ BAD = [
     (["cluster.num_workers=0"], "cluster.num_workers (0)"),
     (["cluster.num_ps=0"], "cluster.num_ps (0): mode=async keeps the variables on parameter servers"),
     (["cluster=locl3"], "did you mean local3?"),
-    (["mode=asynch"], "mode (asynch): must be one of async, sync; did you mean async?"),
+    (["mode=asynch"], "mode (asynch): must be one of async, sync, sync_replicas; did you mean async?"),
     (["experiment=regression", "data.points=0"], "data.points (0): must be a whole number from 1 to 1,000,000"),
     (["experiment=regression", "data.noise=-1"], "data.noise (-1): must be at least 0"),
     (["experiment=regression", "model.units=2.5"], "model.units (2.5): must be a whole number"),

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ WITHOUT_TENSORFLOW = (
     *("evaluate", "export", "predict", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
-TWINS = ("training.synchronous", "training.asynchronous")
+TWINS = ("training.synchronous", "training.asynchronous", "training.replicas")
+MAY_USE = {("training.replicas", "training.asynchronous")}  # it has the same servers, workers and input
 INTERNALS = "process.tf_internals"  # a package
 
 
@@ -151,8 +153,8 @@ def between_twins(package: Path) -> list[str]:
     return sorted(
         f"{importer} -> {target}"
         for importer, target in arrows(package)
-        for one, other in (TWINS, TWINS[::-1])
-        if importer.startswith(one) and target.startswith(other)
+        for one, other in permutations(TWINS, 2)
+        if importer.startswith(one) and target.startswith(other) and (one, other) not in MAY_USE
     )
 
 

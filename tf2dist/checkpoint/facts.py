@@ -13,7 +13,7 @@ Size = Annotated[int, WHOLE_NUMBERS[1:]]
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """How the training set was divided into batches; see `pipeline.Sharding`."""
+    """How the training set was divided into batches; see `pipeline.Sharding` and `AggregatedSharding`."""
 
     num_examples: Size
     batch_size: Size
@@ -21,6 +21,7 @@ class ShardingFacts:
     seed: int
     whole_batch_loss: bool
     shuffle: bool = True  # older checkpoints lack it; all their runs shuffled
+    replicas_to_aggregate: Size | None = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, split
-from tf2dist.cluster.spec import JOBS, Cluster, HostTask, Task
-from tf2dist.config.schema import RunConfig, TaskConfig
+from tf2dist.cluster.spec import ALL_JOBS, JOBS, Cluster, HostTask, Task
+from tf2dist.config.schema import PS_MODES, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
 
 BROADCAST = ipaddress.IPv4Address("255.255.255.255")
@@ -28,7 +28,7 @@ def from_config(config: RunConfig, tf_config: str | None) -> HostTask:
                 f"cluster (tf_config): the environment variable TF_CONFIG is not set; set it, for example to {EXAMPLE}"
             )
         return _with_run_dir(config, *_from_tf_config(tf_config, config.mode))
-    lists = {job: list(getattr(config.cluster, job)) for job in JOBS["async"]}
+    lists = {job: list(getattr(config.cluster, job)) for job in ALL_JOBS}
     jobs = {job: addresses for job, addresses in lists.items() if addresses}
     return _with_run_dir(config, *_validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode))
 
@@ -178,16 +178,16 @@ def canonical(address: str) -> str:
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
     # Of all jobs, since those that a mode does not have are refused before.
-    counts = {job: len(jobs.get(job, [])) for job in JOBS["async"]}
+    counts = {job: len(jobs.get(job, [])) for job in ALL_JOBS}
     problems = []
     if counts["chief"] > 1:
         problems.append(f"job chief: has {counts['chief']} tasks; give at most one")
-    if mode == "async":
+    if mode in PS_MODES:
         if counts["chief"] < 1:
-            problems.append("job chief: is missing; mode=async needs one task as the coordinator")
+            problems.append(f"job chief: is missing; mode={mode} needs one task as the coordinator")
         for job in ("ps", "worker"):
             if counts[job] < 1:
-                problems.append(f"job {job}: is missing; mode=async needs at least one {job}")
+                problems.append(f"job {job}: is missing; mode={mode} needs at least one {job}")
     elif counts["chief"] + counts["worker"] < 1:
         problems.append("job worker: is missing; mode=sync needs at least one worker")
     return problems

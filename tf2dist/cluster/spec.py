@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tf2dist.config.schema import ClusterConfig
+from tf2dist.config.schema import PS_MODES, ClusterConfig
 from tf2dist.errors import ClusterError
 
-JOBS = {"async": ("chief", "ps", "worker", "evaluator"), "sync": ("chief", "worker", "evaluator")}
+ALL_JOBS = ("chief", "ps", "worker", "evaluator")
+JOBS = dict.fromkeys(PS_MODES, ALL_JOBS) | {"sync": ("chief", "worker", "evaluator")}
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +31,7 @@ class Task:
 class Cluster:
     """Addresses ("host:port") by job and index; every process of a run has an equal value.
 
-    In mode async the task `chief` is the coordinator and computes no gradients; in mode sync a chief
+    In modes with parameter servers the task `chief` is the coordinator and computes no gradients; in mode sync a chief
     is the first of the workers.
     """
 
@@ -43,6 +44,11 @@ class Cluster:
         return len(self.training_tasks)
 
     @property
+    def has_coordinator(self) -> bool:
+        """Whether one task drives the workers, which serve; otherwise each of them drives its own training."""
+        return self.mode in PS_MODES
+
+    @property
     def num_ps(self) -> int:
         return len(self.jobs.get("ps", ()))
 
@@ -50,7 +56,7 @@ class Cluster:
     def training_tasks(self) -> list[Task]:
         """The tasks that compute gradients, in the order of their shards."""
         # TensorFlow numbers a synchronous chief before the workers, and the shards follow its numbers.
-        jobs = ("worker",) if self.mode == "async" else ("chief", "worker")
+        jobs = ("worker",) if self.has_coordinator else ("chief", "worker")
         return [task for task in self.tasks if task.job in jobs]
 
     @property
@@ -90,8 +96,9 @@ class HostTask(NamedTuple):
 
 def can_lose(mode: str, job: str) -> bool:
     """Whether a run goes on without a task of this job."""
-    # An asynchronous worker has no state of its own: all of it is on the ps. A synchronous one is part of every step.
-    return job == "evaluator" or (mode == "async" and job == "worker")
+    # A worker with parameter servers has no state of its own: all of it is on the ps. Without them it is part of every
+    # step.
+    return job == "evaluator" or (mode in PS_MODES and job == "worker")
 
 
 def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
@@ -101,7 +108,7 @@ def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
         ClusterError: more tasks than ports.
     """
     counts = {"worker": config.num_workers}
-    if mode == "async":
+    if mode in PS_MODES:
         counts |= {"chief": 1, "ps": config.num_ps}
     if sum(counts.values()) > len(ports):
         raise ClusterError(

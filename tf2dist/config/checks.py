@@ -3,7 +3,7 @@
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
-from tf2dist.config.schema import OPTIONS, RunConfig
+from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
@@ -43,21 +43,47 @@ def _length(config: RunConfig) -> list[Rule]:
 
 
 def _mode(config: RunConfig) -> list[Rule]:
-    """mode=async needs a parameter server; an option that the mode does not use is refused."""
+    """Most modes need a parameter server; an option that the mode does not use is refused."""
     # Refused and not ignored: the run would differ from what the user asked for. The default of 1 must pass, since a
     # value that was given cannot be told from it.
     num_ps, all_reduce = config.cluster.num_ps, config.cluster.all_reduce
-    if config.mode == "async":
-        needs_ps = "mode=async keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
+    replicas, of_replicas = config.sync_replicas.replicas_to_aggregate, config.mode == "sync_replicas"
+    option = "sync_replicas.replicas_to_aggregate"
+    algorithm, for_async = config.algorithm.kind, "is for mode=async; leave it out"
+    rules: list[Rule] = [
+        (option, replicas, replicas is None or of_replicas, "is for mode=sync_replicas; add that"),
+        ("algorithm", algorithm, algorithm == "plain" or config.mode == "async", for_async),
+    ]
+    if of_replicas and config.cluster.kind == "local":
+        rules += _replicas(config, config.cluster.num_workers, num_ps)
+    if config.mode in PS_MODES:
+        needs_ps = (
+            f"mode={config.mode} keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
+        )
         return [
+            *rules,
             ("cluster.num_ps", num_ps, num_ps != 0, needs_ps),
             ("cluster.all_reduce", all_reduce, all_reduce == "auto", "is for mode=sync; leave it out"),
         ]
-    algorithm, is_other = config.algorithm.kind, "is for mode=async; leave it out"
-    return [
-        ("cluster.num_ps", num_ps, num_ps <= 1, is_other),
-        ("algorithm", algorithm, algorithm == "plain", is_other),
-    ]
+    return [*rules, ("cluster.num_ps", num_ps, num_ps <= 1, for_async)]
+
+
+def _replicas(config: RunConfig, num_workers: int, num_ps: int) -> list[Rule]:
+    replicas = config.sync_replicas.replicas_to_aggregate
+    holds = num_ps <= 1 or replicas is None or replicas <= num_workers
+    rule = f"is more than the {num_workers} workers, which needs a single ps; give at most {num_workers}, or use one ps"
+    return [("sync_replicas.replicas_to_aggregate", replicas, holds, rule)]
+
+
+def check_replicas(config: RunConfig, num_workers: int, num_ps: int) -> None:
+    """Checks what depends on the size of the cluster, which on many hosts is known only to its tasks.
+
+    Raises:
+        ConfigError: a worker would have to give several gradients to a step, and there are several ps.
+    """
+    for name, value, holds, rule in _replicas(config, num_workers, num_ps):
+        if not holds:
+            raise ConfigError(f"{name} ({value}): {rule}")
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
@@ -78,11 +104,11 @@ def _local(config: RunConfig) -> list[Rule]:
     """Limits the size of a local cluster; the message names the larger of its two counts."""
     cluster = config.cluster
     counts = {"cluster.num_workers": cluster.num_workers}
-    if config.mode == "async":
+    if config.mode in PS_MODES:
         counts["cluster.num_ps"] = cluster.num_ps
     largest = max(counts, key=lambda name: counts[name])
-    # mode=async has a coordinator besides, which needs a port too.
-    fits = sum(counts.values()) + (config.mode == "async") <= MAX_LOCAL_TASKS
+    # With parameter servers there is a coordinator besides, which needs a port too.
+    fits = sum(counts.values()) + (config.mode in PS_MODES) <= MAX_LOCAL_TASKS
     rule = f"a local cluster has at most {MAX_LOCAL_TASKS} tasks; use several hosts for more"
     return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]
 

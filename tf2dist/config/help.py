@@ -11,6 +11,7 @@ Train a Keras 3 model on many workers.
 
   tf2dist mode=async cluster=local3    on this machine: 1 ps, 3 workers, 1 coordinator
   tf2dist mode=sync  cluster=local3    on this machine: 3 workers
+  tf2dist mode=sync_replicas           as mode=async, but a step is the mean of the workers' gradients
   TF_CONFIG='{...}' tf2dist mode=async on each of many hosts: one task of the cluster
 
 Choices, as name=choice:
@@ -31,7 +32,8 @@ A value may refer to other options, as in run_dir=runs/${model.name}; on the com
 as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
-SECTIONS = ("task", "keras", "", "cluster", "train", "checkpoint", "devices", "simulate")  # "": options outside of all
+# "": the options outside of all sections.
+SECTIONS = ("task", "keras", "", "cluster", "train", "sync_replicas", "checkpoint", "devices", "simulate")
 OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 

@@ -34,7 +34,8 @@ from tf2dist.config.option import (
 from tf2dist.config.pause import Pause, is_pause
 from tf2dist.errors import ConfigError
 
-MODES = ("async", "sync")
+MODES = ("async", "sync", "sync_replicas")
+PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
 ALGORITHMS = ("plain", "staleness_aware")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
@@ -57,7 +58,7 @@ IS_FLOAT32 = Must(
 class ClusterConfig:
     kind: str = choice("local", one_of("local", "hosts", "tf_config"))
     num_workers: int = option(3, *COUNT)
-    num_ps: int = option(1, at_least(0), help="number of parameter servers, only with mode=async")
+    num_ps: int = option(1, at_least(0), help="number of parameter servers, not with mode=sync")
     # Under the names of TensorFlow's jobs, as TF_CONFIG has them.
     chief: list[str] = option([], help="lists of host:port, only with cluster=hosts")
     ps: list[str] = option([])
@@ -125,6 +126,16 @@ class TrainConfig:
     )
     steps_per_execution: int | None = option(
         None, *COUNT, help="number of steps in one call of TensorFlow; null: chosen automatically"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncReplicasConfig:
+    replicas_to_aggregate: int | None = option(
+        None,
+        *COUNT,
+        help="mode=sync_replicas; how many gradients make a step: fewer than the workers leave some of them as "
+        "backups, with more a worker gives several; null: as many as the workers",
     )
 
 
@@ -208,6 +219,7 @@ class RunConfig:
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    sync_replicas: SyncReplicasConfig = field(default_factory=SyncReplicasConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     keras: KerasConfig = field(default_factory=KerasConfig)

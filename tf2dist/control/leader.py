@@ -211,7 +211,7 @@ class Leader:
         if (held.leader.address, held.process.host) == (mine.leader.address, mine.process.host):
             dialer.why = plain(f"still held by {held}")
             return
-        what = "coordinator" if self._membership.cluster.mode == "async" else "leader"
+        what = "coordinator" if self._membership.cluster.has_coordinator else "leader"
         self._membership.fail(ClusterError, f"{here} is already held by {held}; a second {what} is refused")
 
     def on_closed(self, link: Link, why: str) -> None:

@@ -87,6 +87,30 @@ class Sharding:
         return tf.concat([full, last[None]], 0), tf.concat([weights, last_weights[None]], 0)
 
 
+@dataclass(frozen=True)
+class AggregatedSharding(Sharding):
+    """How the workers of mode=sync_replicas cut the training set: as synchronous ones, but K batches make a step.
+
+    Attributes:
+        replicas_to_aggregate: K; None if it is the number of workers, as it always is for synchronous ones.
+    """
+
+    replicas_to_aggregate: int | None = None
+
+    @classmethod
+    def of(
+        cls, num_examples: int, batch_size: int, num_shards: int, seed: int, shuffle: bool, replicas: int
+    ) -> "AggregatedSharding":
+        """See `Sharding`; `replicas`: the batches of a step."""
+        odd = replicas if replicas != num_shards else None
+        return cls(num_examples, batch_size, num_shards, seed, True, shuffle, odd)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        replicas = self.replicas_to_aggregate or self.num_shards
+        return -(-self.steps_per_epoch * self.num_shards // replicas)
+
+
 def of_arrays(examples: Arrays) -> Take:
     """Returns a function that gathers examples, in C++ if possible: Python code would compete with that of the steps.
 
@@ -146,15 +170,18 @@ def blocks(
 ) -> tf.data.Dataset:
     """Like `batches` with `size` steps in each element, after the number of the first one, an int64.
 
-    One call of the iterator serves many steps. A step without examples for this worker is left out and not counted,
-    since its update would change nothing.
+    One call of the iterator serves many steps. Where each worker takes its own steps, one without examples is left out
+    and not counted, since its update would change nothing.
     """
 
     @NO_AUTOGRAPH
     def has_examples(index: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         return weights[0] > 0
 
-    rows = _rows(sharding, shard, first_step).filter(has_examples).batch(size, drop_remainder=True)
+    rows = _rows(sharding, shard, first_step)
+    if not sharding.whole_batch_loss:
+        rows = rows.filter(has_examples)
+    rows = rows.batch(size, drop_remainder=True)
     numbers = tf.data.Dataset.range(tf.cast(first_step, tf.int64), np.iinfo(np.int64).max, size)
     return tf.data.Dataset.zip(numbers, _taken(rows, take))
 

@@ -90,6 +90,8 @@ def fit(
         )
     if mode not in MODES:
         raise FitError(f"mode ({mode}): must be 'async' or 'sync'")
+    if mode == "sync_replicas":
+        raise FitError("mode (sync_replicas): is for the command; fit trains with 'async' or 'sync'")
     refusals.check_numbers(batch_size=batch_size)
     plan = request.plan_of(
         epochs,

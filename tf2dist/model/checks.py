@@ -223,6 +223,15 @@ def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> N
         )
 
 
+def check_unsynchronized(name: str, model: keras.Model) -> None:
+    """Refuses, for mode=sync_replicas, synchronized layers: a worker computes its gradient without the others."""
+    if synchronized := _synchronized(model):
+        raise ConfigError(
+            f"model ({name}): {synchronized[0].name} is synchronized, and with mode=sync_replicas no worker waits for "
+            "the others while it computes; leave synchronized out, or use mode=sync"
+        )
+
+
 def _synchronized(model: keras.Model) -> list[keras.Layer]:
     return [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
 

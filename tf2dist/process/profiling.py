@@ -36,7 +36,7 @@ def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], No
     """
     ended = threading.Event()
     # Synchronous workers all do the same work, so the leader's profile stands for them.
-    others = [Task("worker", 0), Task("ps", 0)] if cluster.mode == "async" else []
+    others = [Task("worker", 0), Task("ps", 0)] if cluster.has_coordinator else []
     arguments = (others, folder_of(run_dir, task), ended, warn)
     # In a thread, since the training must go on meanwhile.
     thread = threading.Thread(target=_run, args=arguments, name="profile", daemon=True)

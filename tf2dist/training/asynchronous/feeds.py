@@ -42,15 +42,17 @@ class ArrayFeed:
     They come from an iterator, which gathers the next ones while a call computes. Where a call has run past the end of
     an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator begins anew.
 
+    Attributes:
+        sharding: how the training set is cut into batches.
+
     Args:
         layout: the structure of the data.
-        sharding: how the training set is cut into batches.
         offsets: for each worker, the number of its next batch less the steps that the ps have counted for it.
         local_steps: reads the steps that the ps have counted.
     """
 
     def __init__(self, layout: Layout, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> None:
-        self._layout, self._sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
+        self._layout, self.sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
         self._pipelines: dict[int, Any] = {}  # by the number of steps in an element
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
@@ -63,10 +65,17 @@ class ArrayFeed:
 
     def _element(self, num_steps: int) -> Any:
         """The type of an element: the number of its first batch, then the leaves of the batches and their weights."""
-        shape = [num_steps, self._sharding.batch_size]
+        shape = [num_steps, self.sharding.batch_size]
         return tf.TensorSpec([], tf.int64), (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
+        element = self.element(source, worker, local_steps, num_steps)
+        return list(batches_without_padding(element, num_steps))
+
+    def element(
+        self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int
+    ) -> tuple[tf.Tensor, ...]:
+        """In the graph of a call: the leaves and the weights of its steps, `[num_steps, batch_size, ...]` each."""
         (iterator,) = source
         first_step = _position(self._offsets, worker, local_steps)
         number, block = next(iterator)
@@ -77,7 +86,7 @@ class ArrayFeed:
             with tf.control_dependencies([tf.raw_ops.MakeIterator(dataset=dataset, iterator=resource)]):
                 return next(iterator)[1]
 
-        return list(batches_without_padding(tf.cond(number == first_step, lambda: block, begin_anew), num_steps))
+        return tuple(tf.cond(number == first_step, lambda: block, begin_anew))
 
     def _dataset(self, num_steps: int) -> tf.data.Dataset:
         """The batches of `num_steps` steps an element; runs on each worker, over the arrays of its own process."""
@@ -93,7 +102,7 @@ class ArrayFeed:
             take = functools.partial(remote_examples, "train", layout=self._layout)
 
             def pipeline(worker: tf.Tensor, first_step: tf.Tensor) -> tf.Tensor:
-                return tf.data.experimental.to_variant(blocks(take, self._sharding, worker, num_steps, first_step))
+                return tf.data.experimental.to_variant(blocks(take, self.sharding, worker, num_steps, first_step))
 
             # Traced once, for the first iterator and for those that begin anew: it takes as long as a whole step.
             scalar = tf.TensorSpec([], tf.int64)

@@ -20,13 +20,12 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation, chunks, evaluated_examples
+from tf2dist.model.evaluate import Evaluation, evaluated_examples
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source
-from tf2dist.process import heartbeat
-from tf2dist.training.asynchronous.calls import results, shut
+from tf2dist.training.asynchronous.calls import shut
 from tf2dist.training.asynchronous.counters import TOTALS, staleness_of
-from tf2dist.training.asynchronous.examples import EVALUATED
+from tf2dist.training.asynchronous.evaluating import evaluate_split
 from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY
 from tf2dist.training.asynchronous.prepare import Prepared, prepare
 from tf2dist.training.asynchronous.reading import PackedRead
@@ -206,16 +205,11 @@ class AsyncLoop:
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Evaluates the split in ranges; each worker that is free takes the next one."""
-        parts = chunks(self._sizes[split], self._graphs.evaluated_at_once)
-        number = tf.constant(EVALUATED.index(split))
-        ranges = [(number, tf.constant(first), tf.constant(last)) for first, last in parts]
         function = self._evaluate_function = self._evaluate_function or self._graphs.evaluate_function()
-        sums = [self._coordinator.schedule(function, args=each) for each in ranges]
-        total = np.zeros(1 + self.metrics.size)
-        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
-            total += part
-            heartbeat.progress()
-        return Evaluation.of_sums(self.metrics, total, self._sizes[split])
+        size, at_once, quiet_secs = self._sizes[split], self._graphs.evaluated_at_once, self._scheduler.quiet_secs()
+        return evaluate_split(
+            self._coordinator, function, self.metrics, split, size, at_once, pause_request, quiet_secs
+        )
 
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step comes from another counter of the ps."""

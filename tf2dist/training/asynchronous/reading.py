@@ -1,6 +1,7 @@
 """Reading all variables of a run at once: a call to a ps costs a millisecond, and Adam keeps two more a weight."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -8,9 +9,16 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
-from tf2dist.training.asynchronous.server import ParameterServer
 
 MAX_PACKED_BYTES = 64 << 20  # of a ps; above, variables are read one by one, since a packed vector is a copy on the ps
+
+
+class OnDevice(Protocol):
+    """What has variables on one ps, and can place functions there."""
+
+    device: str
+
+    def on_device(self, function: Any, *signature: tf.TensorSpec) -> Any: ...
 
 
 class PackedRead:
@@ -20,7 +28,7 @@ class PackedRead:
     TensorFlow that would take a vector apart. So numpy does that.
     """
 
-    def __init__(self, named: Named, servers: list[ParameterServer]) -> None:
+    def __init__(self, named: Named, servers: Sequence[OnDevice]) -> None:
         self._names = list(named)
         self._rest = dict(named)
         self._parts: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []

@@ -26,6 +26,7 @@ from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
+from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 from tf2dist.training.stragglers import stragglers_of
@@ -195,11 +196,5 @@ class AsyncStep:
         steps = TOTALS.index("steps")
         local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
         every = self._config.train.log_every_steps
-        steps_per_epoch = tf.gather(tf.constant(self.sharding.counted_steps(), tf.int64), worker)
-        epoch = tf.maximum(local_step - 1, 0) // steps_per_epoch
-        numbers = {"worker": worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
-        texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
-        parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
-        line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
-        passed = local_step // every != tf.cast(before[steps], tf.int64) // every
-        tf.cond(passed, lambda: tf.print(line), tf.no_op)
+        earlier = tf.cast(before[steps], tf.int64)
+        print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)

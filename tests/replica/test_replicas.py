@@ -1,0 +1,162 @@
+"""mode=sync_replicas in one process: a step is the mean of the first K gradients of the present step."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.small_runs import run_config
+from tests.replica.test_sync import assert_equal_weights, train
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+from tf2dist.testing import SyncWorkers
+from tf2dist.training.loop import PauseRequest
+
+MakeLoop = Callable[..., Any]
+
+
+def replicas_config(replicas: int | None = None, *args: Any, **more: Any) -> RunConfig:
+    config = run_config(*args, **more)
+    config.mode = "sync_replicas"
+    config.sync_replicas.replicas_to_aggregate = replicas
+    return config
+
+
+def assert_counted(loop: Any, steps: int, replicas: int) -> None:
+    """Every step has been made of so many gradients, and every gradient is in a step or was dropped."""
+    counts = loop._graphs.deciding.counts()
+    assert loop.progress.global_step == loop.updates_applied() == counts.step == steps
+    assert counts.aggregated.sum() == sum(loop.progress.local_steps) == steps * replicas
+    np.testing.assert_array_equal(counts.aggregated + counts.dropped, counts.pushed)
+    assert [int(part.step) for part in loop._graphs.parts] == [steps] * len(loop._graphs.parts)
+
+
+def weights(loop: Any) -> list[np.ndarray]:
+    return [variable.numpy() for variable in loop.model.trainable_variables]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "num_ps"),
+    [
+        pytest.param("softmax", "sgd", 1, marks=pytest.mark.slow),
+        pytest.param("dnn", "adam", 1, marks=pytest.mark.slow),
+        ("dnn", "adam", 2),
+    ],
+)
+def test_all_workers_in_each_step_equal_synchronous_ones(
+    replicas_loop: MakeLoop, sync_workers: SyncWorkers, model: str, optimizer: str, num_ps: int
+) -> None:
+    """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
+    more: dict[str, Any] = {"hidden_units": [30, 20]} if model == "dnn" else {}
+    config = replicas_config(None, model, optimizer, batch_size=50, steps_per_execution=7, **more)
+    loop = replicas_loop(config, num_workers=3, num_ps=num_ps)
+    for step in (5, 20):
+        loop.train(step)
+    expected = sync_workers(train, num_workers=3, args=(config, 20))[0]
+    assert_equal_weights(weights(loop), expected["weights"], atol=1e-5)
+    assert_counted(loop, 20, 3)
+    assert loop.progress.local_steps == (20, 20, 20)
+    assert loop.progress.examples == expected["progress"].examples
+    assert loop.progress.metrics == pytest.approx(expected["progress"].metrics, rel=1e-4)
+    assert not any(loop.facts()["dropped"])
+
+
+@pytest.mark.parametrize("num_ps", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps: int) -> None:
+    """Two of four workers make a step, so the others come too late for most of them."""
+    loop = replicas_loop(replicas_config(2), num_workers=4, num_ps=num_ps)
+    for step in (41, 100):
+        loop.train(step)
+        assert_counted(loop, step, 2)
+    assert sum(loop.facts()["dropped"]) > 0
+    assert loop.progress.loss < 2.2
+
+
+def test_a_worker_gives_several_gradients_to_a_step(replicas_loop: MakeLoop) -> None:
+    """Of 6 gradients each of 3 workers gives 2, so a step is one of 6 workers."""
+    loop = replicas_loop(replicas_config(6, steps_per_execution=4), num_workers=3, num_ps=1)
+    loop.train(30)
+    assert_counted(loop, 30, 6)
+    assert loop.progress.local_steps == (60, 60, 60)
+    assert not any(loop.facts()["dropped"])
+
+
+def test_more_gradients_than_workers_need_a_single_ps(replicas_loop: MakeLoop) -> None:
+    with pytest.raises(ConfigError, match=r"replicas_to_aggregate \(5\): is more than the 4 workers, which needs a"):
+        replicas_loop(replicas_config(5), num_workers=4, num_ps=2)
+
+
+def test_global_clipping_needs_a_single_ps(replicas_loop: MakeLoop) -> None:
+    config = replicas_config()
+    config.optimizer["global_clipnorm"] = 1.0
+    with pytest.raises(ConfigError, match=r"global_clipnorm cannot clip.*; use clipnorm, or cluster.num_ps=1"):
+        replicas_loop(config, num_workers=2, num_ps=2)
+
+
+def test_a_step_that_one_ps_has_not_heard_of_is_brought_to_it(replicas_loop: MakeLoop) -> None:
+    """As after a worker has completed a step and died before it pulled from the other ps."""
+    loop = replicas_loop(replicas_config(optimizer="adam"), num_workers=2, num_ps=2)
+    loop.train(20)
+    (follower,) = loop._graphs.following
+    before = [v.numpy() for v in follower.part.variables]
+    follower.part.step.assign(19)
+    loop._align_servers()
+    assert_counted(loop, 20, 2)
+    assert any((v.numpy() != old).any() for v, old in zip(follower.part.variables, before, strict=True))
+    after = [v.numpy() for v in follower.part.variables]
+    loop._align_servers()
+    for v, expected in zip(follower.part.variables, after, strict=True):
+        np.testing.assert_array_equal(v.numpy(), expected, "a step is applied once")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_it_had_never_stopped(replicas_loop: MakeLoop) -> None:
+    """With moving averages, dropout, Adam, a pause in the middle of the calls, and another number of ps."""
+    config = replicas_config(None, "cnn", "adam", batch_size=20, steps_per_execution=3, dropout=0.3, batch_norm=True)
+    straight = replicas_loop(config, num_workers=2, num_ps=1)
+    straight.train(12)
+    expected = straight.snapshot()
+    stopped = replicas_loop(config, num_workers=2, num_ps=1)
+    assert stopped.train(12, lambda: PauseRequest.STOP if stopped.progress.global_step > 2 else PauseRequest.NOTHING)
+    saved = stopped.snapshot()
+    assert 2 < saved.step < 12
+    resumed = replicas_loop(config, num_workers=2, num_ps=2, start=saved)
+    resumed.train(12)
+    assert_counted(resumed, 12, 2)
+    found = resumed.snapshot()
+    assert found.facts == expected.facts
+    for name, array in expected.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, atol=1e-5, err_msg=name)
+
+
+def test_a_stop_does_not_wait_for_workers_that_are_away(replicas_loop: MakeLoop) -> None:
+    """Here one of two executes a call that does not end, and the other waits for its gradient."""
+    released = threading.Event()
+
+    def wait() -> None:
+        released.wait(60)
+
+    @tf.function(autograph=False)
+    def busy() -> None:
+        tf.numpy_function(wait, [], [])
+
+    loop = replicas_loop(replicas_config(steps_per_execution=5), num_workers=2, num_ps=2)
+    loop.train(50)
+    before = weights(loop)
+    loop._scheduler.finish = lambda request: request()
+    loop._coordinator.schedule(busy)
+    try:
+        deadline = time.monotonic() + 3.0
+        stop = loop.train(100, lambda: PauseRequest.STOP if time.monotonic() > deadline else PauseRequest.NOTHING)
+        assert stop is PauseRequest.STOP
+        assert loop.snapshot().step == 50
+        assert_counted(loop, 50, 2)
+    finally:
+        released.set()
+    loop._coordinator.join()
+    assert_equal_weights(weights(loop), before, atol=0)
+    assert_counted(loop, 50, 2)

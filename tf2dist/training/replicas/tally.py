@@ -1,0 +1,110 @@
+"""What the deciding parameter server counts. All of it changes under that ps's lock alone."""
+
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+NO_STEP = np.int64(-1)
+
+
+class Counts(NamedTuple):
+    """What has been counted up to one moment.
+
+    Attributes:
+        step: the aggregates applied in the whole run.
+        begun: the calls that workers have begun, in this process's life.
+        sums: of the aggregates: the losses, the examples, the metrics; float64 [2 + metrics].
+        pushed, aggregated, dropped: the gradients of each worker, int64 [workers]. What was pushed and is in neither
+            of the others belongs to the step that is under way.
+    """
+
+    step: int
+    begun: int
+    sums: np.ndarray
+    pushed: np.ndarray
+    aggregated: np.ndarray
+    dropped: np.ndarray
+
+
+class Tally:
+    """The counters, on the device under which they are made.
+
+    Attributes:
+        made_by: the gradients of each worker in the last aggregate, int64 [workers].
+    """
+
+    def __init__(self, num_workers: int, num_metrics: int) -> None:
+        self._num_workers, self._num_sums = num_workers, 2 + num_metrics
+
+        def counter(*shape: int, dtype: tf.DType = tf.int64) -> tf.Variable:
+            return tf.Variable(tf.zeros(shape, dtype), trainable=False)
+
+        self._begun = counter()
+        self._sums = counter(self._num_sums, dtype=tf.float64)
+        self._pushed, self._aggregated, self._dropped = (counter(num_workers) for _ in range(3))
+        self._taken, self.made_by = (counter(num_workers) for _ in range(2))
+        self._done = tf.Variable(tf.fill([num_workers], NO_STEP), trainable=False)
+
+    def begin_call(self) -> tf.Tensor:
+        return self._begun.assign_add(1, read_value=False)
+
+    def take(self, worker: tf.Tensor, step: tf.Tensor, quota: int) -> tf.Tensor:
+        """Counts a gradient of the step that is under way; returns how many there are now.
+
+        Args:
+            quota: how many a worker may give.
+        """
+        self._add(self._pushed, worker)
+        self._add(self._taken, worker)
+        taken = self._taken.read_value()
+        # The step and not a mark, which would have to be taken back in the same moment in which the step moves on.
+        done = tf.where(tf.gather(taken, worker) >= quota, step, NO_STEP)
+        self._done.scatter_nd_update(tf.reshape(worker, [1, 1]), done[None])
+        return tf.reduce_sum(taken)
+
+    def done_by(self, worker: tf.Tensor) -> tf.Tensor:
+        """The last step to which the worker has given all that it may."""
+        return tf.gather(self._done.read_value(), worker)
+
+    def drop(self, worker: tf.Tensor) -> None:
+        self._add(self._pushed, worker)
+        self._add(self._dropped, worker)
+
+    def aggregate(self, sums: tf.Tensor) -> None:
+        """Counts an aggregate of what was taken; `sums`: its mean loss, its examples, its metrics."""
+        self._sums.assign_add(tf.cast(sums, tf.float64))
+        taken = self._taken.read_value()
+        self._aggregated.assign_add(taken)
+        self.made_by.assign(taken)
+        self._taken.assign(tf.zeros_like(taken))
+
+    def discard(self) -> None:
+        """Forgets the gradients of the step that is under way: their batches are computed once more."""
+        self._pushed.assign_sub(self._taken.read_value())
+        self._taken.assign(tf.zeros([self._num_workers], tf.int64))
+        self._done.assign(tf.fill([self._num_workers], NO_STEP))
+
+    def pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
+        return tf.gather(self._pushed.read_value(), worker)
+
+    def all(self, step: tf.Tensor) -> tf.Tensor:
+        """What `split` takes apart, float64."""
+        counted = [step[None], self._begun.read_value()[None]]
+        workers = [self._pushed.read_value(), self._aggregated.read_value(), self._dropped.read_value()]
+        numbers = [tf.cast(each, tf.float64) for each in (*counted, *workers)]
+        return tf.concat([*numbers, self._sums.read_value()], 0)
+
+    def split(self, values: np.ndarray) -> Counts:
+        limits = np.cumsum([1, 1, *[self._num_workers] * 3])
+        step, begun, *workers, sums = np.split(values, limits)
+        pushed, aggregated, dropped = (each.astype(np.int64) for each in workers)
+        return Counts(int(step[0]), int(begun[0]), sums, pushed, aggregated, dropped)
+
+    def restore(self, aggregated: np.ndarray, dropped: np.ndarray) -> None:
+        self._aggregated.assign(aggregated)
+        self._dropped.assign(dropped)
+        self._pushed.assign(aggregated + dropped)
+
+    def _add(self, counter: tf.Variable, worker: tf.Tensor) -> None:
+        counter.scatter_nd_add(tf.reshape(worker, [1, 1]), tf.ones([1], tf.int64))
