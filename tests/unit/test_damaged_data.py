@@ -57,18 +57,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_damaged_data_is_refused_by_name(
-    tmp_path: Path, damage: Callable[[Path], None], name: str, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    damage: Callable[[Path], None],
+    name: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_mnist(tmp_path, EXAMPLES)
-    (file,) = (tmp_path / "mnist" / "3.0.1").glob(name)
+    folder = tmp_path_factory.mktemp("of")  # with a long name the line would be cut in its middle
+    write_mnist(folder, EXAMPLES)
+    (file,) = (folder / "mnist" / "3.0.1").glob(name)
     damage(file)
     with pytest.raises(SystemExit) as ended:
-        cli.main([f"data.dir={tmp_path}"])
+        cli.main([f"data.dir={folder}"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tf2dist: error: data (mnist): {file} {words}; put a whole one there, or remove ")
-    assert not (tmp_path / "outputs").exists()
-    (finding,) = machine.training_data(DataConfig(dir=str(tmp_path)))
+    assert not (folder / "outputs").exists()
+    (finding,) = machine.training_data(DataConfig(dir=str(folder)))
     assert (finding.level, finding.text) == ("fail", f"data (mnist): {file} {words}")
 
 
