@@ -29,7 +29,7 @@ COMMON = [
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
-RESULTS = {"summary.json", "model.json", "model.keras"}
+RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}
 BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
 CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for 5 s); starting")
 KILLED, FROZEN = "was killed by SIGKILL", "showed no sign of life for 5 s"

@@ -50,6 +50,7 @@ def test_the_example_of_a_call_from_python(tmp_path: Path) -> None:
     assert float(mae) < 0.2
     assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
     assert (tmp_path / "runs/table/model.keras").is_file()
+    assert (tmp_path / "runs/table/training.png").is_file()
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: d
         end = command.finish(process)
         assert end.code == 0, f"{name}: {end}"
     assert json.loads((command.folder / "run" / "summary.json").read_text())["global_step"] == STEPS
+    assert (command.folder / "run" / "training.png").is_file()
 
 
 @pytest.mark.slow

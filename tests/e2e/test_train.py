@@ -35,6 +35,8 @@ def summary_of(finished: Finished) -> dict[str, Any]:
     if summary["mode"] == "async":
         assert sum(local_steps) == summary["global_step"]
         assert set(summary["staleness"]) == {"mean", "p50", "p99", "max"}
+        assert sum(summary["staleness_counts"]) == summary["updates_applied"]
+        assert len(summary["staleness_counts"]) == summary["staleness"]["max"] + 1
     else:
         assert set(local_steps) == {summary["global_step"]}
     assert summary["test_examples"] == {"mnist": 10_000, "digits": 360}[summary["data"]]
@@ -64,7 +66,8 @@ def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
     assert list((run_dir / "tensorboard").iterdir())
     assert f"mode: {mode}" in (run_dir / "config.yaml").read_text()
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert all({"step", "time", "task"} < set(record) for record in records)
+    assert all({"step", "time", "secs", "task"} < set(record) for record in records)
+    assert (run_dir / "training.png").read_bytes().startswith(b"\x89PNG")
     evaluated = [record["step"] for record in records if "validation_accuracy" in record]
     target = summary["target_step"]
     assert evaluated == [*range(400, target, 400), target]

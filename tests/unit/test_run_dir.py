@@ -22,7 +22,8 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
 from tf2dist.training.metrics import JsonlWriter
 
-NAMES = [".lock", "config.yaml", "summary.json", "metrics.jsonl", "logs/worker-0.log", "logs/forkserver.log"]
+NAMES = [".lock", "config.yaml", "summary.json", "metrics.jsonl", "training.png"]
+NAMES += ["logs/worker-0.log", "logs/forkserver.log"]
 FOLDERS = ["logs", "checkpoints", "tensorboard"]
 
 
@@ -151,20 +152,28 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
         assert not (made / "config.yaml").exists()
 
 
+def test_a_run_that_begins_removes_the_result_of_an_earlier_one(made: Path) -> None:
+    for name in ("summary.json", "training.png", "metrics.jsonl"):
+        (made / name).write_text("earlier")
+    supervisor.note_begin(RunConfig(), made, None, Console())
+    assert {path.name for path in made.iterdir()} == {"config.yaml", "logs", "metrics.jsonl"}
+
+
 def test_a_metric_that_is_not_a_number_is_null(made: Path) -> None:
-    summary = {"test_loss": 0.5, "test_auc": float("nan"), "curve": [float("inf"), 1]}
+    summary = {"test_loss": 0.5, "test_auc": float("nan"), "curve": [float("inf"), 1], "counts": [7, 0, 2]}
     supervisor.write_summary(made, None, summary)
-    with contextlib.closing(JsonlWriter(made / "metrics.jsonl", "worker-0")) as writer:
+    with contextlib.closing(JsonlWriter(made / "metrics.jsonl", "worker-0", 0.0)) as writer:
         writer.write(3, {"auc": float("nan")})
     texts = [(made / name).read_text() for name in ("summary.json", "metrics.jsonl")]
     found = [json.loads(text, parse_constant=pytest.fail) for text in texts]
-    assert found[0] == {"test_loss": 0.5, "test_auc": None, "curve": [None, 1]}
+    assert found[0] == {"test_loss": 0.5, "test_auc": None, "curve": [None, 1], "counts": [7, 0, 2]}
+    assert '"counts": [7, 0, 2]' in texts[0]
     assert found[1]["auc"] is None
 
 
 WRITES: dict[str, Callable[[Path], object]] = {
     ".lock": write_lock,
-    "metrics.jsonl": lambda folder: JsonlWriter(folder / "metrics.jsonl", "worker-0").close(),
+    "metrics.jsonl": lambda folder: JsonlWriter(folder / "metrics.jsonl", "worker-0", 0.0).close(),
     "forkserver.log": lambda folder: Launcher(folder).__enter__(),
     "worker-0.log": lambda folder: os.close(open_log(folder / "worker-0.log")),
 }

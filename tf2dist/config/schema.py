@@ -237,6 +237,7 @@ class RunConfig:
     )
     seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
     profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
+    figure: bool = option(True, help="draw loss, metrics and staleness to run_dir/training.png at the end")
     startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks at the start")
     watchdog_secs: float = option(
         120.0,

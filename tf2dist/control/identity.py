@@ -24,6 +24,7 @@ OF_THE_HOST = (
     "plugins",
     "run_dir",
     "profile",
+    "figure",
     "startup_timeout_secs",
     "grace_secs",
     "data.dir",

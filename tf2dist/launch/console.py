@@ -54,8 +54,8 @@ class Console:
                 self._live.stop()
             self._live = None
         # Without this a run that is shorter than `PLAIN_EVERY_SECS` would show no progress at all.
-        elif self._last_line:
-            self._print(self._last_line)
+        else:
+            self._print_last_line()
         with contextlib.suppress(OSError):
             self._stream.drain(DRAIN_SECS)
 
@@ -64,6 +64,7 @@ class Console:
         if self._live:
             self._live.update(self._task, description=printable(text))
         else:
+            self._print_last_line()
             self._print(text)
 
     def note(self, text: str) -> None:
@@ -89,6 +90,11 @@ class Console:
             self._print(line)
         else:
             self._last_line = line
+
+    def _print_last_line(self) -> None:
+        line, self._last_line = self._last_line, ""
+        if line:
+            self._print(line)
 
     def _print(self, text: str) -> None:
         text = printable(text)

@@ -9,7 +9,6 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.launch.caller import Heard
 from tf2dist.launch.clock import Clock
 from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
@@ -36,7 +35,7 @@ class Monitor:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
         on_begun: called when the leader has restored the run or made a new one, so that training can begin.
         received: the signals that this process has got, in order; they appear while it runs.
-        hear: takes the leader's messages to the caller of `fit`; None without one.
+        hear: takes all messages of the tasks too; must not wait.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Monitor:
         meeting: Meeting | None,
         received: list[int],
         on_begun: Callable[[], None],
-        hear: Callable[[Heard], None] | None = None,
+        hear: Callable[[Event], None] = lambda _: None,
         clock: Clock = time,
     ) -> None:
         self._launcher, self._console, self._meeting, self._clock = launcher, console, meeting, clock
@@ -129,8 +128,7 @@ class Monitor:
 
     def _on_event(self, event: Event) -> None:
         self._watchdog.heard(event)
-        if self._hear and isinstance(event, Heard):
-            self._hear(event)
+        self._hear(event)
         match event:
             case Progress():
                 self._console.progress(event)

@@ -21,7 +21,7 @@ from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 
-FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras")
+FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
 FOLDERS = ("logs", "checkpoints", "tensorboard")
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import as_json, write_whole
-from tf2dist.launch.caller import Caller
+from tf2dist.launch.caller import Caller, Heard
 from tf2dist.launch.console import Console, last_evaluation
+from tf2dist.launch.figure import PICTURE, Figure
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.messages import Event
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, locked
 from tf2dist.launch.run_state import Tasks
@@ -75,20 +79,49 @@ def supervise(
     # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
     launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=ENVIRONMENT, grace_secs=0.0)
     leads = host_task is None or host_task.task == host_task.cluster.leader
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as whole:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = stack.enter_context(locked(run_dir)) if leads else None
+        lock = whole.enter_context(locked(run_dir)) if leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
-        received = stack.enter_context(signals.held())
-        stack.enter_context(launcher)
-        stack.enter_context(console)
+        received = whole.enter_context(signals.held())
+        whole.enter_context(console)
+        figure = whole.enter_context(Figure(run_dir, is_wanted=config.figure and leads))
+        with launcher:
+            summary = run_tasks(
+                config, run_dir, host_task, launcher, lock, console, started_at, received, figure, caller
+            )
+        if summary:
+            figure.write(summary, lock, console, received)
+        return summary
+
+
+def run_tasks(
+    config: RunConfig,
+    run_dir: Path,
+    host_task: HostTask | None,
+    launcher: Launcher,
+    lock: Lock | None,
+    console: Console,
+    started_at: float,
+    received: list[int],
+    figure: Figure,
+    caller: Caller | None,
+) -> dict[str, Any]:
+    """Runs the tasks of this host to their end, and writes the summary; see `supervise`."""
+
+    def hear(event: Event) -> None:
+        figure.hear(event)
+        if caller and isinstance(event, Heard):
+            caller.hear(event)
+
+    with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(config, *host_task, console, caller)) if host_task else None
         begun = functools.partial(note_begin, config, run_dir, lock, console)
         check = functools.partial(check_signals, received)
-        monitor = Monitor(launcher, console, config, meeting, received, begun, caller.hear if caller else None)
+        monitor = Monitor(launcher, console, config, meeting, received, begun, hear)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
@@ -166,7 +199,7 @@ def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console
 
 
 def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Console) -> None:
-    """Writes this run's configuration into the run directory, and removes the summary of an earlier run.
+    """Writes this run's configuration into the run directory, and removes an earlier run's summary and picture.
 
     Called once training can begin: a run that fails before that leaves the earlier result alone.
 
@@ -176,7 +209,8 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
     if lock:
         lock.check()
     try:
-        (run_dir / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", PICTURE):
+            (run_dir / name).unlink(missing_ok=True)
         write_whole(run_dir / "config.yaml", config.to_yaml())
     except OSError as error:
         console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
@@ -197,7 +231,8 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
     Raises:
         TrainingError: it cannot be written, or another run has the directory now.
     """
-    text = as_json(summary, indent=2)
+    # A list of counts, which may have a thousand, on one line. Texts hold no line breaks in JSON.
+    text = re.sub(r"\[\n[\d,\s]+\]", lambda counts: as_json(json.loads(counts[0])), as_json(summary, indent=2))
     try:
         if lock:
             lock.check()

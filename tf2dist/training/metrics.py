@@ -27,12 +27,16 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line: {"step", "time", "task", name: value}; readable while the run is under way."""
+    """One JSON object a line: {"step", "time", "secs", "task", name: value}; readable while the run is under way.
 
-    def __init__(self, path: Path, task: str) -> None:
+    Args:
+        began_at: when the user's command began, by the monotonic clock; `secs` counts from there.
+    """
+
+    def __init__(self, path: Path, task: str, began_at: float) -> None:
         # Lines are flushed one by one and appended, so the evaluator and the leader can write into the same file.
         self._file = os.fdopen(open_to_write(path, APPEND), "a", encoding="utf-8", buffering=1)
-        self._task = task
+        self._task, self._began_at = task, began_at
         with open_to_read(path) as file:
             file.seek(max(0, path.stat().st_size - 1))
             # A full disk may have cut off the last line; then only that line is damaged, and not the next one, too.
@@ -41,7 +45,8 @@ class JsonlWriter:
 
     def write(self, step: int, values: Values) -> None:
         scalars = {name: value for name, value in values.items() if not isinstance(value, np.ndarray)}
-        record = {"step": step, "time": time.time(), "task": self._task, **scalars}
+        secs = round(time.monotonic() - self._began_at, 3)
+        record = {"step": step, "time": time.time(), "secs": secs, "task": self._task, **scalars}
         self._file.write(as_json(record) + "\n")
 
     def close(self) -> None:

@@ -115,8 +115,10 @@ class Reporter(NoReporter):
         self._about: About | None = None
         # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves appear beside the leader's.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
+        # Told by the clock of the host, which may be set during the run, and counted by one that never goes back.
+        began_at = time.monotonic() - (time.time() - started_at)
         makes = (
-            lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task)),
+            lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task), began_at),
             lambda: TensorBoardWriter(folder, self._about),
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]

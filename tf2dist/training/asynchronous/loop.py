@@ -246,8 +246,12 @@ class AsyncLoop:
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""
-        staleness = staleness_of(self._graphs.servers[0].counters.now().staleness)
-        return {"algorithm": self._config.algorithm.kind, "staleness": staleness}
+        counts = self._graphs.servers[0].counters.now().staleness
+        return {
+            "algorithm": self._config.algorithm.kind,
+            "staleness": staleness_of(counts),
+            "staleness_counts": np.trim_zeros(counts, "b").tolist(),
+        }
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {"staleness": self._graphs.servers[0].counters.now().staleness}

@@ -1,0 +1,225 @@
+"""The picture of a run: loss and metrics against steps and time, and the staleness of an asynchronous run."""
+
+import io
+import textwrap
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+WIDTH, ROW_HEIGHT, DPI = 9.0, 2.3, 100  # in inches, and dots an inch: 900 pixels wide
+HEAD_INCHES, FOOT_INCHES, GAP_INCHES = 0.95, 0.5, 0.75
+LINE_CHARS = 120  # that fit into the width
+COLUMNS = ("step", "time", "secs", "task")  # of every row
+NO_METRICS = ("loss", "steps_per_sec", "learning_rate")
+SPLITS = {"validation": "#d1702b", "test": "#2f6f4f"}
+TRAINING, PALE, GRID = "#2b6ca3", "#a9c6de", "#e4e7ea"
+MAX_METRICS = 3  # the pictures of more would not fit on a screen
+LOG_FROM = 20.0  # a loss whose largest value is so many times the smallest has a logarithmic axis
+FEW_POINTS = 40  # each of so few is marked
+MANY_POINTS = 200  # so many are drawn pale, with a moving mean over them
+UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
+
+
+class Series:
+    """The values of one name: `steps`, `secs` (of all commands of the run, one after the other) and `values`."""
+
+    def __init__(self) -> None:
+        # Eight bytes a number: a run of weeks has a million rows.
+        self.steps, self.secs, self.values = array("d"), array("d"), array("d")
+
+    def add(self, step: float, secs: float, value: float) -> None:
+        # A run that was started again at a checkpoint takes the steps after it once more.
+        while self.steps and self.steps[-1] >= step:
+            for one in (self.steps, self.secs, self.values):
+                one.pop()
+        for one, number in ((self.steps, step), (self.secs, secs), (self.values, value)):
+            one.append(number)
+
+    def finite(self) -> np.ndarray:
+        values = np.array(self.values)
+        found: np.ndarray = values[np.isfinite(values)]
+        return found
+
+
+class SeriesByName:
+    """The series of a run, from the rows of its metrics.jsonl in order."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Series] = {}
+        self._secs = self._earlier_secs = 0.0
+
+    def add(self, row: dict[str, Any]) -> None:
+        step, secs, task = row.get("step"), row.get("secs"), row.get("task")
+        if not isinstance(step, int | float) or not isinstance(secs, int | float) or not isinstance(task, str):
+            return
+        # The evaluator's command began at another time than the leader's, so its rows get the time of the leader's.
+        if not task.startswith("evaluator"):
+            if self._earlier_secs + secs < self._secs:  # a new command, which counts from its own beginning
+                self._earlier_secs = self._secs
+            self._secs = self._earlier_secs + secs
+        for name, value in row.items():
+            if name in COLUMNS or not (value is None or isinstance(value, int | float)):
+                continue
+            # JSON has no NaN: the file has null for it.
+            self.by_name.setdefault(name, Series()).add(step, self._secs, np.nan if value is None else value)
+
+    def metrics(self) -> list[str]:
+        """The names to draw: the loss, and the model's metrics, accuracies first; those with a number at least."""
+        with_numbers = [name for name, series in self.by_name.items() if len(series.finite())]
+        own = [
+            name
+            for name in with_numbers
+            if name not in NO_METRICS and not name.startswith(tuple(f"{split}_" for split in SPLITS))
+        ]
+        own.sort(key=lambda name: "accuracy" not in name)
+        return [name for name in ("loss",) if name in with_numbers] + own[:MAX_METRICS]
+
+
+def draw(series: SeriesByName, lines: Sequence[str], staleness: Sequence[int]) -> bytes:
+    """Draws the picture, as PNG.
+
+    Args:
+        lines: the text above.
+        staleness: how often 0, 1, 2, ... occurred; empty for none.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    # The same look on every machine, whatever the user's matplotlibrc says.
+    matplotlib.rcdefaults()
+    names = series.metrics()
+    if not names:
+        raise ValueError("metrics.jsonl has no numbers")
+    num_rows = len(names) + bool(sum(staleness))
+    figure, legend_y = _figure([part for line in lines for part in textwrap.wrap(line, LINE_CHARS)], num_rows)
+    secs_per, unit = _unit(max(one.secs[-1] for one in series.by_name.values()))
+    grid = figure.add_gridspec(num_rows, 2)
+    for row, name in enumerate(names):
+        by_step, by_time = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
+        drawn = _draw_metric(by_step, series, name, 0.0)
+        _draw_metric(by_time, series, name, secs_per)
+        by_step.set_ylabel(name, parse_math=False)
+        by_step.set_xlabel("global step")
+        by_time.set_xlabel(f"wall time ({unit})")
+        _set_axes(by_step, by_time)
+        training = series.by_name[name].finite()
+        # An accuracy that grows stays linear.
+        if drawn.min() > 0 and drawn.max() / drawn.min() >= LOG_FROM and (name == "loss" or training[0] > training[-1]):
+            _set_log(by_step, drawn.max() / drawn.min())
+            _set_log(by_time, drawn.max() / drawn.min())
+        by_time.sharey(by_step)
+        by_time.tick_params(labelleft=False)
+    labels = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    # Above all axes, where it covers no line.
+    figure.legend(labels.values(), labels, loc="lower right", bbox_to_anchor=(0.98, legend_y), ncols=3, frameon=False)
+    if sum(staleness):
+        _draw_staleness(figure.add_subplot(grid[num_rows - 1, :]), np.array(staleness))
+    with io.BytesIO() as buffer:
+        figure.savefig(buffer, format="png", dpi=DPI)
+        return buffer.getvalue()
+
+
+def _figure(lines: list[str], num_rows: int) -> tuple[Figure, float]:
+    """An empty figure with its head, and the height at which the legend stands, in parts of the whole height."""
+    head = HEAD_INCHES + 0.17 * len(lines)
+    total = head + ROW_HEIGHT * num_rows + GAP_INCHES * (num_rows - 1) + FOOT_INCHES
+    figure = Figure(figsize=(WIDTH, total))
+    # Fixed margins: finding them by layout takes half of the time of drawing.
+    figure.subplots_adjust(
+        left=0.1,
+        right=0.975,
+        top=1 - head / total,
+        bottom=FOOT_INCHES / total,
+        wspace=0.06,
+        hspace=GAP_INCHES / ROW_HEIGHT,
+    )
+    for inches, text, look in (
+        (0.15, "Training", {"fontsize": 15, "weight": "bold"}),
+        (0.5, "\n".join(lines), {"fontsize": 9, "color": "#444444", "linespacing": 1.35}),
+    ):
+        # A name of the user's with dollar signs is no formula.
+        figure.text(0.02, 1 - inches / total, text, ha="left", va="top", parse_math=False).set(**look)
+    return figure, 1 - head / total
+
+
+def _unit(secs: float) -> tuple[float, str]:
+    """The unit in which a time has a readable number, in seconds, and its name."""
+    return next(((size, name) for name, size in UNITS if secs >= 2 * size), (1.0, "seconds"))
+
+
+def _draw_metric(axes: Axes, series: SeriesByName, name: str, secs_per: float) -> np.ndarray:
+    """Draws a metric of all splits against the step, or against the time in units of `secs_per` seconds.
+
+    Returns:
+        All finite values that were drawn.
+    """
+    found = []
+    for split, color in (("", TRAINING), *SPLITS.items()):
+        one = series.by_name.get(f"{split}_{name}" if split else name)
+        if one is None or not len(one.finite()):
+            continue
+        found.append(one.finite())
+        x, y = np.array(one.secs) / secs_per if secs_per else np.array(one.steps), np.array(one.values)
+        style = "o-" if len(x) <= FEW_POINTS else "-"
+        if split:
+            # In front of the training, which has more points.
+            axes.plot(x, y, style, ms=4, lw=1.2, color=color, label=split, zorder=4)
+        elif len(x) > MANY_POINTS:
+            axes.plot(x, y, lw=0.7, color=PALE)
+            axes.plot(*_moving_mean(x, y), lw=1.6, color=color, label="training", zorder=3)
+        else:
+            axes.plot(x, y, style, ms=3, lw=1.6, color=color, label="training")
+    return np.concatenate(found)
+
+
+def _moving_mean(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The means of a fiftieth of the points each, [n - window + 1], at the points in the middle of each."""
+    window = len(y) // 50 | 1
+    # A sum runs on through what is not a number, so each mean has a sum of its own.
+    return x[window // 2 : len(x) - window // 2], np.convolve(y, np.full(window, 1 / window), "valid")
+
+
+def _set_axes(by_step: Axes, by_time: Axes) -> None:
+    for axes in (by_step, by_time):
+        _set_look(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(4 if axes is by_step else 6, integer=axes is by_step))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}" if axes is by_time else "{x:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+
+
+def _set_log(axes: Axes, ratio: float) -> None:
+    """Makes the vertical axis logarithmic, with ticks for values of which the largest is `ratio` times the smallest."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 1e3 else (1.0,), numticks=12))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _set_look(axes: Axes) -> None:
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+
+
+def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
+    """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones."""
+    _set_look(axes)
+    axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=TRAINING, baseline=0.7)
+    axes.set_yscale("log")
+    axes.set_ylim(0.7, counts.max() * 1.6)
+    axes.set_xlim(-0.6, max(len(counts), 10) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("staleness (updates of others between a worker's pull and its push)")
+    axes.set_ylabel("updates")
