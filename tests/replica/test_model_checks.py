@@ -14,7 +14,7 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
-from tf2dist.model import checks, models
+from tf2dist.model import checks, models, optimizer_checks
 from tf2dist.model.source import build_step, copies_of
 from tf2dist.model.step import ModelStep
 
@@ -182,10 +182,10 @@ class Normalizes(keras.optimizers.SGD):
 
 
 def test_an_optimizer_that_needs_all_gradients_at_once() -> None:
-    checks.check_own_apply("it", keras.optimizers.SGD(), 2)
-    checks.check_own_apply("it", Normalizes(), 1)
+    optimizer_checks.check_own_apply("it", keras.optimizers.SGD(), 2)
+    optimizer_checks.check_own_apply("it", Normalizes(), 1)
     with pytest.raises(ConfigError, match=r"optimizer \(it\): Normalizes has apply of its own.*; use one ps, or"):
-        checks.check_own_apply("it", Normalizes(), 2)
+        optimizer_checks.check_own_apply("it", Normalizes(), 2)
 
 
 def test_a_norm_over_all_that_each_ps_has_added_up() -> None:
@@ -193,10 +193,10 @@ def test_a_norm_over_all_that_each_ps_has_added_up() -> None:
     for given in (*({name: value} for name, value in both.items()), both):
         optimizer = keras.optimizers.SGD(**given)
         if given is not both:
-            checks.check_clipping("sgd", optimizer)
+            optimizer_checks.check_clipping("sgd", optimizer)
             continue
         with pytest.raises(ConfigError, match=r"optimizer \(sgd\): with mode=async global_clipnorm cannot clip"):
-            checks.check_clipping("sgd", optimizer)
+            optimizer_checks.check_clipping("sgd", optimizer)
 
 
 @pytest.mark.parametrize(

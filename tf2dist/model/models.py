@@ -8,6 +8,7 @@ import keras
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.model import checks
+from tf2dist.model.optimizer_checks import check_optimizer
 from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
 
 OPTIMIZERS.update(
@@ -111,5 +112,5 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
         if function.__module__.startswith("keras."):  # it refuses a value of the user's
             raise ConfigError(f"optimizer ({name}): {first_line(str(error))}") from None
         raise  # an error of the user's code
-    checks.check_optimizer(name, optimizer)
+    check_optimizer(name, optimizer)
     return optimizer

@@ -13,6 +13,7 @@ from tf2dist.data.loading import load
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.models import build_model, build_optimizer
+from tf2dist.model.optimizer_checks import check_copy, check_optimizer
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import config_of, undecayed
@@ -146,7 +147,7 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
         ConfigError: it is of no kind that can be used here.
     """
     optimizer = model.optimizer
-    checks.check_optimizer(name, optimizer)
+    check_optimizer(name, optimizer)
     config = config_of(optimizer)
     excluded = [model.trainable_variables[index] for index in undecayed(optimizer, model.trainable_variables)]
 
@@ -157,5 +158,5 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
             made.exclude_from_weight_decay(var_list=excluded)
         return made
 
-    checks.check_copy(name, optimizer, copy)
+    check_copy(name, optimizer, copy)
     return copy

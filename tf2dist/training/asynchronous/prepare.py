@@ -10,7 +10,8 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import Named, earlier_updates, named_variables, restore, take_over
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.checks import check_assigned, check_init_from, check_losses, check_own_apply
+from tf2dist.model.checks import check_assigned, check_losses
+from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.strategy import parameter_server_strategy

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.model.checks import check_clipping
+from tf2dist.model.optimizer_checks import check_clipping
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update

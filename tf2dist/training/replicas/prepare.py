@@ -12,8 +12,9 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import AggregatedSharding
-from tf2dist.model.checks import check_init_from, check_losses, check_own_apply, check_state, check_unsynchronized
+from tf2dist.model.checks import check_losses, check_state, check_unsynchronized
 from tf2dist.model.evaluate import evaluated_examples
+from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.strategy import parameter_server_strategy

@@ -12,7 +12,8 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import Named, counter_of, earlier_updates, named_variables, restore, take_over
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
-from tf2dist.model.checks import check_compiled, check_init_from, check_last_batch, check_losses, check_state
+from tf2dist.model.checks import check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import sharding_of, target_step

@@ -1,0 +1,73 @@
+"""What an optimizer cannot do here, refused before anything starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tf2dist.errors import ConfigError, first_line, kind_of
+
+PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuses what a builder returns if it is not an optimizer, or is one that leaves out updates."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"optimizer ({name}): its function gives {kind_of(optimizer)}, and must give a keras.optimizers.Optimizer; "
+            "return the optimizer"
+        )
+    # It skips the updates whose gradients overflow, and every update here counts as a step.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "
+            "optimizer, with loss_scale_factor if need be, or use devices.precision=bfloat16, which needs no scaling"
+        )
+    # Each of its optimizers counts its own updates, and here one counter is that of the run.
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ConfigError(f"optimizer ({name}): a MultiOptimizer cannot be used here; give one optimizer for all")
+
+
+def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], keras.Optimizer]) -> None:
+    """Refuses an optimizer of a user's own whose copies fail, or have other settings than it has itself."""
+    kind, way_out = type(optimizer).__name__, "give it a get_config with all arguments of its __init__"
+    try:
+        made = vars(copy(1))
+    except Exception as error:  # the user's __init__ may raise anything
+        raise ConfigError(
+            f"optimizer ({name}): {kind} cannot be made again from its configuration ({first_line(str(error))}); "
+            f"{way_out}"
+        ) from error
+    # An argument that `get_config` leaves out would have its default in the copy, without a word.
+    settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
+    if lost := [key for key, value in settings.items() if key not in made or made[key] != value]:
+        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {lost[0]}; {way_out}")
+
+
+def check_own_apply(name: str, optimizer: keras.Optimizer, num_ps: int) -> None:
+    """Refuses an optimizer of a user's own that may look at all gradients, of which each ps has only a part."""
+    methods = ("apply", "apply_gradients", "stateless_apply")
+    own = [method for method in methods if not getattr(type(optimizer), method).__module__.startswith("keras.")]
+    if own and num_ps > 1:
+        raise ConfigError(
+            f"optimizer ({name}): {type(optimizer).__name__} has {own[0]} of its own, and would get only the variables "
+            "of one ps there; use one ps, or mode=sync"
+        )
+
+
+def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
+    """Refuses, for mode=async, to clip by the norm over all ps what each ps has accumulated by itself."""
+    if optimizer.global_clipnorm and optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
+            "added up on the parameter servers; use clipnorm, or mode=sync"
+        )
+
+
+def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:
+    """Refuses an optimizer that has begun with the drawn weights when the run takes others (`takes_weights`)."""
+    if takes_weights and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        raise ConfigError(
+            "init_from: ScheduleFreeAdamW has a sequence that begins with the model's own first weights; use another "
+            "optimizer"
+        )
