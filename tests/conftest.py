@@ -81,8 +81,10 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str, run_dir: str = "run", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        # A picture takes a second of processor time, and few tests look at it.
+        picture = [] if any(each.startswith(("-", "figure=")) for each in arguments) else ["figure=false"]
         return subprocess.Popen(
-            [*COMMAND, f"run_dir={self.folder / run_dir}", *arguments],
+            [*COMMAND, f"run_dir={self.folder / run_dir}", *picture, *arguments],
             cwd=self.folder,
             env={**os.environ, **self.env, **(env or {})},
             stdin=subprocess.DEVNULL,

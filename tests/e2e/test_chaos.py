@@ -24,7 +24,7 @@ SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randran
 HEAL_SECS = 90.0  # from the last act to the next checkpoint
 GONE_SECS = 5.0  # for the tasks, once their launcher is dead
 COMMON = [
-    *("data=digits", "max_restarts=1000", "watchdog_secs=8", "grace_secs=20"),
+    *("data=digits", "max_restarts=1000", "watchdog_secs=8", "grace_secs=20", "figure=true"),
     "train.log_every_steps=50",
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}

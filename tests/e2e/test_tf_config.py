@@ -96,7 +96,7 @@ def test_sync(command: Command, counts: dict[str, int]) -> None:
 def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: dict[str, int]) -> None:
     jobs = addresses(counts)
     lists = [f"cluster.{job}=[{','.join(hosts)}]" for job, hosts in jobs.items()]
-    arguments = [f"mode={mode}", "cluster=hosts", *lists, "data=digits", f"train.steps={STEPS}"]
+    arguments = [f"mode={mode}", "cluster=hosts", *lists, "data=digits", f"train.steps={STEPS}", "figure=true"]
     tasks = [(job, index) for job, count in counts.items() for index in range(count)]
     started = {
         f"{job}-{index}": command.start(*arguments, f"task.type={job}", f"task.index={index}") for job, index in tasks

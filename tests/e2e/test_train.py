@@ -46,7 +46,9 @@ def summary_of(finished: Finished) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
     """The two commands of the README, on real data, with everything that they leave behind."""
-    finished = command(f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400")
+    finished = command(
+        f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"
+    )
     summary = summary_of(finished)
     assert summary["mode"] == mode
     assert summary["cluster"] == {"worker": 3, "ps": 1 if mode == "async" else 0}
