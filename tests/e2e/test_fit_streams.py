@@ -177,6 +177,7 @@ def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ({"mode": "sync_replicas"}, "data: mode='sync_replicas' trains on arrays"),
         ({"x": X}, "x: cannot be given together with data; its batches are"),
         ({"y": Y}, "y: cannot be given together with data"),
         ({"sample_weight": Y}, "sample_weight: cannot be given together with data; give batches"),

@@ -60,6 +60,24 @@ def test_synchronous_workers_are_one_with_the_threefold_batch(tmp_path: Path) ->
     assert result.summary["examples_seen"] == 4 * 455
 
 
+def test_synchronous_replicas_are_one_worker_with_the_threefold_batch(tmp_path: Path) -> None:
+    """Also when a callback changes the learning rate, and the run is resumed with another number of epochs."""
+    given: dict[str, Any] = {"validation_split": 0.2, "shuffle": False}
+
+    def slower() -> list[keras.callbacks.Callback]:
+        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (1 + epoch))]
+
+    ours = {"batch_size": 16, **given}
+    fit(tmp_path / "run", "sync_replicas", epochs=2, callbacks=slower(), **ours)
+    result = fit(tmp_path / "run", "sync_replicas", epochs=4, callbacks=slower(), **ours)
+    model, history = as_keras(batch_size=48, epochs=4, callbacks=slower(), **given)
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+    assert result.summary["examples_seen"] == 4 * 455
+    assert result.summary["aggregated"] == [4 * 10] * 3
+    assert result.summary["dropped"] == [0] * 3
+
+
 @pytest.mark.slow
 def test_asynchronous_workers_count_every_example(tmp_path: Path) -> None:
     """Steps, examples and metrics are exact, and the model is as good as one of Keras'."""

@@ -96,7 +96,7 @@ class Now:
 
 calls = keras.callbacks
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mode": ({"mode": "fast"}, "mode (fast): must be 'async' or 'sync'"),
+    "mode": ({"mode": "fast"}, "mode (fast): must be 'async', 'sync' or 'sync_replicas'"),
     "batch_size": ({"batch_size": 0}, "batch_size (0): must be a whole number"),
     "few examples": ({"x": X[:2], "y": Y[:2]}, "x: has 2 examples to train on, for 3 workers; use fewer workers"),
     "epochs": ({"epochs": 2.0}, "epochs (2.0): must be a whole number"),

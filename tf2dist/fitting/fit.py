@@ -45,7 +45,7 @@ def fit(
     """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
 
     An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker, with
-    mode="sync" it is one batch of each worker.
+    mode="sync" it is one batch of each worker, with mode="sync_replicas" as many batches as are aggregated.
 
     Args:
         model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
@@ -64,7 +64,9 @@ def fit(
             in the same order; with another number of workers each worker resumes at the same fraction of the epoch.
             `steps_per_epoch` must be given if TensorFlow does not know the number of batches. `validation_data` must
             be arrays.
-        mode: "async": workers and parameter servers; "sync": all-reduce.
+        mode: "async": workers and parameter servers; "sync": all-reduce; "sync_replicas": parameter servers, and each
+            step is the mean of as many gradients as the option ``sync_replicas.replicas_to_aggregate`` says, by default
+            one of each worker.
         cluster: None for the cluster in the environment variable TF_CONFIG, or `Local()` if that is not set.
         run_dir: the directory for all files of the run; a run that it already holds is resumed. None for a new
             directory in ``outputs``.
@@ -89,9 +91,7 @@ def fit(
             'module, or below `if __name__ == "__main__":`'
         )
     if mode not in MODES:
-        raise FitError(f"mode ({mode}): must be 'async' or 'sync'")
-    if mode == "sync_replicas":
-        raise FitError("mode (sync_replicas): is for the command; fit trains with 'async' or 'sync'")
+        raise FitError(f"mode ({mode}): must be 'async', 'sync' or 'sync_replicas'")
     refusals.check_numbers(batch_size=batch_size)
     plan = request.plan_of(
         epochs,
@@ -110,10 +110,11 @@ def fit(
         splits = Splits(train, validation, num_classes=None)
         # Only now: without a batch size it depends on the number of examples that the validation set leaves.
         config.train.batch_size_per_worker = inputs.batch_size_of(
-            batch_size, len(train), steps_per_epoch, num_workers if mode == "sync" else 1
+            batch_size, len(train), steps_per_epoch, request.batches_of_a_step(config, num_workers)
         )
     else:
         given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+        refusals.check_mode_of_stream(mode)
         refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
         config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
         # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.

@@ -86,6 +86,16 @@ def check_stream(load: Any, **others: Any) -> None:
             raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
 
 
+def check_mode_of_stream(mode: str) -> None:
+    """Refuses `data=load` where the workers' positions in their streams would not be known after a resume.
+
+    Raises:
+        FitError: naming the mode.
+    """
+    if mode == "sync_replicas":
+        raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
+
+
 def check_model(name: str, model: keras.Model, mode: str) -> None:
     """Refuses a compiled model that the tasks cannot train as Keras would.
 

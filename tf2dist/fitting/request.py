@@ -31,7 +31,7 @@ class Local:
     """A cluster of processes on this machine.
 
     Attributes:
-        ps: the number of parameter servers, for mode="async".
+        ps: the number of parameter servers, not for mode="sync".
     """
 
     workers: int = 3
@@ -180,6 +180,12 @@ def steps_of(stream: Stream, mode: str) -> int:
     if min(numbers) == 0:
         raise FitError(f"{stream.shown(numbers.index(0))} has no batch; give every worker at least one")
     return numbers[0] if mode == "sync" else sum(numbers)
+
+
+def batches_of_a_step(config: RunConfig, num_workers: int) -> int:
+    """How many batches the cluster takes in one step."""
+    aggregated = config.sync_replicas.replicas_to_aggregate or num_workers
+    return {"async": 1, "sync": num_workers, "sync_replicas": aggregated}[config.mode]
 
 
 def configuration(

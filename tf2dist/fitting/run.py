@@ -32,7 +32,7 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequests
-from tf2dist.training.loop import sharding_of
+from tf2dist.training.loop import aggregated_sharding_of, sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
 # The class of a task's error, of which only the exit code and the text come out of its process.
@@ -106,6 +106,8 @@ class Run:
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
+        if self.config.mode == "sync_replicas":
+            return aggregated_sharding_of(self.config, self.splits, self.plan, self.num_workers).updates_per_epoch
         batch_size, is_sync = self.config.train.batch_size_per_worker, self.config.mode == "sync"
         return sharding_of(
             self.splits, self.plan, batch_size, self.num_workers, self.config.seed, whole_batch_loss=is_sync

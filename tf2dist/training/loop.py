@@ -17,7 +17,7 @@ from tf2dist.checkpoint.state import has_sharding, input_facts
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.pipeline import AggregatedSharding, Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import ConfigError
 from tf2dist.model.evaluate import Evaluation
@@ -106,6 +106,16 @@ def sharding_of(
         return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, seed, whole_batch_loss)
     shuffle = plan is None or plan.shuffle
     return Sharding(len(splits.train), batch_size, num_shards, seed, whole_batch_loss, shuffle)
+
+
+def aggregated_sharding_of(
+    config: RunConfig, splits: Splits, plan: EpochPlan | None, num_workers: int
+) -> AggregatedSharding:
+    """How the training set is cut with mode=sync_replicas; see `AggregatedSharding`."""
+    shuffle = plan is None or plan.shuffle
+    replicas = config.sync_replicas.replicas_to_aggregate or num_workers
+    batch_size = config.train.batch_size_per_worker
+    return AggregatedSharding.of(len(splits.train), batch_size, num_workers, config.seed, shuffle, replicas)
 
 
 def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, start: Snapshot | None) -> int:

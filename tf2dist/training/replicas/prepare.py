@@ -11,7 +11,6 @@ from tf2dist.checkpoint.state import Named, earlier_updates, named_variables, re
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import AggregatedSharding
 from tf2dist.model.checks import check_losses, check_state, check_unsynchronized
 from tf2dist.model.evaluate import evaluated_examples
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
@@ -19,7 +18,7 @@ from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS
-from tf2dist.training.loop import target_step
+from tf2dist.training.loop import aggregated_sharding_of, target_step
 from tf2dist.training.replicas.origin import Origin
 from tf2dist.training.replicas.step import ReplicasStep
 
@@ -68,8 +67,7 @@ def prepare(
     num_workers = cluster.num_workers
     check_replicas(config, num_workers, cluster.num_ps)
     replicas = config.sync_replicas.replicas_to_aggregate or num_workers
-    batch_size, shuffle = config.train.batch_size_per_worker, source.plan is None or source.plan.shuffle
-    sharding = AggregatedSharding.of(len(splits.train), batch_size, num_workers, config.seed, shuffle, replicas)
+    sharding = aggregated_sharding_of(config, splits, source.plan, num_workers)
     resumed = start if isinstance(start, Snapshot) else None
     last_step = target_step(config, source.plan, sharding, resumed)
 

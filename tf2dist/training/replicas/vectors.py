@@ -92,5 +92,6 @@ class PushLayout:
         """The mean change of each variable from the sum over an aggregate; and [mean loss, other sums of the step]."""
         *parts, share, sums = tf.split(total, [self._packing.size, 1, self._num_sums])
         # An aggregate of padding alone, at the end of a pass, has a share of 0 and changes nothing.
-        changes, _ = self._packing.unpack(tf.math.divide_no_nan(parts[0], share))
-        return changes, tf.concat([tf.math.divide_no_nan(sums[:1], share), sums[1:]], 0)
+        factor = tf.math.reciprocal_no_nan(share)
+        changes, _ = self._packing.unpack(parts[0] * factor)
+        return changes, tf.concat([sums[:1] * factor, sums[1:]], 0)
