@@ -1,5 +1,7 @@
 """mode=sync_replicas in one process: a step is the mean of the first K gradients of the present step."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.conftest import REPOSITORY
 from tests.replica.small_runs import run_config
 from tests.replica.test_sync import assert_equal_weights, train
 from tf2dist.config.schema import RunConfig
@@ -160,3 +163,34 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(replicas_loop: MakeLoop)
     loop._coordinator.join()
     assert_equal_weights(weights(loop), before, atol=0)
     assert_counted(loop, 50, 2)
+
+
+@pytest.mark.slow
+def test_no_function_is_made_while_many_hosts_train() -> None:
+    """As with mode=async: TensorFlow sends a new one to all hosts, and hangs if one of them is cut off."""
+    code = """if True:
+        import os
+        from dataclasses import replace
+        from tensorflow.python.eager import context
+        from tests.replica.small_runs import run_config, source_and_splits
+        from tf2dist.training.replicas.loop import ReplicasLoop
+        from tf2dist.training.asynchronous.examples import publish
+        from tf2dist.testing import COORDINATOR, start_ps_cluster
+        config = run_config(steps_per_execution=None)
+        config.mode, config.cluster.kind = "sync_replicas", "hosts"
+        source, splits = source_and_splits(config)
+        publish(splits)
+        cluster = replace(start_ps_cluster(num_ps=2).cluster, mode="sync_replicas")
+        loop = ReplicasLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
+        known = context.context().list_function_names()
+        for steps in (50, 75):
+            loop.train(steps)
+            loop.evaluate("validation")
+            loop.evaluate("test")
+            loop.snapshot()
+        print(loop._scheduler.num_steps, context.context().list_function_names() - known, flush=True)
+        os._exit(0)  # the servers of the cluster are in this process
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "10 set()\n"), done.stderr

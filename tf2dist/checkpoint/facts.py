@@ -83,7 +83,11 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values, without those that are None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        found = {name: value for name, value in asdict(self).items() if value is not None}
+        # Left out where it is that of the workers, so that all modes write the same.
+        if found["input"]["sharding"]["replicas_to_aggregate"] is None:
+            del found["input"]["sharding"]["replicas_to_aggregate"]
+        return found
 
 
 def is_whole(value: Any) -> bool:
