@@ -136,6 +136,10 @@ BAD = [
         ["mode=sync_replicas", "cluster=local", "cluster.num_ps=2", "sync_replicas.replicas_to_aggregate=4"],
         "sync_replicas.replicas_to_aggregate (4): is more than the 3 workers, which needs a single ps; give at most 3",
     ),
+    (
+        ["mode=sync", "cluster.placement=balanced"],
+        "cluster.placement (balanced): is for modes with a ps; leave it out",
+    ),
     (["cluster.all_reduce=tensorflow"], "cluster.all_reduce (tensorflow): is for mode=sync; leave it out"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],
@@ -177,6 +181,7 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
+    (["cluster.placement=greedy"], "cluster.placement (greedy): must be round_robin or balanced"),
     (["cluster.all_reduce=nccl"], "cluster.all_reduce (nccl): must be auto or tensorflow"),
     (["model=null"], "model (null): must be one of"),
     (["mode=null"], "mode (null): must be one of"),

@@ -46,7 +46,7 @@ def _mode(config: RunConfig) -> list[Rule]:
     """Most modes need a parameter server; an option that the mode does not use is refused."""
     # Refused and not ignored: the run would differ from what the user asked for. The default of 1 must pass, since a
     # value that was given cannot be told from it.
-    num_ps, all_reduce = config.cluster.num_ps, config.cluster.all_reduce
+    num_ps, all_reduce, placement = config.cluster.num_ps, config.cluster.all_reduce, config.cluster.placement
     replicas, of_replicas = config.sync_replicas.replicas_to_aggregate, config.mode == "sync_replicas"
     option = "sync_replicas.replicas_to_aggregate"
     algorithm, for_async = config.algorithm.kind, "is for mode=async; leave it out"
@@ -65,7 +65,16 @@ def _mode(config: RunConfig) -> list[Rule]:
             ("cluster.num_ps", num_ps, num_ps != 0, needs_ps),
             ("cluster.all_reduce", all_reduce, all_reduce == "auto", "is for mode=sync; leave it out"),
         ]
-    return [*rules, ("cluster.num_ps", num_ps, num_ps <= 1, for_async)]
+    return [
+        *rules,
+        ("cluster.num_ps", num_ps, num_ps <= 1, for_async),
+        (
+            "cluster.placement",
+            placement,
+            placement == "round_robin",
+            "is for modes with a ps; leave it out",
+        ),
+    ]
 
 
 def _replicas(config: RunConfig, num_workers: int, num_ps: int) -> list[Rule]:

@@ -81,6 +81,12 @@ class ClusterConfig:
         help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always "
         "TensorFlow's",
     )
+    placement: str = option(
+        "round_robin",
+        one_of("round_robin", "balanced"),
+        help="modes with ps; round_robin: variables go to the parameter servers in turn; balanced: each to the one "
+        "with the fewest bytes so far",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

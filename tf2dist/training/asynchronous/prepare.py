@@ -14,6 +14,7 @@ from tf2dist.model.checks import check_assigned, check_losses
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
+from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.origin import Origin
 from tf2dist.training.asynchronous.step import AsyncStep
@@ -73,8 +74,9 @@ def prepare(
     strategy = strategy or parameter_server_strategy(cluster, task)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
-    step, make_optimizer = build_step(source, splits, config, strategy.scope())
+    # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
+    scope = placed(strategy, config.cluster.placement, cluster.num_ps)
+    step, make_optimizer = build_step(source, splits, config, scope)
     check_assigned(source.name, step.trace)
     check_losses(source.name, step, num_replicas=1)
     origin = Origin.of(resumed, sharding, step.metrics.size)
@@ -83,6 +85,7 @@ def prepare(
     graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
     check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
     check_own_apply(source.name, graphs.servers[0].optimizer, len(graphs.servers))
+    print_bytes(step.variables, [server.optimizer for server in graphs.servers], cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
     variables = [variable for server in graphs.servers for variable in server.variables]

@@ -16,6 +16,7 @@ from tf2dist.model.evaluate import evaluated_examples
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
+from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS
 from tf2dist.training.loop import aggregated_sharding_of, target_step
@@ -75,8 +76,9 @@ def prepare(
     strategy = strategy or parameter_server_strategy(cluster, task)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    # The model, whose variables the scope puts on the ps, round robin; each ps has an optimizer for its variables.
-    step, make_optimizer = build_step(source, splits, config, strategy.scope())
+    # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
+    scope = placed(strategy, config.cluster.placement, cluster.num_ps)
+    step, make_optimizer = build_step(source, splits, config, scope)
     _check(source.name, step, replicas)
     origin = Origin.of(resumed, sharding)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
@@ -85,6 +87,7 @@ def prepare(
     )
     check_init_from(graphs.parts[0].optimizer, isinstance(start, Weights))
     check_own_apply(source.name, graphs.parts[0].optimizer, len(graphs.parts))
+    print_bytes(step.variables, [part.optimizer for part in graphs.parts], cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
     named = named_variables(step.model, step.variables, [part.optimizer for part in graphs.parts])
