@@ -85,10 +85,9 @@ class DecidingServer:
         # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
         # next step, too, is dropped, since that step is over before it is pushed.
         with tf.control_dependencies([step]):
-            is_open = tf.cast(step < self._limit.read_value(), tf.float32)[None]
             made_by = tf.cast(self._tally.made_by.read_value(), tf.float32)
             count = PackedCount.of(tf.cast(step, tf.float64))
-            return self.pull_layout.pack(Pulled(self.part.values(), count, is_open, made_by))
+            return self.pull_layout.pack(Pulled(self.part.values(), count, made_by))
 
     def _begin(self, worker: tf.Tensor) -> tf.Tensor:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
@@ -239,7 +238,7 @@ class FollowingServer:
         step = self.part.step.read_value()
         with tf.control_dependencies([step]):
             count = PackedCount.of(tf.cast(step, tf.float64))
-            return self.pull_layout.pack(Pulled(self.part.values(), count, tf.ones([1]), tf.zeros([0])))
+            return self.pull_layout.pack(Pulled(self.part.values(), count, tf.zeros([0])))
 
 
 def alone(lock: tf.CriticalSection, act: Callable[[], Any]) -> tf.Tensor:

@@ -117,7 +117,7 @@ class ReplicasStep:
 
     def _followed(self, pulled: tf.Tensor) -> list[tf.Tensor]:
         """The vectors of all ps, from that of the deciding one."""
-        _, step, _, made_by = self.deciding.pull_layout.unpack(pulled)
+        _, step, made_by = self.deciding.pull_layout.unpack(pulled)
         return [pulled, *(server.follow(step.bits, made_by) for server in self.following)]
 
     def evaluate_function(self) -> Any:

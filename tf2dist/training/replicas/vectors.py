@@ -1,6 +1,6 @@
 """The two vectors that a worker and a parameter server exchange with mode=sync_replicas.
 
-    pulled    the values of all variables, the step, whether it takes gradients, and which workers made the step
+    pulled    the values of all variables, the step, and which workers made it
     pushed    the sum of a gradient: changes of all variables, share of the batch, sums; then the step of its pull
 
 A step is a float64 and travels as the two float32 that have its bits; see `asynchronous.vectors`.
@@ -21,14 +21,12 @@ class Pulled(NamedTuple):
     Attributes:
         values: of all variables of the ps.
         step: the aggregates that these values contain at least.
-        is_open: float32 [1]: 1 if the ps takes gradients, 0 if the training pauses.
         made_by: float32 [workers]: how many gradients of each worker are in the last aggregate; empty for a ps that
             does not decide.
     """
 
     values: list[tf.Tensor]
     step: PackedCount
-    is_open: tf.Tensor
     made_by: tf.Tensor
 
 
@@ -44,14 +42,14 @@ class PullLayout:
 
     def __init__(self, variables: list[keras.Variable], num_workers: int) -> None:
         self._packing, self._num_workers = Packing(variables), num_workers
-        self.spec = tf.TensorSpec([self._packing.size + COUNT + 1 + num_workers], tf.float32)
+        self.spec = tf.TensorSpec([self._packing.size + COUNT + num_workers], tf.float32)
 
     def pack(self, pulled: Pulled) -> tf.Tensor:
-        return self._packing.pack(pulled.values, pulled.step.bits, pulled.is_open, pulled.made_by)
+        return self._packing.pack(pulled.values, pulled.step.bits, pulled.made_by)
 
     def unpack(self, vector: tf.Tensor) -> Pulled:
-        values, (bits, is_open, made_by) = self._packing.unpack(vector, COUNT, 1, self._num_workers)
-        return Pulled(values, PackedCount(bits), is_open, made_by)
+        values, (bits, made_by) = self._packing.unpack(vector, COUNT, self._num_workers)
+        return Pulled(values, PackedCount(bits), made_by)
 
 
 class PushLayout:
