@@ -13,6 +13,7 @@ from tests.replica.small_runs import assert_exact, run_config
 from tests.replica.test_resume import taken
 from tf2dist.config.schema import ALGORITHMS as NAMES
 from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.training.asynchronous.algorithms import ALGORITHMS, algorithm_of
 from tf2dist.training.asynchronous.counters import ONES
@@ -30,6 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 GRADIENTS = [[1.0, -2.0], [0.5, 0.5], [-1.0, 3.0], [2.0, 1.0], [1.0, 1.0], [-0.5, 2.0], [3.0, -1.0]]
 PULLED_AT = [0, 0, 0, 1, 4, 5, 0]
 STALENESS = [0, 1, 2, 2, 0, 0, 6]
+PULLED = [[1.0, 2.0], [1.0, 2.0], [0.5, 2.5], [0.0, 1.0], [3.0, -1.0], [0.9, 2.1], [1.5, 0.0]]
 
 
 def test_every_name_has_an_algorithm() -> None:
@@ -45,9 +47,10 @@ def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.nda
     server.trace_push({})
     layout, indices = server.push_layout({}), server.counters.indices(tf.constant(0, tf.int64))
     found = []
-    for gradient, pulled_at in zip(GRADIENTS, PULLED_AT, strict=True):
+    for gradient, pulled_at, pulled in zip(GRADIENTS, PULLED_AT, PULLED, strict=True):
         count = PackedCount.of(tf.constant(float(pulled_at), tf.float64))
-        vector = layout.pack([tf.constant(gradient)], count, tf.zeros([server.counters.added - len(ONES)]))
+        sums, back = tf.zeros([server.counters.added - len(ONES)]), [tf.constant(pulled)] * len(layout.pulled)
+        vector = layout.pack([tf.constant(gradient)], count, sums, back)
         server.push(vector, indices, tf.constant(100, tf.int64))
         found.append(weight.numpy())
     counts = server.counters.now()
@@ -71,6 +74,38 @@ def test_the_rate_is_divided_by_the_staleness(optimizer: str, is_aware: bool) ->
         reference._learning_rate = rate
         reference.apply([tf.constant(gradient)], [weight])
         np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
+
+
+def test_gradients_that_are_accumulated_have_no_one_staleness() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.gradient_accumulation_steps \(2\): makes one update of several"):
+        pushed(AlgorithmConfig(kind="staleness_aware"), {"name": "adam", "gradient_accumulation_steps": 2})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_are_corrected_for_their_delay(optimizer: str) -> None:
+    strength = 0.25
+    arguments = {"learning_rate": RATE, **OPTIMIZERS[optimizer]}
+    reference, weight = models.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
+    found = pushed(AlgorithmConfig(kind="delay_compensated", strength=strength), OPTIMIZERS[optimizer])
+    for number, (gradient, pulled) in enumerate(zip(map(np.array, GRADIENTS), PULLED, strict=True)):
+        corrected = gradient + strength * gradient * gradient * (weight.numpy() - np.array(pulled))
+        reference.apply([tf.constant(corrected, tf.float32)], [weight])
+        np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
+
+
+def test_a_worker_sends_back_the_values_that_it_has_pulled(async_loop: Callable[..., Any]) -> None:
+    """With several ps each gets those of its own variables, which `delay_compensated` needs."""
+    config = run_config("dnn", hidden_units=[8])
+    config.algorithm = AlgorithmConfig(kind="delay_compensated")
+    graphs = async_loop(config)._graphs
+    leaves = [tf.zeros([50, *spec.shape[1:]], spec.dtype) for spec in graphs._step.layout.batched(None)]
+    for server in graphs.servers:
+        for number, variable in enumerate(server.trainable):
+            variable.assign(tf.fill(variable.shape, 0.5 + number))
+    pushes, _ = graphs._compute([server.pull() for server in graphs.servers], leaves, tf.constant(0, tf.int64))
+    for server, push in zip(graphs.servers, pushes, strict=True):
+        for variable, sent in zip(server.trainable, server._push_layout.unpack(push).pulled, strict=True):
+            np.testing.assert_array_equal(sent, variable.numpy())
 
 
 @pytest.mark.parametrize("algorithm", [name for name in NAMES if name != "plain"])

@@ -38,12 +38,13 @@ def test_what_is_pulled_arrives(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_is_pushed_arrives_with_the_count_as_it_was_pulled(count: int) -> None:
-    pull, push = PullLayout(variables()), PushLayout(variables(), len(ONES) + 3)
+    pull, push = PullLayout(variables()), PushLayout(variables(), len(ONES) + 3, variables()[:1])
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
-    vector = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]))
+    vector = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])
     assert push.spec.is_compatible_with(vector)
-    changes, pulled_at, added = push.unpack(vector)
+    changes, sent_back, pulled_at, added = push.unpack(vector)
     assert_equal(changes, values)
+    assert_equal(sent_back, values[:1])
     assert (pulled_at.dtype, int(pulled_at)) == (tf.int64, count)
     assert added.numpy().tolist() == [*ONES, 0.25, 90.0, 100.0]

@@ -196,6 +196,9 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["algorithm=stale"], "algorithm (stale): must be one of "),
     (["algorithm.kind=plain"], "algorithm.kind=plain: is set by another option; choose with algorithm=NAME"),
     (["algorithm=[plain]"], "algorithm ([plain]): must be one of "),
+    (["algorithm.strength=2"], "algorithm.strength (2.0): is for algorithm=delay_compensated; add that"),
+    (["algorithm=delay_compensated", "algorithm.strength=0"], "algorithm.strength (0.0): must be more than 0"),
+    (["algorithm=delay_compensated", "algorithm.bound=2"], "algorithm.bound: there is no such option"),
     # Simulated delays.
     (
         ["simulate.delay_secs=[0,0,0.05,1]"],

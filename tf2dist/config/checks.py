@@ -24,6 +24,7 @@ def check(config: RunConfig) -> None:
         *_hosts(config),
         *_local(config),
         *_first_weights(config),
+        *_algorithm(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
         *argument_rules("optimizer", config.optimizer, builtin),
@@ -129,6 +130,17 @@ def _first_weights(config: RunConfig) -> list[Rule]:
         ("init_from", source, source is None or is_folder(source), no_run),
         ("init_layers", layers, layers is None or source is not None, "is for init_from=RUN_DIR; add that"),
     ]
+
+
+def _algorithm(config: RunConfig) -> list[Rule]:
+    """Refuses the options of another algorithm than the chosen one."""
+    owners = {"strength": "delay_compensated"}
+    rules: list[Rule] = []
+    for key, owner in owners.items():
+        name, value = f"algorithm.{key}", getattr(config.algorithm, key)
+        holds = config.algorithm.kind == owner or value == OPTIONS[name].default
+        rules.append((name, value, holds, f"is for algorithm={owner}; add that"))
+    return rules
 
 
 def _simulated(config: RunConfig) -> list[Rule]:

@@ -33,7 +33,7 @@ as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
 # "": the options outside of all sections.
-SECTIONS = ("task", "keras", "", "cluster", "train", "sync_replicas", "checkpoint", "devices", "simulate")
+SECTIONS = ("task", "keras", "", "cluster", "algorithm", "train", "sync_replicas", "checkpoint", "devices", "simulate")
 OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 

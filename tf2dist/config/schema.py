@@ -36,7 +36,7 @@ from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync", "sync_replicas")
 PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
-ALGORITHMS = ("plain", "staleness_aware")
+ALGORITHMS = ("plain", "staleness_aware", "delay_compensated")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
@@ -183,6 +183,7 @@ class AlgorithmConfig:
     """What the parameter servers do with updates; only with mode=async."""
 
     kind: str = choice("plain", one_of(*ALGORITHMS))
+    strength: float = option(0.04, POSITIVE, help="algorithm=delay_compensated: the factor lambda of the correction")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -100,10 +100,11 @@ class ParameterServer:
             self._number = UpdateNumber()
             count_updates_in(self.optimizer, self._number)
             self.optimizer.build(trainable)
-            self._lock = None if make_atomic(self.optimizer) else tf.CriticalSection()
+            self._algorithm = algorithm or Algorithm()
+            is_atomic = make_atomic(self.optimizer) and not self._algorithm.runs_alone
+            self._lock = None if is_atomic else tf.CriticalSection()
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
-            self._algorithm = algorithm or Algorithm()
             self._algorithm.prepare(self.optimizer)
         self.pull = self.on_device(self._pull)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
@@ -111,7 +112,9 @@ class ParameterServer:
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
-        return PushLayout([*self.trainable, *(v for v in self.state if id(v) in decays)], self.counters.added)
+        pulled = self.trainable if self._algorithm.needs_pulled_values else []
+        changing = [v for v in self.state if id(v) in decays]
+        return PushLayout([*self.trainable, *changing], self.counters.added, pulled)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`.
@@ -174,12 +177,13 @@ class ParameterServer:
         return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
     def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        changes, pulled_at, added = self._push_layout.unpack(pushed)
+        changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]
         self._number.set_current(number + self._earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
+        gradients = self._algorithm.gradients(gradients, pulled, self.trainable)
         with self._algorithm.update(staleness):
             self.optimizer.apply(gradients, self.trainable)
         for update, term in zip(self._state_updates, terms, strict=True):

@@ -174,7 +174,8 @@ class AsyncStep:
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
             layout = server.push_layout(self._decays)
-            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums))
+            back = [values[id(v)] for v in layout.pulled]
+            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums, back))
         return pushes, output.sums[0]
 
     def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:

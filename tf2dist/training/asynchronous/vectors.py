@@ -1,12 +1,13 @@
 """The two vectors that a worker and a parameter server exchange. Only this module knows their layout.
 
     pulled    the values of all variables, the ps's count of updates
-    pushed    the changes of some variables, the count at the pull, what `Counters.add` adds
+    pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds
 
 All of it is float32, which counts exactly only up to 2^24. So a count, a float64, travels as the two float32 that have
 its bits, and a worker returns them as they came.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,11 +58,13 @@ class Pushed(NamedTuple):
 
     Attributes:
         changes: the gradients, and the terms of the state.
+        pulled: the values that were pulled of some variables.
         pulled_at: the count in the pull that the changes were computed from, int64.
         added: float32, see `Counters.add`.
     """
 
     changes: list[tf.Tensor]
+    pulled: list[tf.Tensor]
     pulled_at: tf.Tensor
     added: tf.Tensor
 
@@ -93,28 +96,33 @@ class PushLayout:
 
     Attributes:
         variables: whose changes are pushed, in the order of the vector.
+        pulled: whose pulled values are sent back.
         spec: the type of the vector.
 
     Args:
         added: how many numbers an update adds to the counters.
     """
 
-    def __init__(self, variables: list[keras.Variable], added: int) -> None:
-        self.variables, self._added = variables, added
-        self._packing = Packing(variables)
+    def __init__(self, variables: list[keras.Variable], added: int, pulled: Sequence[keras.Variable] = ()) -> None:
+        self.variables, self.pulled, self._added = variables, list(pulled), added
+        self._packing = Packing([*variables, *pulled])
         self.spec = tf.TensorSpec([self._packing.size + COUNT + added], tf.float32)
 
-    def pack(self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor) -> tf.Tensor:
+    def pack(
+        self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor, pulled: Sequence[tf.Tensor] = ()
+    ) -> tf.Tensor:
         """The vector of one update.
 
         Args:
             changes: one for each of `variables`.
             pulled_at: the count as it was pulled.
             sums: float32, those of `StepOutput`: the loss, the examples, the changes of the metrics.
+            pulled: one value for each of the variables `pulled`.
         """
         # The ones are sent rather than made on the ps, where each operation more is one more in every update.
-        return self._packing.pack(changes, pulled_at.bits, ONES, sums)
+        return self._packing.pack([*changes, *pulled], pulled_at.bits, ONES, sums)
 
     def unpack(self, vector: tf.Tensor) -> Pushed:
-        changes, (bits, added) = self._packing.unpack(vector, COUNT, self._added)
-        return Pushed(changes, tf.cast(PackedCount(bits).value(), tf.int64), added)
+        tensors, (bits, added) = self._packing.unpack(vector, COUNT, self._added)
+        changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
+        return Pushed(changes, pulled, tf.cast(PackedCount(bits).value(), tf.int64), added)

@@ -3,12 +3,17 @@
 from collections.abc import Callable
 
 from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.training.asynchronous.algorithms.delay_compensated import DelayCompensated
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.algorithms.staleness_aware import StalenessAware
 
-ALGORITHMS: dict[str, Callable[[], Algorithm]] = {"plain": Algorithm, "staleness_aware": StalenessAware}
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
+    "plain": lambda config: Algorithm(),
+    "staleness_aware": lambda config: StalenessAware(),
+    "delay_compensated": lambda config: DelayCompensated(config.strength),
+}
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
     """The algorithm of one ps; each has its own, since it may change the optimizer of the ps."""
-    return ALGORITHMS[config.kind]()
+    return ALGORITHMS[config.kind](config)
