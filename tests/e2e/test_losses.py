@@ -95,6 +95,25 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
 
 
 @pytest.mark.slow
+def test_replicas_go_on_without_a_worker_while_enough_remain(command: Command) -> None:
+    """Two of three make a step: while the third stands still, steps are made, and afterwards it takes part again."""
+    process = start(command, "sync_replicas", "sync_replicas.replicas_to_aggregate=2", "train.steps=8000")
+    wait_for_step(command, process, 200)
+    victim = task_process(command.folder / "run", "worker-2")
+    victim.suspend()
+    (command.folder / "run" / "logs" / "worker-0.log").write_text("")
+    wait_for_step(command, process, 600)
+    assert victim.status() == "stopped", "nobody has ended it yet"
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    assert "worker-2 showed no sign of life for 5 s; starting it again" in finished.stderr
+    summary = json.loads((command.folder / "run" / "summary.json").read_text())
+    assert summary["global_step"] == summary["updates_applied"] == 8_000
+    assert sum(summary["aggregated"]) == 16_000
+    assert summary["aggregated"][2] + summary["dropped"][2] > 0
+
+
+@pytest.mark.slow
 def test_all_workers_lost(command: Command) -> None:
     """All of them take part again, and the updates that they had made are kept."""
     process = start(command, "async")
