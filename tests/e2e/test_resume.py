@@ -60,7 +60,7 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
     assert again.code == 0, "at its end already, it is evaluated once more"
     for step, more in (
         (500, ["mode=sync", "cluster=local2"]),
-        (900, ["mode=async", "cluster=local2", "cluster.num_ps=2"]),
+        (900, ["mode=async", "cluster=local2", "cluster.num_ps=2", "cluster.placement=balanced"]),
     ):
         finished = command(f"train.steps={step}", *more, *common)
         assert finished.code == 0, finished
@@ -72,6 +72,8 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
         own_steps = [int(found[1]) for line in lines if (found := re.search(r"local_step=(\d+)", line))]
         assert own_steps[-1] <= summary["workers"][0]["local_steps"], "its own, not those of the whole run"
     assert summary["test_accuracy"] > 0.9
+    log = (command.folder / "run" / "logs" / "chief-0.log").read_text()
+    assert re.search(r"^ps-1: [\d,]+ bytes of the model, [\d,]+ with the optimizer's state$", log, re.MULTILINE)
     names = [path.name for path in sorted((command.folder / "run" / "checkpoints").iterdir())]
     assert names == ["step-0000000400", "step-0000000500", "step-0000000900"]
 
