@@ -188,6 +188,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     ]
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
     given, config, hooks = source("regression"), config_of(500), Recording()
     publishing(given.load())

@@ -111,6 +111,7 @@ def train_with_all(worker: SyncWorker) -> dict[str, Any]:
     return {name: train_in_sync(worker, given(name), BATCH) for name in (*MADE, *EXCLUSIONS)}
 
 
+@pytest.mark.slow
 def test_one_synchronous_worker(sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(train_with_all, 1, ())
     for name, one in found.items():

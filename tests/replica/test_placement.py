@@ -49,6 +49,7 @@ def test_results_and_checkpoints_are_those_of_one_ps(async_loop: MakeLoop) -> No
     assert_same_arrays(snapshot, taken(whole), ("model/", "optimizer/"))
 
 
+@pytest.mark.slow
 def test_synchronous_replicas_take_it_as_well(replicas_loop: MakeLoop) -> None:
     ends: dict[str, Snapshot] = {}
     for placement in ("balanced", "round_robin"):
