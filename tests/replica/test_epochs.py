@@ -130,6 +130,7 @@ def keras_fit(given: Given, batch_size: int = BATCH) -> tuple[dict[str, list[flo
         validation_data=(other.x, other.y) if other.sample_weight is None else (other.x, other.y, other.sample_weight),
         batch_size=batch_size,
         validation_batch_size=BATCH,
+        validation_steps=given.plan.validation_steps if given.plan else None,
         epochs=EPOCHS,
         shuffle=False,
         verbose=0,
@@ -186,6 +187,26 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
     ]
+
+
+def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
+    """Only the first two batches of the validation set count, in both modes."""
+    given, config, hooks = source("regression", validation_steps=2), config_of(BATCH), Recording()
+    expected = keras_fit(given)
+    assert expected[0]["val_loss"] != keras_fit(source("regression"))[0]["val_loss"]
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), expected)
+    assert_same(sync_workers(train_in_sync, num_workers=1, args=(given, BATCH))[0], expected)
+
+
+@pytest.mark.parametrize(("freq", "validated"), [(2, [2]), ((1, 3), [1, 3])])
+def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop: Any, publishing: Any) -> None:
+    given, config, hooks = source("regression", validation_freq=freq), config_of(BATCH), Recording()
+    publishing(given.load())
+    drive(async_loop(config, 1, 1, source=given), config, given, hooks)
+    assert [epoch + 1 for kind, epoch, _, logs in hooks.calls if kind == "epoch" and "val_loss" in logs] == validated
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def chunks(num_examples: int, size: int, shard: int = 0, num_shards: int = 1) ->
     return ranges[shard::num_shards]
 
 
-def evaluated_examples(num_examples: int, at_once: int, split: str, plan: EpochPlan | None) -> int:
-    """How many examples of a split are evaluated: all, unless the plan has fewer steps for a validation."""
-    if split == "validation" and plan and plan.validation_steps:
-        return min(num_examples, plan.validation_steps * at_once)
-    return num_examples
+def evaluated_sizes(sizes: dict[str, int], at_once: int, plan: EpochPlan | None) -> dict[str, int]:
+    """How many examples of each split are evaluated: all, unless the plan has fewer steps for a validation."""
+    if "validation" in sizes and plan and plan.validation_steps:
+        return sizes | {"validation": min(sizes["validation"], plan.validation_steps * at_once)}
+    return sizes

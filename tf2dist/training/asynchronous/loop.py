@@ -20,7 +20,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation, evaluated_examples
+from tf2dist.model.evaluate import Evaluation, evaluated_sizes
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source
 from tf2dist.training.asynchronous.calls import shut
@@ -62,10 +62,7 @@ class AsyncLoop:
         self._config, self._cluster, self._report = config, cluster, report
         self._coordinator, self._graphs, self._named = prepared.coordinator, graphs, prepared.named
         self._read_all = PackedRead(prepared.named, graphs.servers)
-        self._sizes = {  # in examples, of the splits to evaluate
-            split: evaluated_examples(size, graphs.evaluated_at_once, split, plan)
-            for split, size in splits.sizes().items()
-        }
+        self._sizes = evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, plan)
         self._origin = origin
         self.sharding = graphs.sharding
         self.target_step = prepared.target_step

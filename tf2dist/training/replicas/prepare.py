@@ -12,7 +12,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
 from tf2dist.model.checks import check_losses, check_state, check_unsynchronized
-from tf2dist.model.evaluate import evaluated_examples
+from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
@@ -105,13 +105,9 @@ def prepare(
     step.metrics.results(np.zeros(step.metrics.size))
     on_hosts = min(STEPS_ON_HOSTS, graphs.stragglers.max_steps)
     num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
-    sizes = {
-        split: evaluated_examples(size, graphs.evaluated_at_once, split, source.plan)
-        for split, size in splits.sizes().items()
-    }
     return Prepared(
         coordinator=coordinator,
-        sizes=sizes,
+        sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         target_step=last_step,
         start=resumed,
         origin=origin,

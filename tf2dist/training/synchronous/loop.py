@@ -15,7 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_examples
+from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_sizes
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
@@ -44,7 +44,7 @@ class SyncLoop:
         self._origin, self._step, self._graphs, self._named = origin, step, prepared.graphs, prepared.named
         self.sharding = prepared.sharding
         self.target_step = prepared.target_step
-        self.model, self._plan = step.model, plan
+        self.model = step.model
         self.leads = self._workers.index == 0
         self.earlier_updates = prepared.earlier_updates
         self.optimizer, self.new_optimizer = prepared.optimizer, prepared.new_optimizer
@@ -56,6 +56,7 @@ class SyncLoop:
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._evaluate = step.evaluate_function()
         self._evaluated_at_once = chunk_size(self.sharding.batch_size, step, plan)
+        self._sizes = evaluated_sizes(splits.sizes(), self._evaluated_at_once, plan)  # in examples
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
         self._own_secs = 0.0  # of a step on this worker; 0 while unknown
         none = np.zeros(step.metrics.size)
@@ -132,7 +133,7 @@ class SyncLoop:
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its own ranges of the split; the sums are added up over all workers."""
         arrays: Arrays = getattr(self._splits, split)
-        num_examples = evaluated_examples(len(arrays), self._evaluated_at_once, split, self._plan)
+        num_examples = self._sizes[split]
         trainable, state = self._step.values()
         sums = np.zeros(1 + self.metrics.size)
         for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
