@@ -131,6 +131,7 @@ def keras_fit(given: Given, batch_size: int = BATCH) -> tuple[dict[str, list[flo
         batch_size=batch_size,
         validation_batch_size=BATCH,
         validation_steps=given.plan.validation_steps if given.plan else None,
+        initial_epoch=given.plan.initial_epoch if given.plan else 0,
         epochs=EPOCHS,
         shuffle=False,
         verbose=0,
@@ -207,6 +208,15 @@ def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop
     publishing(given.load())
     drive(async_loop(config, 1, 1, source=given), config, given, hooks)
     assert [epoch + 1 for kind, epoch, _, logs in hooks.calls if kind == "epoch" and "val_loss" in logs] == validated
+
+
+def test_epochs_are_counted_from_the_initial_one(async_loop: Any, publishing: Any) -> None:
+    given, config, hooks = source("regression", initial_epoch=1), config_of(BATCH), Recording()
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, config, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    assert [epoch for kind, epoch, *_ in hooks.calls if kind == "epoch"] == [1, 2]
 
 
 @pytest.mark.slow
