@@ -13,7 +13,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize("algorithm", ["staleness_aware", pytest.param("delay_compensated", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["staleness_aware", "delay_compensated"])
 def test_a_run_with_another_algorithm(command: Command, algorithm: str) -> None:
     finished = command(f"algorithm={algorithm}", "cluster=local2", "data=digits", "model=softmax", "train.steps=300")
     assert finished.code == 0, finished

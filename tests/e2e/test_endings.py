@@ -53,6 +53,7 @@ def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.S
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_stalls_does_not_stop_the_run(command: Command) -> None:
     """Its pipe is full from the start: the run goes on, and signals still work."""
     ours, theirs = os.pipe()
@@ -179,7 +180,7 @@ BUSY = {
 }
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["saving", pytest.param("evaluating", marks=pytest.mark.slow), "starting"])
 def test_a_signal_during_saving_evaluation_or_start(command: Command, mode: str, what: str) -> None:
     """The run is stopped while it saves, evaluates or starts, and does hardly anything else."""

@@ -54,7 +54,9 @@ def arrays_of(run_dir: Path, step: int) -> dict[str, Any]:
         return dict(arrays)
 
 
-@pytest.mark.parametrize(("mode", "cluster"), [("async", ["cluster.num_ps=2"]), ("sync", [])])
+@pytest.mark.parametrize(
+    ("mode", "cluster"), [("async", ["cluster.num_ps=2"]), pytest.param("sync", [], marks=pytest.mark.slow)]
+)
 def test_the_model_that_was_evaluated(command: Command, mode: str, cluster: list[str]) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
     options = ["plugins=[mine.py]", "model=nameless", "data=digits", "train.steps=60", "checkpoint.every_steps=30"]

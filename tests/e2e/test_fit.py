@@ -191,6 +191,7 @@ def test_a_model_that_is_trained_twice_goes_on(tmp_path: Path) -> None:
     assert weights_agree(ours, theirs)
 
 
+@pytest.mark.slow
 def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_path: Path) -> None:
     """A validation that gets worse all the time: the first epoch is the best."""
     validation = (X, -3 * Y)
@@ -239,7 +240,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert not np.isfinite(result.history["loss"][-1])
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
 

@@ -122,6 +122,7 @@ print(result.summary["global_step"] >= 6)
     assert goes_on == "True"
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_ends_the_run(tmp_path: Path) -> None:
     code = """
 class Mine(Exception):
@@ -228,6 +229,7 @@ def hosts(folder: Path, ports: list[int], codes: list[str]) -> list["subprocess.
     return found
 
 
+@pytest.mark.slow
 def test_a_notebook_is_executed_and_survives_an_interrupt(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

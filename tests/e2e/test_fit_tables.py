@@ -60,6 +60,7 @@ def test_synchronous_workers_are_one_with_the_threefold_batch(tmp_path: Path) ->
     assert result.summary["examples_seen"] == 4 * 455
 
 
+@pytest.mark.slow
 def test_synchronous_replicas_are_one_worker_with_the_threefold_batch(tmp_path: Path) -> None:
     """Also when a callback changes the learning rate, and the run is resumed with another number of epochs."""
     given: dict[str, Any] = {"validation_split": 0.2, "shuffle": False}

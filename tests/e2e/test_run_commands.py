@@ -99,6 +99,7 @@ assert "tf2dist" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_saved_model_gives_the_outputs_of_the_trained_one(
     digits: Path, test_set: data.Arrays, tmp_path: Path
 ) -> None:

@@ -24,7 +24,8 @@ def summary_of(finished: Finished) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_pause_is_no_stall(command: Command, mode: str) -> None:
     """It takes longer than the watchdog waits for progress."""
     delays = ["simulate.delay_secs=[0.01,0]", "simulate.distribution=exponential"]

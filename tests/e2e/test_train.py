@@ -255,6 +255,7 @@ def in_no_network(command: Command, *arguments: str, env: dict[str, str]) -> Fin
     return command(*arguments, env={**env, "PYTHONPATH": str(command.folder)})
 
 
+@pytest.mark.slow
 def test_numbers_are_finite_and_progress_is_told_without_a_terminal(command: Command) -> None:
     finished = command("data=digits", "train.steps=300")
     summary = summary_of(finished)

@@ -126,6 +126,7 @@ def versions_told(names: dict[bytes, bytes], folder: Path) -> list[str]:
     return [f"{each['level']}: {each['text']}; {each['fix']}" for each in findings if each["level"] != "ok"]
 
 
+@pytest.mark.slow
 def test_an_untested_release_that_has_renamed_internals(tmp_path: Path) -> None:
     names = {b"_velocities": b"_second_moments", b"_py_funcs": b"_python_functions"}
     of_keras, *others = versions_told(names, tmp_path)
