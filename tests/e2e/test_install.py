@@ -34,8 +34,13 @@ def test_the_wheel(tmp_path: Path) -> None:
     where = run(sys.executable, "-c", "import tf2dist.conf; print(tf2dist.conf.__file__)", cwd=elsewhere, env=env)
     assert where.startswith(str(site))
     assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "model=cnn", cwd=elsewhere, env=env)
-    installed = {path.relative_to(site / "tf2dist") for path in (site / "tf2dist").rglob("*.yaml")}
-    assert installed == {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf").rglob("*.yaml")}
+    assert files(site / "tf2dist", "*.yaml") == {Path("conf", name) for name in files(REPOSITORY / "conf", "*.yaml")}
+    modules = files(REPOSITORY / "tf2dist", "*.py") | {Path("conf/__init__.py")}
+    assert files(site / "tf2dist", "*.py") == modules, "a package that pyproject.toml does not name"
+
+
+def files(folder: Path, pattern: str) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob(pattern)}
 
 
 def test_the_lock_file_names_no_index() -> None:
