@@ -190,35 +190,6 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     ]
 
 
-def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
-    """Only the first two batches of the validation set count, in both modes."""
-    given, config, hooks = source("regression", validation_steps=2), config_of(BATCH), Recording()
-    expected = keras_fit(given)
-    assert expected[0]["val_loss"] != keras_fit(source("regression"))[0]["val_loss"]
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), expected)
-    assert_same(sync_workers(train_in_sync, num_workers=1, args=(given, BATCH))[0], expected)
-
-
-@pytest.mark.parametrize(("freq", "validated"), [(2, [2]), ((1, 3), [1, 3])])
-def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = source("regression", validation_freq=freq), config_of(BATCH), Recording()
-    publishing(given.load())
-    drive(async_loop(config, 1, 1, source=given), config, given, hooks)
-    assert [epoch + 1 for kind, epoch, _, logs in hooks.calls if kind == "epoch" and "val_loss" in logs] == validated
-
-
-def test_epochs_are_counted_from_the_initial_one(async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = source("regression", initial_epoch=1), config_of(BATCH), Recording()
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
-    assert [epoch for kind, epoch, *_ in hooks.calls if kind == "epoch"] == [1, 2]
-
-
 @pytest.mark.slow
 def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
     given, config, hooks = source("regression"), config_of(500), Recording()

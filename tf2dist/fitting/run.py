@@ -32,7 +32,7 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequests
-from tf2dist.training.loop import aggregated_sharding_of, sharding_of
+from tf2dist.training.sharding import aggregated_sharding_of, sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
 # The class of a task's error, of which only the exit code and the text come out of its process.

@@ -18,7 +18,8 @@ from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.origin import Origin
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.loop import sharding_of, target_step
+from tf2dist.training.loop import target_step
+from tf2dist.training.sharding import sharding_of
 
 
 @dataclass(frozen=True)

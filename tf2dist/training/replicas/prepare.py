@@ -19,9 +19,10 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS
-from tf2dist.training.loop import aggregated_sharding_of, target_step
+from tf2dist.training.loop import target_step
 from tf2dist.training.replicas.origin import Origin
 from tf2dist.training.replicas.step import ReplicasStep
+from tf2dist.training.sharding import aggregated_sharding_of
 
 
 @dataclass(frozen=True)

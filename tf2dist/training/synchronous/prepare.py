@@ -16,7 +16,8 @@ from tf2dist.model.checks import check_compiled, check_last_batch, check_losses,
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
-from tf2dist.training.loop import sharding_of, target_step
+from tf2dist.training.loop import target_step
+from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import stragglers_of
 from tf2dist.training.synchronous.feeds import feed_of
 from tf2dist.training.synchronous.origin import Origin
