@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config import schema
+from tf2dist.config import schema, tree
 from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.fitting.shipping import Shipped
 from tf2dist.messages import ToLauncher
@@ -56,7 +56,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     cluster = Cluster(payload["mode"], {job: tuple(addresses) for job, addresses in payload["jobs"].items()})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
-        run_config = schema.from_yaml(payload["config"])
+        run_config = tree.from_yaml(payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs, stragglers.longest_secs(run_config))
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)

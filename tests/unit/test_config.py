@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf2dist import cli
-from tf2dist.config import schema
+from tf2dist.config import tree
 from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
@@ -60,7 +60,7 @@ def test_no_experiment() -> None:
 
 def test_yaml_and_back() -> None:
     made = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
-    assert schema.from_yaml(made.to_yaml()) == made
+    assert tree.from_yaml(made.to_yaml()) == made
 
 
 def test_names_of_plugins_are_accepted(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_plugin_has_options_of_any_kind(tmp_path: Path) -> None:
     assert made.optimizer["kind"] == "lion"
     assert made.data.arguments == {"size": 3, "kind": ["a", "b"]}
     assert made.as_tree()["data"]["size"] == 3
-    assert schema.from_yaml(made.to_yaml()) == made
+    assert tree.from_yaml(made.to_yaml()) == made
 
 
 def test_a_plugin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from tests.conftest import REPOSITORY
 from tf2dist.config.choices import groups, public
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
-from tf2dist.config.schema import OPTIONS, RunConfig, defaults, from_tree
+from tf2dist.config.schema import OPTIONS, RunConfig
+from tf2dist.config.tree import defaults, from_tree
 from tf2dist.errors import ConfigError
 
 CONF = REPOSITORY / "conf"

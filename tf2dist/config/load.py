@@ -10,8 +10,9 @@ from tf2dist.config.checks import check
 from tf2dist.config.choices import groups, keys
 from tf2dist.config.compose import compose
 from tf2dist.config.rules import with_floats
-from tf2dist.config.schema import RunConfig, from_tree
+from tf2dist.config.schema import RunConfig
 from tf2dist.config.source import Source
+from tf2dist.config.tree import from_tree
 from tf2dist.errors import ConfigError
 
 BUILT_IN = Source()

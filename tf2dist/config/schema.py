@@ -9,11 +9,9 @@ Nothing in a configuration is ever executed or instantiated.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.convert import REST, to_dataclass
+from tf2dist.config.convert import REST
 from tf2dist.config.option import (
     COUNT,
     MAX_SECS,
@@ -32,7 +30,6 @@ from tf2dist.config.option import (
     options_of,
 )
 from tf2dist.config.pause import Pause, is_pause
-from tf2dist.errors import ConfigError
 
 MODES = ("async", "sync", "sync_replicas")
 PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
@@ -273,40 +270,3 @@ class RunConfig:
 
 OPTIONS = dict(options_of(RunConfig))
 SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
-
-
-def defaults() -> dict[str, Any]:
-    """The tree of all options with their defaults, except for those that come with a choice."""
-    tree = RunConfig().as_tree()
-    del tree["mode"], tree["cluster"]["kind"], tree["algorithm"]["kind"]
-    for group in ("data", "model", "optimizer"):
-        del tree[group]["name"]
-    return tree
-
-
-def from_tree(tree: Any) -> RunConfig:
-    """The typed configuration; missing options have their defaults.
-
-    Raises:
-        ConfigError: an option does not exist, or a value is not of its type.
-    """
-    return to_dataclass(RunConfig, tree)
-
-
-def from_yaml(text: str) -> RunConfig:
-    """The configuration that another process has checked and written.
-
-    Raises:
-        ConfigError: the text is not such a configuration, for example because a YAML tag in it would make an object.
-    """
-    # OmegaConf reads YAML with a safe loader, which makes no objects of Python.
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the configuration is not plain YAML: {first_line(error)}") from None
-    return from_tree(tree)
-
-
-def first_line(error: Exception) -> str:
-    """The message of a library's error, on one line."""
-    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())

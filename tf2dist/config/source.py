@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.config import interpolation
 from tf2dist.config.choices import CONF_MODULE, groups
 from tf2dist.config.paths import expand, is_folder, is_path
-from tf2dist.config.schema import defaults, first_line
+from tf2dist.config.tree import defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 
 MAIN = "config"  # conf/config.yaml

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tf2dist import data
-from tf2dist.config import schema
+from tf2dist.config import tree
 from tf2dist.errors import first_line
 from tf2dist.finished.loading import load_model
 from tf2dist.finished.pictures import draw_curve
@@ -37,7 +37,7 @@ def draw(run_dir: Path) -> None:
         RequestError: the model or the data cannot be loaded.
     """
     model = load_model(run_dir)
-    points = data.load(schema.from_yaml((run_dir / "config.yaml").read_text()).data).train
+    points = data.load(tree.from_yaml((run_dir / "config.yaml").read_text()).data).train
     x, y = points.x.reshape(-1), points.y.reshape(-1)
     line = np.linspace(x.min(), x.max(), NUM_POINTS, dtype=np.float32)
     draw_curve(run_dir, x, y, line, model.predict(line[:, None], verbose=0).reshape(-1))

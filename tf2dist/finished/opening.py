@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tf2dist import registry
-from tf2dist.config import schema
+from tf2dist.config import tree
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
@@ -28,7 +28,7 @@ def config_of(request: Request) -> RunConfig:
     path = request.run_dir / "config.yaml"
     try:
         with open_to_read(path) as file:
-            return schema.from_yaml(file.read().decode())
+            return tree.from_yaml(file.read().decode())
     except (OSError, ValueError) as error:
         # Without a system error it is one of decoding.
         reason = getattr(error, "strerror", None) or "it is not text"

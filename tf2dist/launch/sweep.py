@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from tf2dist import files
-from tf2dist.config.schema import RunConfig, from_yaml
+from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, Sweep, new_folder
+from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, TfDistError
 from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.console import Console
