@@ -1,4 +1,4 @@
-"""What all tests share: the data that is really there, the command, and a look for what was left behind."""
+"""Fixtures of all tests: the data that is available, the command, and a check for leftover processes."""
 
 import atexit
 import contextlib
@@ -38,19 +38,19 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_unconfigure() -> None:
-    """Silence: TensorFlow tells at exit, in pages below the summary, that the servers of a cluster are gone."""
-    atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)  # pytest gives back the file descriptor before
+    """Silences TensorFlow at exit: below the summary it would print pages about servers that are gone."""
+    atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)  # pytest has restored the file descriptor by then
 
 
 def ports_of_tasks(count: int) -> list[int]:
-    """Unused ports whose control ports are unused, too: these lie in the odd thousands, and so are none of them."""
+    """Unused ports whose control ports are unused too; control ports lie in the odd thousands, these ports do not."""
     even = (port for port in linux.unused_ports(512) if port // SHIFT % 2 == 0)
     return list(itertools.islice((port for port in even if linux._is_free(port + SHIFT)), count))
 
 
 @pytest.fixture(scope="session")
 def real_data() -> str:
-    """mnist if it is on this machine, otherwise digits; never a download."""
+    """mnist if it is on this machine, otherwise digits; nothing is downloaded."""
     folder = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
     return "mnist" if any(folder.glob("mnist/3.*/dataset_info.json")) else "digits"
 
@@ -65,7 +65,7 @@ class Finished:
     run_dir: Path
 
     def logs(self) -> str:
-        """What the tasks wrote, for the message of a failed assertion."""
+        """The output of the tasks, for the message of a failed assertion."""
         files = sorted((self.run_dir / "logs").glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
 
@@ -75,7 +75,7 @@ class Finished:
 
 @dataclass
 class Command:
-    """Starts ``python -m tf2dist`` in a folder of the test's own."""
+    """Starts ``python -m tf2dist`` in a folder that belongs to the test."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -130,14 +130,14 @@ def our_processes() -> list[psutil.Process]:
     return found
 
 
-# Processes of pytest that run side by side inherit the mark of their parent, and each looks for its own only.
+# Parallel processes of pytest inherit the mark of their parent; each looks only for its own processes.
 MARK = os.environ.get("TF2DIST_TEST_MARK", f"{os.getpid()}").partition(" ")[0]
 os.environ["TF2DIST_TEST_MARK"] = " ".join([MARK, os.environ.get("PYTEST_XDIST_WORKER", "")]).strip()
 
 
 @pytest.fixture
 def no_leftovers() -> Iterator[Callable[[], None]]:
-    """Fails the test if it leaves a process of ours behind for more than 5 seconds; the next test has none of them."""
+    """Fails the test if a process of ours still runs 5 seconds after it, and kills such processes for the next test."""
     before = {process.pid for process in our_processes()}
 
     def check() -> None:
@@ -153,7 +153,7 @@ def no_leftovers() -> Iterator[Callable[[], None]]:
 
 
 def task_process(run_dir: Path, task: str) -> psutil.Process:
-    """The process of a task; the log that is its standard output tells which it is.
+    """The process of a task; it is found by the log file that is its standard output.
 
     Raises:
         LookupError: it does not run.
@@ -174,4 +174,4 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], ti
         if time.monotonic() > deadline:
             process.kill()
             pytest.fail(f"not within {timeout_secs:.0f} s: {process.communicate()}")
-        time.sleep(0.05)  # between two looks
+        time.sleep(0.05)  # the interval between two checks

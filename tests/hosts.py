@@ -5,9 +5,9 @@
         h.cut(1)
         h.heal(1)
 
-Everything, the bridge too, lies in a network namespace made for the purpose, below which nothing
+Everything, including the bridge, is in a separate network namespace, from which nothing
 leads to this machine's own network. A namespace lives as long as a process in it that reads from
-us: whatever way the tests end, it ends too.
+the tests, so it ends with them, however they end.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Namespace:
         )
         assert self._process.stdout
         assert self._process.stderr
-        self.pid = self._process.pid  # unshare and nsenter become what they start
+        self.pid = self._process.pid  # unshare and nsenter replace themselves by the command
         if self._process.stdout.readline() != "ready\n":
             why = self._process.stderr.read().strip()
             self.close()
@@ -122,7 +122,7 @@ class Hosts:
         return self._hosts[index]
 
     def cut(self, index: int) -> None:
-        """Drops every packet from now on, and no end is notified, as when a switch on the way fails."""
+        """Drops every packet from now on without notifying either side, as when a switch on the way fails."""
         self._network.ip(f"link set veth{index} nomaster")
 
     def heal(self, index: int) -> None:

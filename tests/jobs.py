@@ -80,10 +80,10 @@ class Job:
         deadline = time.monotonic() + timeout_secs
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_secs:.0f} s: {what}\n{self}"
-            time.sleep(0.05)  # between two looks
+            time.sleep(0.05)  # the interval between two checks
 
     def wait_for_steps(self, *names: str, more: int = 200) -> None:
-        """Waits until each of these workers has logged so many more local steps."""
+        """Waits until each of these workers has logged `more` further local steps."""
         for name in names:
             task = self.tasks[name]
             before = task.steps[-1] if task.steps else 0

@@ -20,13 +20,13 @@ def write_mnist(folder: Path, examples: list[bytes], version: str = "3.0.1") -> 
 
 
 def record(example: bytes) -> bytes:
-    """A TFRecord: the length, its checksum, the bytes, theirs."""
+    """A TFRecord: the length and its checksum, the bytes and their checksum."""
     length = struct.pack("<Q", len(example))
     return length + _checksum(length) + example + _checksum(example)
 
 
 def _checksum(text: bytes) -> bytes:
-    """CRC-32C, masked as TFRecord files have it."""
+    """The CRC-32C checksum with the mask of the TFRecord format."""
     crc = 0xFFFFFFFF
     for byte in text:
         crc ^= byte
