@@ -1,4 +1,4 @@
-"""An asynchronous cluster in the tests' own process, and small real data."""
+"""Fixtures: an asynchronous cluster in the process of the tests, and small real data."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def cluster() -> PsCluster:
 
 @pytest.fixture
 def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
-    """Makes an `AsyncLoop`, of the first `num_workers` workers and `num_ps` ps, for a configuration."""
+    """Yields a function that makes an `AsyncLoop` with the first `num_workers` workers and `num_ps` ps."""
     from tf2dist.training.asynchronous.loop import AsyncLoop
 
     yield from made_by(AsyncLoop.build, "async", cluster)
@@ -35,14 +35,14 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def replicas_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
-    """Makes a `ReplicasLoop`, as `async_loop` does."""
+    """Yields a function that makes a `ReplicasLoop`, as `async_loop` does."""
     from tf2dist.training.replicas.loop import ReplicasLoop
 
     yield from made_by(ReplicasLoop.build, "sync_replicas", cluster)
 
 
 def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
-    """Yields what makes loops of a mode, and waits for the last of them."""
+    """Yields a function that makes loops of a mode; at the end waits for the work of the last loop."""
     from tf2dist.cluster.spec import Cluster
     from tf2dist.model.source import Registered
 
@@ -58,7 +58,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
-        jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays taken
+        jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays in use
         part = Cluster(mode, jobs)
         source = source or Registered(config)
         loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
@@ -79,10 +79,10 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
 
 
 def settle(loops: list[Any]) -> None:
-    """Waits for what the newest loop has in flight: TensorFlow connects no other coordinator before, and for ever."""
+    """Waits for the calls in flight of the newest loop; until then TensorFlow cannot connect another coordinator."""
     for loop in loops[-1:]:
         for iterators in loop._scheduler._source:  # one of all workers, or none
             for iterator in iterators._values:
-                assert iterator._status_available_event.wait(60), "an iterator was not made"
-        with contextlib.suppress(Exception):  # a test may have caused it
+                assert iterator._status_available_event.wait(60), "an iterator was not created"
+        with contextlib.suppress(Exception):  # an error that the test caused
             loop._coordinator.join()

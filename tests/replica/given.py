@@ -1,4 +1,4 @@
-"""A model and data as a call of `fit` gives them, without its way into the tasks."""
+"""A model and data as a call of `fit` passes them, but without sending them to tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tf2dist.training.hooks import Change, NamedArrays
 
 @dataclass
 class Given:
-    """A `Source` of what a test makes."""
+    """A `Source` whose model and data are made by a test."""
 
     make: Callable[[], keras.Model]
     splits: Splits
@@ -30,7 +30,7 @@ class Given:
 
 @dataclass
 class Recording:
-    """Hooks that note their calls, and answer what a test wants."""
+    """Hooks that record their calls, and give the answers that a test has chosen."""
 
     answers: dict[tuple[str, int], Change] = field(default_factory=dict)  # by kind and epoch
     calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Recording:
         return self.answers.get((kind, epoch), Change())
 
     def history(self) -> dict[str, list[float]]:
-        """As Keras' History has it."""
+        """The metrics in the form of `keras.callbacks.History.history`."""
         logs = [logs for kind, _, _, logs in self.calls if kind == "epoch"]
         return {name: [log[name] for log in logs] for name in logs[0]}
 

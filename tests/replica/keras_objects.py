@@ -1,4 +1,4 @@
-"""Keras objects on which the tests of private names try their functions."""
+"""Keras objects for the tests of the functions that use private names."""
 
 import functools
 from collections.abc import Callable

@@ -22,7 +22,7 @@ def run_config(
 
 
 def source_and_splits(config: RunConfig) -> tuple[Any, Any]:
-    """Where the model of a configuration comes from, and its data."""
+    """The source of the model of a configuration, and the data."""
     from tf2dist.model.source import Registered
 
     source = Registered(config)
@@ -30,14 +30,14 @@ def source_and_splits(config: RunConfig) -> tuple[Any, Any]:
 
 
 def split_of(splits: Any, name: str) -> Any:
-    """The examples of a split, which is there."""
+    """The examples of a split, which must exist."""
     arrays = getattr(splits, name)
     assert arrays is not None
     return arrays
 
 
 def assert_exact(loop: Any, steps: int) -> None:
-    """An asynchronous loop has applied so many updates, and every ps has counted each."""
+    """Asserts that the loop has applied exactly this many updates, and that every ps has counted all of them."""
     assert loop.progress.global_step == steps
     assert loop.updates_applied() == steps
     assert sum(loop.progress.local_steps) == steps

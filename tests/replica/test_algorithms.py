@@ -1,4 +1,4 @@
-"""The algorithms of asynchronous training, each held against its definition on updates made by hand."""
+"""The algorithms of asynchronous training, each compared with its definition on hand-made updates."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
     "adam": {"name": "adam"},
     "adamw": {"name": "adamw", "weight_decay": 0.5},
-    "adagrad": {"name": "adagrad"},  # this one has no kernel of its own here, and runs under a lock
+    "adagrad": {"name": "adagrad"},  # has no fused kernel here, so it runs under a lock
     "cosine": {"name": "sgd", "schedule": "cosine"},
 }
 GRADIENTS = [[1.0, -2.0], [0.5, 0.5], [-1.0, 3.0], [2.0, 1.0], [1.0, 1.0], [-0.5, 2.0], [3.0, -1.0]]
@@ -76,7 +76,7 @@ def test_the_rate_is_divided_by_the_staleness(optimizer: str, is_aware: bool) ->
         np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
 
 
-def test_gradients_that_are_accumulated_have_no_one_staleness() -> None:
+def test_staleness_aware_refuses_gradient_accumulation() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.gradient_accumulation_steps \(2\): makes one update of several"):
         pushed(AlgorithmConfig(kind="staleness_aware"), {"name": "adam", "gradient_accumulation_steps": 2})
 
@@ -93,8 +93,8 @@ def test_gradients_are_corrected_for_their_delay(optimizer: str) -> None:
         np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
 
 
-def test_a_worker_sends_back_the_values_that_it_has_pulled(async_loop: Callable[..., Any]) -> None:
-    """With several ps each gets those of its own variables, which `delay_compensated` needs."""
+def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any]) -> None:
+    """`delay_compensated` needs them on the ps: each ps gets the values of its own variables."""
     config = run_config("dnn", hidden_units=[8])
     config.algorithm = AlgorithmConfig(kind="delay_compensated")
     graphs = async_loop(config)._graphs

@@ -1,4 +1,4 @@
-"""Asynchronous training in one process: every update counted once, whoever pushes, whatever is lost."""
+"""Asynchronous training in one process: each update is counted once, whichever worker pushes it or dies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,10 +49,10 @@ def weights(loop: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimizer: str) -> None:
     loop = async_loop(run_config(optimizer=optimizer), num_workers=num_workers)
-    for steps in (123, 124, 500):  # no multiple of the steps of a call, and less than one call
+    for steps in (123, 124, 500):  # a part of a call; then a single step; then several calls
         loop.train(steps)
         assert_exact(loop, steps)
-    assert all(loop.progress.local_steps), "every worker took part"
+    assert all(loop.progress.local_steps), "a worker took no step"
 
 
 def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
@@ -63,7 +63,7 @@ def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
         np.testing.assert_allclose(new - old, 333, atol=1e-3)
 
 
-def test_every_update_has_a_number_of_its_own(async_loop: MakeLoop) -> None:
+def test_every_update_gets_its_own_number(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(optimizer="record_number"))
     before = weights(loop)
     loop.train(200)
@@ -71,7 +71,7 @@ def test_every_update_has_a_number_of_its_own(async_loop: MakeLoop) -> None:
         np.testing.assert_allclose(new - old, 200 * 201 / 2, atol=1e-1)
 
 
-def test_a_learning_rate_schedule_takes_every_step_once(async_loop: MakeLoop) -> None:
+def test_a_learning_rate_schedule_is_evaluated_once_at_every_step(async_loop: MakeLoop) -> None:
     config = run_config(optimizer="add_rate")
     config.optimizer["schedule"] = "cosine"
     config.train.steps = 250
@@ -88,14 +88,14 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(optimizer="add_one"))
     before = weights(loop)
     limit = tf.constant(100, tf.int64)
-    for _ in range(30):  # 300 steps, as calls that are repeated for dead workers would make
+    for _ in range(30):  # 300 more steps, such as calls that are repeated after a worker died
         loop._coordinator.schedule(loop._scheduler._function, args=(*loop._scheduler._source, limit))
     loop.train(100)
     assert_exact(loop, 100)
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
 
 
-def test_updates_that_were_admitted_and_lost_are_made_again(async_loop: MakeLoop) -> None:
+def test_updates_that_are_lost_after_admission_are_replaced(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(50)
     for server in loop._graphs.servers:
@@ -138,7 +138,7 @@ def test_updates_of_several_workers_are_sometimes_stale(async_loop: MakeLoop) ->
     assert 0 < loop.facts()["staleness"]["mean"] < 50
 
 
-def test_one_worker_follows_plain_keras(async_loop: MakeLoop) -> None:
+def test_one_worker_equals_plain_keras(async_loop: MakeLoop) -> None:
     """One worker and several ps give the weights that Keras gives with the same batches, bias correction included."""
     config = run_config("dnn", "adam", hidden_units=[20])
     loop = async_loop(config, num_workers=1)
@@ -184,7 +184,9 @@ def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:
     loop.train(150)
     after = [v.numpy() for v in loop.model.non_trainable_variables if "moving" in v.path]
     assert all(np.abs(new - old).max() > 0 for old, new in zip(before, after, strict=True))
-    assert loop.progress.loss < 1.6, "a guess has 2.3; how stale the updates of two workers are depends on the machine"
+    assert loop.progress.loss < 1.6, (
+        "guessing gives 2.3; the bound is loose because the staleness depends on the machine"
+    )
     assert_exact(loop, 150)
 
 

@@ -24,7 +24,7 @@ MakeLoop = Callable[..., Any]
 
 
 def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # a GPU's place; each worker has such a device
+    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # stands for a GPU; each worker has such a device
     loop = async_loop(run_config())
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
@@ -38,20 +38,22 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
         batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
         assert [batch.op for batch in batches] == ["StridedSlice"] * 2, "images and labels without padding"
         assert all(batch.device == "/device:CPU:0" for batch in batches)
-        assert not any(name.startswith("^") for copy in copies for name in copy.input), "a copy waits for a step"
+        assert not any(name.startswith("^") for copy in copies for name in copy.input), (
+            "a copy has a control dependency on a step"
+        )
     loop.train(95)
     assert_exact(loop, 95)
 
 
-def test_calls_become_longer_once_it_is_known_how_long_a_step_takes(
+def test_calls_become_longer_once_the_time_of_a_step_is_measured(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a fast machine 1,500 steps take longer than the trial, and on a slow one longer calls still pay.
+    # The trial takes no time and calls may be long, so that the test does not depend on the speed of the machine.
     monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
     monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
     monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
     config = run_config(steps_per_execution=None)
-    config.train.steps = 10_000_000  # longer calls gain more than they cost
+    config.train.steps = 10_000_000  # so many that longer calls save more time than their preparation costs
     loop = async_loop(config)
     loop.train(3)
     assert loop._scheduler.num_steps == 1, "three steps are too few to measure"
@@ -73,7 +75,7 @@ def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer calls would save nothing, and those of a deep model take a minute to prepare, with all workers idle."""
+    """Longer calls would save no time, and all workers are idle while they are prepared: a minute with a deep model."""
     config = run_config("sleeping", steps_per_execution=None)
     config.train.steps = 10_000
     loop = async_loop(config, num_workers=2)
@@ -108,8 +110,8 @@ def test_a_call_still_in_flight_does_not_cause_more_calls(
 
 
 @pytest.mark.parametrize("what", ["training", "evaluating"])
-def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, what: str) -> None:
-    """Here each of them executes a call that does not end."""
+def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLoop, what: str) -> None:
+    """Here all workers are busy with a call that does not end."""
     released = threading.Event()
 
     def wait() -> None:
@@ -145,7 +147,7 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(async_loop: MakeLoop, wh
 
 
 def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
-    """As after a worker has pushed to one of them and died, with no other worker left."""
+    """This happens if the last worker pushes to one ps and dies before it pushes to the other."""
     loop = async_loop(run_config())
     loop.train(50)
     behind = loop._graphs.servers[1]
@@ -157,7 +159,7 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
 
 @registry.register_optimizer("slow_to_apply")
 class SlowToApply(keras.optimizers.SGD):
-    """As SGD, with an update on a ps that takes its time."""
+    """SGD whose update takes long on a ps."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         tf.numpy_function(lambda: time.sleep(1.0), [], [])
@@ -165,14 +167,14 @@ class SlowToApply(keras.optimizers.SGD):
 
 
 def test_a_stop_saves_the_updates_that_the_ps_are_applying(async_loop: MakeLoop) -> None:
-    """The stop waits for no worker, but for every update that has been admitted."""
+    """The stop does not wait for workers, but it does wait for every admitted update."""
     config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
     config.grace_secs = 0.1
     loop = async_loop(config, num_workers=2)
     servers = loop._graphs.servers
 
     def stop_in_an_update() -> PauseRequest:
-        # Both workers wait for both ps: one that has reached only the first could not reach the other any more.
+        # Wait until both workers have reached both ps: after the stop a worker cannot start a push to the second one.
         are_waiting = all(admitted == applied + 2 for admitted, applied in calls.counts_of(servers))
         return PauseRequest.STOP if are_waiting else PauseRequest.NOTHING
 
@@ -189,17 +191,17 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(async_loop: MakeLoop)
 
 
 def test_how_long_a_stop_waits_for_workers() -> None:
-    assert calls.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "nothing is known yet"
+    assert calls.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "no step has been measured yet"
     assert calls.quiet_secs(100.0, 2, grace_secs=10.0) == 2.0
     assert calls.quiet_secs(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
     assert calls.quiet_secs(0.1, 2, grace_secs=10.0) == 5.0
     assert calls.quiet_secs(100.0, 2, grace_secs=1.0) == 0.5
 
 
-def test_no_function_is_made_while_many_hosts_train() -> None:
-    """TensorFlow sends a new one to all hosts, and hangs if one of them is cut off.
+def test_no_function_is_created_while_many_hosts_train() -> None:
+    """TensorFlow sends each new function to all hosts, and hangs if one of them cannot be reached.
 
-    In a process of its own: some of TensorFlow's functions are made once for all loops of a process.
+    Runs in a separate process, because TensorFlow creates some functions only once in a process.
     """
     code = """if True:
         import os
@@ -233,7 +235,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
     loop = async_loop(run_config(steps_per_execution=10))
     schedule = loop._coordinator.schedule
     ahead: list[int] = []
-    windows: list[int] = []  # wider while the workers are faster
+    windows: list[int] = []  # the window grows with the speed of the workers
 
     def note(*args: Any, **kwargs: Any) -> Any:
         windows.append(loop._scheduler.window())
@@ -243,7 +245,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
     monkeypatch.setattr(loop._coordinator, "schedule", note)
     loop.train(1_000, lambda: PauseRequest.STOP if len(ahead) > 100 else PauseRequest.NOTHING)
     assert 0 < max(ahead) <= max(windows) + 10
-    assert len(ahead) <= 102, "no calls for steps that are done"
+    assert len(ahead) <= 102, "calls were made for steps that are done"
 
 
 def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:

@@ -1,4 +1,4 @@
-"""The state that a model changes by itself, such as moving averages, while several workers push at once."""
+"""Non-trainable state, such as moving averages, while several workers push at the same time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def fast_norm(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 @keras.saving.register_keras_serializable("test_async_state")
 class Notes(keras.layers.Layer):
-    """Has the kinds of state that layers have: sums in three forms, a last value, a largest value, a constant."""
+    """A layer with every kind of state: sums in three forms, a last value, a largest value, a constant."""
 
     def build(self, input_shape: Any) -> None:
         def weight(name: str, dtype: str = "float32", initializer: str = "zeros") -> Any:
@@ -59,7 +59,7 @@ def state(loop: Any) -> dict[str, np.ndarray]:
 
 
 def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
-    """The evaluation of the test set after as many updates of the same model by plain Keras."""
+    """The evaluation of the test set after plain Keras has trained the same model for the same number of steps."""
     splits = data.load(config.data)
     loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01), loss_function, metrics=["accuracy"])
@@ -71,8 +71,8 @@ def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
     return Evaluation(model.evaluate(test.x, test.y, verbose=0, return_dict=True), len(test))
 
 
-def test_fast_moving_averages_of_four_workers_are_those_of_plain_keras(async_loop: MakeLoop) -> None:
-    """If changes were added, each worker that had not yet seen the others' changes would count its own once more."""
+def test_fast_moving_averages_of_four_workers_equal_those_of_plain_keras(async_loop: MakeLoop) -> None:
+    """Adding up the workers' changes would be wrong: several of them may start from the same old average."""
     config = run_config("fast_norm")
     loop = async_loop(config)
     reference = keras.models.clone_model(loop.model)
@@ -96,7 +96,7 @@ def test_sums_are_exact_and_assigned_values_are_kept(async_loop: MakeLoop) -> No
     assert_exact(loop, STEPS)
     found = state(loop)
     assert found["calls"] == STEPS
-    assert found["examples"] == loop.progress.examples, "layers see no padding"
+    assert found["examples"] == loop.progress.examples, "layers have seen padding"
     assert found["left"] == -2 * STEPS
     means = data.load(run_config().data).train.x.mean(axis=(1, 2, 3)) / 255
     assert means.min() < found["last"] < means.max()

@@ -1,4 +1,4 @@
-"""Updates that arrive at a ps at the same time: none is lost, none is mixed with another."""
+"""Updates that reach a ps at the same time: none is lost, and no two are interleaved."""
 
 import functools
 from collections.abc import Callable
@@ -20,11 +20,11 @@ NUM_PUSHES = 300
 KERNELS = ("sgd", "momentum", "adam", "adamw", "rmsprop")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in KERNELS},
-    "adamw": {"name": "adamw", "weight_decay": 0.0},  # it would depend on the weight
+    "adamw": {"name": "adamw", "weight_decay": 0.0},  # weight decay would make the update depend on the weight
     "momentum": {"name": "momentum", "momentum": 0.9},
     "nesterov": {"name": "momentum", "momentum": 0.9, "nesterov": True},
     "rmsprop with momentum": {"name": "rmsprop", "momentum": 0.5},
-    "adagrad": {"name": "adagrad"},  # this and what follows run under the lock
+    "adagrad": {"name": "adagrad"},  # this one and those below run under the lock
     "amsgrad": {"name": "adam", "amsgrad": True},
     "nadam": {"name": "nadam"},
 }
@@ -39,20 +39,20 @@ registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 @pytest.mark.parametrize(
     "optimizer", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
-def test_many_pushes_at_once_are_as_many_updates(async_loop: Callable[..., Any], optimizer: str) -> None:
-    config = run_config("dnn", hidden_units=[500])  # its updates take so long that they meet
+def test_concurrent_pushes_are_all_applied(async_loop: Callable[..., Any], optimizer: str) -> None:
+    config = run_config("dnn", hidden_units=[500])  # large enough that updates overlap
     config.optimizer = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}
     loop = async_loop(config)
     reference, weight = models.build_optimizer(config.optimizer, NUM_PUSHES), keras.Variable(0.0)
     for _ in range(NUM_PUSHES):
         reference.apply([tf.constant(1.0)], [weight])
-    # The order of two updates that meet is open, and Adam's bias correction depends on it.
+    # Adam's bias correction depends on the order of overlapping updates, which is not fixed.
     is_ordered = hasattr(reference, "beta_1")
     np.testing.assert_allclose(push_at_once(loop), float(weight.numpy()), rtol=0.01 if is_ordered else 1e-5)
 
 
 def push_at_once(loop: Any) -> np.ndarray:
-    """All workers push gradients of 1; returns by how much the weights have moved."""
+    """Lets all workers push gradients of 1; returns the change of the weights."""
     servers = loop._graphs.servers
 
     def push(gradient: tf.Tensor) -> None:
@@ -76,7 +76,7 @@ def server_of(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterSer
 
 
 def update_of(server: ParameterServer, gradient: tf.Tensor) -> tf.Tensor:
-    """The vector of an update with one gradient for all weights of a ps."""
+    """The vector that a worker pushes: the same gradient for all weights of a ps."""
     layout, never = server.push_layout({}), PackedCount.of(tf.constant(0.0, tf.float64))
     return layout.pack(
         [tf.fill(variable.shape, gradient) for variable in layout.variables],
@@ -86,7 +86,7 @@ def update_of(server: ParameterServer, gradient: tf.Tensor) -> tf.Tensor:
 
 
 def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
-    """The nodes of a function that have run when this one runs."""
+    """The nodes of a function that are certain to have run before this one."""
     found: set[str] = set()
     names = [name]
     while names:
@@ -98,7 +98,7 @@ def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS | OTHERS)
 def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
-    """Mixed updates divide the momentum of one by the velocity of the other, and few runs survive that."""
+    """Interleaved updates would divide the momentum of one by the velocity of the other; most runs would diverge."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = server_of(keras.Variable([1.0, 2.0]), arguments)
     server.trace_push({})
@@ -116,9 +116,9 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     for function in graph.library.function:
         inputs = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in function.node_def}
         for node in function.node_def:
-            if node.op == "ConsumeMutexLock":  # gives the lock back
+            if node.op == "ConsumeMutexLock":  # releases the lock
                 writes = {other.name for other in function.node_def if other.op.startswith(("Assign", "If"))}
-                assert writes, "the update is elsewhere"
+                assert writes, "the function contains no update"
                 assert writes <= before(node.name, inputs)
     assert [len(kernels) == 1, is_locked].count(True) == 1
 

@@ -1,4 +1,4 @@
-"""Decoded data is kept as files, which all tasks of a host map."""
+"""Decoded data is cached in files that all tasks of a host map into memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from tf2dist.data.arrays import Arrays
 
 
 class Decode:
-    """Stands where a TFRecord file is decoded; something may happen meanwhile."""
+    """Replaces the decoding of a TFRecord file; a test can let something happen during it."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -33,7 +33,7 @@ def decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decode:
 
 def cached(tmp_path: Path) -> Arrays:
     arrays = mnist.decoded(tmp_path / "mnist-train.tfrecord")
-    assert isinstance(arrays.x, np.memmap), "a copy of its own"
+    assert isinstance(arrays.x, np.memmap), "the array is not mapped"
     np.testing.assert_array_equal(arrays.x, np.full((500, 2, 2), 7))
     np.testing.assert_array_equal(arrays.y, np.arange(500) % 10)
     return arrays
@@ -53,7 +53,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["images.npy", "labels.npy", "sha256.json"])
 @pytest.mark.parametrize("damage", [empty, cut, flip, Path.unlink])
-def test_it_is_decoded_once_and_again_if_it_is_not_whole(
+def test_data_is_decoded_once_and_again_if_the_cache_is_damaged(
     decode: Decode, tmp_path: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
     for _ in range(2):
@@ -62,7 +62,9 @@ def test_it_is_decoded_once_and_again_if_it_is_not_whole(
     (made,) = (tmp_path / "cache").rglob(name)
     damage(made)
     if damage is flip or name == "sha256.json":
-        assert cache.discard_damaged(tmp_path / "mnist-train.tfrecord"), "the launching process has seen it"
+        assert cache.discard_damaged(tmp_path / "mnist-train.tfrecord"), (
+            "the launching process did not notice the damage"
+        )
     for _ in range(2):
         cached(tmp_path)
     assert decode.times == 2
@@ -73,8 +75,8 @@ def test_it_is_decoded_once_and_again_if_it_is_not_whole(
     ]
 
 
-def test_what_another_task_has_made_meanwhile_stays(decode: Decode, tmp_path: Path) -> None:
-    """It may be mapped already, and on a file system of the network a file that is replaced is gone."""
+def test_a_cache_that_another_task_has_written_meanwhile_is_kept(decode: Decode, tmp_path: Path) -> None:
+    """Other tasks may have mapped it, and on a network file system a file that is replaced is lost to them."""
     inodes: list[int] = []
 
     def faster() -> None:
@@ -88,7 +90,7 @@ def test_what_another_task_has_made_meanwhile_stays(decode: Decode, tmp_path: Pa
     assert [path.stat().st_ino for path in (tmp_path / "cache").rglob("*.npy")] == inodes
 
 
-def test_without_a_place_for_it_it_is_decoded_each_time(
+def test_without_a_writable_cache_data_is_decoded_each_time(
     decode: Decode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

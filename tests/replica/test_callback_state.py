@@ -1,4 +1,4 @@
-"""What checkpoints keep of the callbacks of `fit`: their plain attributes, in numbers and text."""
+"""What checkpoints keep of the callbacks of `fit`: plain attributes, that is numbers and text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,8 +76,8 @@ def test_only_changed_attributes_are_saved_and_functions_are_not() -> None:
     assert (other.count, other.function) == (7, print)
 
 
-def test_arguments_of_the_call_win_over_the_checkpoint() -> None:
-    """The user gives the patience, the run counts towards it; Keras sets the sign of min_delta when it begins."""
+def test_arguments_of_the_call_take_precedence_over_the_checkpoint() -> None:
+    """`patience` comes from the user, `wait` from the checkpoint; Keras sets the sign of min_delta at the start."""
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     first, then = (keras.callbacks.EarlyStopping("loss", patience=n, min_delta=0.5) for n in (3, 9))
@@ -90,7 +90,7 @@ def test_arguments_of_the_call_win_over_the_checkpoint() -> None:
     restore([then], changes_since(before, state_of([first])))
     assert (then.wait, then.best, then.patience) == (2, 1.0, 9)
     then.on_epoch_end(3, {"loss": 0.7})
-    assert then.wait == 3, "less than min_delta is no improvement"
+    assert then.wait == 3, "an improvement smaller than min_delta was counted"
 
 
 def test_callbacks_are_matched_by_class_and_not_by_position() -> None:

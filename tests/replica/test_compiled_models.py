@@ -1,4 +1,4 @@
-"""Losses and metrics of compiled models: what several workers can share and add up, and what is refused in one line."""
+"""Losses and metrics of compiled models: those that work with several workers, and those that are refused."""
 
 import contextlib
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def dense(outputs: int = 10) -> keras.Model:
 
 
 def built(make: Callable[[], keras.Model]) -> tuple[ModelStep, MakeOptimizer]:
-    """A model for the digits, whose classes are wanted of each of its outputs."""
+    """The step of a model for the digits; each of its outputs is trained to predict the class."""
     digits = load_digits(run_config().data)
     has_two_ends = len(make().outputs) == 2
     splits = data.Splits(data.Arrays(digits.train.x, [digits.train.y] * 2) if has_two_ends else digits.train)
@@ -46,7 +46,7 @@ class OwnLoss(keras.Model):  # type: ignore[misc]
 
 
 class Repeated(keras.layers.Layer):  # type: ignore[misc]
-    """Gives its input twice, of which the second is masked."""
+    """Returns its input twice, with a mask for the second copy."""
 
     def call(self, inputs: Any) -> Any:
         return keras.ops.stack([inputs, inputs], 1)
@@ -83,7 +83,7 @@ def masked() -> keras.Model:
 
 NOT_ALONE = "its loss leaves out parts of the outputs, so no synchronous worker alone knows"
 LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
-    # What is refused, and whether it is so for an asynchronous worker, too.
+    # The losses that are refused, and whether asynchronous workers refuse them too.
     "no reduction": ("gives no single number", lambda: compiled(dense(), CLASSES(reduction=None)), True),
     "a sum beside a mean": (
         "reduction=sum beside others",
@@ -119,7 +119,7 @@ LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_several_workers_cannot_share(name: str) -> None:
+def test_losses_that_are_refused_with_several_workers(name: str) -> None:
     says, make, is_refused_for_one = LOSSES[name]
     step, _ = built(make)
     for num_replicas in (1, 3):
@@ -130,7 +130,7 @@ def test_losses_that_several_workers_cannot_share(name: str) -> None:
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
-    """What most users take a metric of their own for."""
+    """A typical custom metric, whose state cannot be added up."""
 
     def __init__(self) -> None:
         super().__init__(name="largest")
@@ -144,7 +144,7 @@ class Largest(keras.metrics.Metric):  # type: ignore[misc]
 
 
 class SumFromOne(Largest):
-    """Its variable adds up, but for what is there before the first example."""
+    """Its variable is a sum, but it does not start at zero."""
 
     def reset_state(self) -> None:
         self.most.assign(1.0)
@@ -154,13 +154,13 @@ class SumFromOne(Largest):
 
 
 @pytest.mark.parametrize("metric", [Largest, SumFromOne])
-def test_metrics_that_do_not_add_up(metric: Any) -> None:
+def test_metrics_whose_states_cannot_be_added_up_are_refused(metric: Any) -> None:
     with pytest.raises(ConfigError, match=r"^model \(given\): the metric variable \S*most is no sum over the examples"):
         built(lambda: compiled(dense(), CLASSES(), metrics=[metric()]))
 
 
 def all_metrics() -> list[keras.metrics.Metric]:
-    """Keras' own for three classes, each with what it needs."""
+    """The metrics of Keras for three classes, each with the arguments that it needs."""
     metrics = keras.metrics
     made = [metrics.AUC(), metrics.Precision(), metrics.Recall(), metrics.F1Score(), metrics.FBetaScore("macro")]
     made += [metrics.SensitivityAtSpecificity(0.5), metrics.PrecisionAtRecall(0.5), metrics.TruePositives()]
@@ -171,7 +171,7 @@ def all_metrics() -> list[keras.metrics.Metric]:
     return made
 
 
-def test_metrics_of_keras_add_up_to_what_keras_finds_in_all_examples() -> None:
+def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(100, 4)).astype("float32"), np.eye(3, dtype="float32")[draw.integers(0, 3, 100)]
     examples = data.Arrays(x, y, draw.uniform(0.5, 2.0, 100).astype("float32"))
@@ -191,7 +191,7 @@ def test_metrics_of_keras_add_up_to_what_keras_finds_in_all_examples() -> None:
         assert found[name] == pytest.approx(value, rel=1e-4), name
 
 
-def test_a_compiled_model_keeps_what_it_was_compiled_with() -> None:
+def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:
     def twelve() -> keras.Model:
         model = dense(12)
         model.compile(keras.optimizers.Adam(0.5), "mse", metrics=["mae"])
@@ -201,11 +201,11 @@ def test_a_compiled_model_keeps_what_it_was_compiled_with() -> None:
     optimizer = make_optimizer(10)
     assert isinstance(optimizer, keras.optimizers.Adam)
     assert float(optimizer.learning_rate) == 0.5
-    assert make_optimizer(10) is not optimizer, "each ps has one"
+    assert make_optimizer(10) is not optimizer, "each ps needs its own optimizer"
     assert step.metrics.results(np.zeros(step.metrics.size)).keys() == {"loss", "mae"}
 
 
-def test_a_model_that_is_not_compiled_needs_classes() -> None:
+def test_a_model_that_is_not_compiled_needs_class_labels() -> None:
     source, splits = source_and_splits(run_config("softmax"))
     splits = replace(splits, num_classes=None)
     for each, says in (

@@ -14,16 +14,16 @@ def add(counters: Counters, worker: int, staleness: int, sums: list[float]) -> N
     counters.add(indices, tf.constant(staleness, tf.int64), tf.constant([*ONES, *sums]))
 
 
-def test_an_update_is_counted_in_its_place() -> None:
+def test_an_update_is_counted_for_its_worker_and_staleness() -> None:
     counters = Counters(NUM_WORKERS, NUM_METRICS)
     add(counters, 0, 0, [2.5, 100.0, 90.0, 7.0])
     add(counters, 2, 7, [0.5, 57.0, 40.0, -1.0])
     add(counters, 2, MAX_STALENESS + 5, [0.25, 1.0, 1.0, 0.5])
-    add(counters, 2, -1, [0.25, 1.0, 1.0, 0.5])  # cannot occur; unchecked, it would fail or be counted elsewhere
+    add(counters, 2, -1, [0.25, 1.0, 1.0, 0.5])  # cannot occur; without a check it would fail or change another counter
     now = counters.now()
     assert now.applied == 4
     assert now.totals.tolist() == [[1, 2.5, 100], [0] * 3, [3, 1.0, 59]]
-    assert now.metrics.tolist() == [132, 7], "of all workers together"
+    assert now.metrics.tolist() == [132, 7], "metrics are summed over all workers"
     assert {int(bin): int(now.staleness[bin]) for bin in now.staleness.nonzero()[0]} == {0: 2, 7: 1, MAX_STALENESS: 1}
     assert float(counters.applied()) == 4
     assert counters.of_worker(tf.constant(2, tf.int64)).numpy().tolist() == [3, 1.0, 59, 4]
@@ -39,14 +39,14 @@ def test_counters_continue_where_another_run_ended() -> None:
     counters.restore(begun)
     add(counters, 1, 3, [0.0, 0.0, 0.0, 1.0])
     now = counters.now()
-    assert now.applied == 2**40 + 2, "a float64 counts on exactly"
+    assert now.applied == 2**40 + 2, "a float64 counts exactly"
     assert (now.totals - begun.totals).tolist() == [[0] * 3, [1, 0, 0], [0] * 3]
     assert (now.metrics - begun.metrics).tolist() == [0, 1]
     assert np.flatnonzero(now.staleness - begun.staleness).tolist() == [3]
 
 
-def test_an_update_is_counted_by_one_operation_that_locks() -> None:
-    """Two updates in an operation that shares its lock lose a count too rarely for a test to notice."""
+def test_an_update_is_counted_by_one_operation_under_an_exclusive_lock() -> None:
+    """With a shared lock, concurrent updates lose a count too rarely for a test with real updates to notice."""
     counters = Counters(NUM_WORKERS, NUM_METRICS)
     indices, scalar = tf.TensorSpec([counters.added, 1], tf.int64), tf.TensorSpec([], tf.int64)
     added = tf.TensorSpec([counters.added], tf.float32)

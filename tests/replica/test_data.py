@@ -1,4 +1,4 @@
-"""The pipeline: shards that are disjoint and cover the data, whatever the numbers."""
+"""The pipeline: for all numbers of examples and workers, shards are disjoint and cover the data."""
 
 import urllib.parse
 from dataclasses import replace
@@ -62,11 +62,13 @@ def test_examples_may_stay_in_their_order() -> None:
     sharding = Sharding(10, 2, 2, 0, True, shuffle=False)
     for number in range(2):
         rows = [epoch(sharding, shard, number)[0].tolist() for shard in range(2)]
-        assert rows == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [9, 0]]], "the rest is shared: one example each"
+        assert rows == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [9, 0]]], (
+            "the last two examples are divided among the workers"
+        )
     assert [weights[-1].tolist() for _, weights in (epoch(sharding, shard) for shard in range(2))] == [[0.5, 0]] * 2
 
 
-def test_workers_see_what_one_with_their_batches_together_sees() -> None:
+def test_workers_together_see_the_batches_of_one_worker_with_a_larger_batch() -> None:
     one = epoch(Sharding(100, 30, 1, 0, True), 0)[0]
     three = [epoch(Sharding(100, 10, 3, 0, True), shard)[0] for shard in range(3)]
     for step in range(3):
@@ -74,7 +76,7 @@ def test_workers_see_what_one_with_their_batches_together_sees() -> None:
 
 
 def pictures_of_numbers(index: tf.Tensor) -> list[tf.Tensor]:
-    """Of as many examples as there are, each a picture of one pixel, whose value is its label."""
+    """One image of a single pixel for each example; its value is the label."""
     return [tf.cast(index, tf.uint8)[..., None, None, None], index]
 
 
@@ -86,13 +88,15 @@ def test_batches_hold_the_images_of_their_labels() -> None:
 
 
 def test_batches_without_examples_are_left_out() -> None:
-    sharding = Sharding(21, 5, 2, 0, False)  # 2 steps of 2 x 5, then one example for the first worker alone
+    sharding = Sharding(
+        21, 5, 2, 0, False
+    )  # 2 steps of 2 x 5 examples, then one example, which only the first worker gets
     *_, weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[1]
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_worker_goes_on_where_its_counted_steps_have_ended(shard: int) -> None:
+def test_a_worker_continues_after_its_counted_steps(shard: int) -> None:
     """The second worker has one step less in an epoch than the first."""
     sharding = Sharding(21, 5, 2, 0, False)
 
@@ -108,7 +112,7 @@ def test_blocks_begin_with_the_number_of_their_first_step() -> None:
     assert [int(number) for number, _ in blocks] == [4, 7, 10]
 
 
-def test_a_worker_goes_on_at_the_same_part_of_the_data_in_another_mode() -> None:
+def test_a_worker_continues_at_the_same_part_of_the_data_in_another_mode() -> None:
     before = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
     snapshot = Snapshot(6, {}, replace(facts(6), examples=42, input=before))
     assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs, of 3 and of 2 steps"
@@ -137,7 +141,7 @@ def test_digits() -> None:
         (None, PIXELS[:, 0], " x (None): must be an array of numbers or strings [n, ...]"),
     ],
 )
-def test_data_that_is_not_what_it_promises(x: Any, y: Any, words: str) -> None:
+def test_invalid_arrays_are_refused(x: Any, y: Any, words: str) -> None:
     arrays = data.Arrays(x, y)
     registry.DATA["broken"] = lambda config: data.Splits(arrays, arrays, arrays)
     with pytest.raises(DataError) as caught:
@@ -156,7 +160,7 @@ def test_splits_of_several_kinds() -> None:
 
 @pytest.mark.parametrize("dtype", [np.str_, object])
 def test_data_of_any_structure(dtype: Any) -> None:
-    """Comes to the tasks as Keras takes it, in one piece."""
+    """The structure stays; leaves are converted as Keras converts them, and contiguous in memory."""
     words = ["a", "bc", "ä", ""]
     x = {"words": np.array(words, dtype), "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS))}
     y = [np.arange(8.0).reshape(4, 2), None]
@@ -180,7 +184,7 @@ def test_data_of_any_structure(dtype: Any) -> None:
 
 
 def test_batches_of_any_structure(tmp_path: Path) -> None:
-    """Whether the arrays are mapped from a file or not, and whatever they hold."""
+    """Batches of text, numbers and truth values, from arrays in memory and from mapped files."""
     leaves = [np.array([b"a", b"bc", b"", b"d"]), PIXELS, PIXELS * 0.5, np.array([True, False, True, True])]
     mapped = [leaf.copy() for leaf in leaves]
     for number, leaf in enumerate(leaves):
@@ -196,7 +200,7 @@ def test_batches_of_any_structure(tmp_path: Path) -> None:
             assert one.shape == expected[:3].shape
 
 
-def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
+def test_the_newest_complete_version_of_mnist_is_used(tmp_path: Path) -> None:
     names = ["mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001", "dataset_info.json"]
     for version, files in (("3.0.0", names[1:]), ("3.0.1", names), ("3.0.2", names[:2])):
         (tmp_path / "mnist" / version).mkdir(parents=True)
@@ -210,7 +214,7 @@ def test_of_several_mnists_the_newest_whole_one_is_taken(tmp_path: Path) -> None
 
 
 def picture(label: int, png: bytes | None = None) -> bytes:
-    """An example as tensorflow-datasets writes it."""
+    """An encoded example, as tensorflow-datasets writes it."""
     png = tf.io.encode_png(np.full((28, 28, 1), label, np.uint8)).numpy() if png is None else png
     features = {
         "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[png])),
@@ -220,7 +224,7 @@ def picture(label: int, png: bytes | None = None) -> bytes:
     return text
 
 
-def test_records_that_are_damaged_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_or_missing_records_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     examples = [picture(label) for label in range(6)]
     config = DataConfig(name="mnist", dir=str(tmp_path), num_validation=2)
@@ -254,7 +258,7 @@ def test_mnist(real_data: str) -> None:
     splits = data.load(DataConfig(name="mnist", num_validation=5000))
     assert [len(split_of(splits, name)) for name in SPLITS] == [55_000, 5_000, 10_000]
     pixels = np.concatenate([split_of(splits, "validation").x, splits.train.x])
-    assert pixels.mean() == pytest.approx(33.3184, abs=1e-3)  # of the 60,000 training images
+    assert pixels.mean() == pytest.approx(33.3184, abs=1e-3)  # the mean over the 60,000 training images
     assert np.bincount(split_of(splits, "test").y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
@@ -271,7 +275,7 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     damaged = next(tmp_path.glob("tf2dist/*test*/images.npy"))
     text = bytearray(damaged.read_bytes())
     text[-1000] ^= 255
-    damaged.unlink()  # not written over: `cached` maps it
+    damaged.unlink()  # removed, not overwritten, because `cached` maps it
     damaged.write_bytes(text)
     location.resolve(config, warned.append)
     assert len(warned) == 1
@@ -280,7 +284,7 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
 
 
-def test_mnist_comes_from_the_host_that_is_told_and_from_no_prepared_copy() -> None:
+def test_mnist_is_downloaded_from_the_named_host_and_not_as_a_prepared_copy() -> None:
     import tensorflow_datasets as tfds
 
     assert urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname == location.MNIST_HOST

@@ -1,4 +1,4 @@
-"""Which task gets which GPU, with a made-up list of GPUs, and how tasks share cores."""
+"""The GPUs that each task gets, given a list of invented GPUs, and how tasks share cores."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_without_gpus_a_worker_gets_none() -> None:
 
 
 def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES renumbers the GPUs; nvidia-smi itself knows the numbers 0 to 2."""
+    """CUDA_VISIBLE_DEVICES renumbers the GPUs; nvidia-smi keeps the numbers 0 to 2."""
     script = tmp_path / "nvidia-smi"
     script.write_text('#!/bin/sh\ncase "$*" in *=0) echo 16384;; *=1) echo 24576;; *=2) echo 8192;; *) exit 6;; esac')
     script.chmod(0o700)
@@ -54,7 +54,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tasks_of_one_host_share_its_cores() -> None:
-    """In a process of its own: TensorFlow accepts the settings only before its first operation."""
+    """Runs in a separate process, because TensorFlow accepts the settings only before its first operation."""
     code = """if True:
         import tensorflow as tf
         from tensorflow.python.eager import context

@@ -1,4 +1,4 @@
-"""Plans of epochs against Keras: a validation of some steps or in some epochs, and epochs counted from a later one."""
+"""Epochs compared with Keras: validation_steps, validation_freq and initial_epoch."""
 
 from typing import Any
 

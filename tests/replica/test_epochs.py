@@ -1,4 +1,4 @@
-"""Epochs in both modes against `keras.Model.fit` on the same batches: the history and the weights."""
+"""The history and the weights after some epochs in both modes equal those of `keras.Model.fit` on the same batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def binary() -> keras.Model:
 
 
 class SummedFirst(keras.optimizers.RMSprop):  # type: ignore[misc]
-    """Sums the gradients of an embedding's row that a batch looks up twice before it squares them.
+    """RMSprop that adds up the gradients of an embedding's row before it squares the sum, if a batch looks it up twice.
 
     So do tf2dist and Keras on JAX and PyTorch; Keras on TensorFlow squares each of them.
     """
@@ -203,7 +203,7 @@ def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, s
 
 
 def trained_before(folder: Path) -> Given:
-    """A model whose optimizer has a state, and a schedule that is under way."""
+    """A model that was trained before: its optimizer has a state, and its learning rate schedule has started."""
     path, splits = folder / "trained.keras", examples(table)
     if not path.exists():
         keras.utils.set_random_seed(1)
@@ -216,7 +216,7 @@ def trained_before(folder: Path) -> Given:
     return Given(lambda: keras.models.load_model(path), splits, plan)
 
 
-def test_rows_that_are_looked_up_twice_cause_a_warning(async_loop: Any, publishing: Any) -> None:
+def test_embedding_rows_that_are_looked_up_twice_cause_a_warning(async_loop: Any, publishing: Any) -> None:
     for name, told in (("two outputs", "embedding"), ("recurrent", ""), ("regression", "")):
         given = source(name)
         publishing(given.load())
@@ -234,7 +234,7 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     saved = loop.snapshot()
     later = async_loop(config, 1, 2, source=given, start=saved)
     assert later.earlier_updates == 10
-    later.train(saved.step)  # leaves no work of this loop unfinished
+    later.train(saved.step)  # finishes the work of this loop
 
 
 def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
@@ -253,7 +253,7 @@ def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorker
     "name",
     ["two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "binary", "recurrent"))],
 )
-def test_three_synchronous_workers_equal_one_with_the_threefold_batch(name: str, sync_workers: SyncWorkers) -> None:
+def test_three_synchronous_workers_equal_one_with_three_times_the_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
     assert_same(found, keras_fit(source(name)))
     for _, weights in others:
@@ -262,14 +262,14 @@ def test_three_synchronous_workers_equal_one_with_the_threefold_batch(name: str,
 
 @dataclass
 class Pausing(Recording):
-    """Asks for one pause, as soon as the training has begun."""
+    """Asks for one pause as soon as training has begun."""
 
     def wanted(self) -> bool:
         return self.calls[-1][0] == "begin"
 
 
 def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
-    """The calls of a callback that ends the first epoch at a pause; `end`: its answer to the end of that epoch."""
+    """The calls of a callback that ends the first epoch at a pause, and answers `end` at the end of that epoch."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
     given, config = source("regression"), config_of(BATCH)

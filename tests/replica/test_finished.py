@@ -1,4 +1,4 @@
-"""What a run leaves as a Keras model, written and loaded in one process; `e2e/test_finished` has real runs."""
+"""The Keras model that a run writes, saved and loaded in one process; `e2e/test_finished` has real runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +23,14 @@ EXAMPLES = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
 
 class Twice(keras.layers.Layer):  # type: ignore[misc]
-    """A layer that is code of the user's own."""
+    """A custom layer: loading it needs code of the user."""
 
     def call(self, inputs: Any) -> Any:
         return 2.0 * inputs
 
 
 def nameless() -> keras.Model:
-    """Layers without names of their own, which Keras numbers anew whenever it makes one; a model within the model."""
+    """Layers without explicit names, which Keras numbers anew for each model; and a model within the model."""
     layers = keras.layers
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization(), layers.Dropout(0.5)])
     model = keras.Sequential([keras.Input((6,)), inner, layers.Dense(5), layers.Dense(3)])
@@ -57,7 +57,7 @@ def snapshot_of(model: keras.Model, step: int) -> Snapshot:
 
 
 def leave(run_dir: Path, model: keras.Model, build: Callable[[], keras.Model], step: int = 7) -> list[str]:
-    """What the leader of a run does with its model; returns the warnings."""
+    """Writes the model as the leader of a run does; returns the warnings."""
     warnings: list[str] = []
     describe(run_dir, model, lambda: build().optimizer, warnings.append)
     snapshot = snapshot_of(model, step)
@@ -85,7 +85,7 @@ def test_a_model_whose_layers_have_no_names(tmp_path: Path, step: int | None) ->
     assert_same(loaded, model)
 
 
-def test_a_run_that_has_not_ended_has_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(tmp_path: Path) -> None:
     model, given = trained(nameless), []
     for saved_step in (3, 5):
         leave(tmp_path, model, nameless, saved_step)
@@ -97,13 +97,13 @@ def test_a_run_that_has_not_ended_has_its_newest_checkpoint(tmp_path: Path) -> N
         np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), outputs, rtol=1e-5)
 
 
-def test_the_weights_that_were_evaluated_and_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_evaluated_weights_may_differ_from_those_of_the_checkpoint(tmp_path: Path) -> None:
     model = trained(nameless)
     before = model.predict(EXAMPLES, verbose=0)
     describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
     snapshot = snapshot_of(model, 7)
     Checkpoints(tmp_path / "checkpoints").save(snapshot)
-    model.layers[-1].bias.assign([1.0, 2.0, 3.0])  # as an optimizer does with moving averages at the end
+    model.layers[-1].bias.assign([1.0, 2.0, 3.0])  # as an optimizer with moving averages of the weights does at the end
     write_model(tmp_path, model, model.optimizer, snapshot, nameless, pytest.fail)
     at_the_end = tf2dist.load_model(tmp_path).predict(EXAMPLES, verbose=0)
     np.testing.assert_allclose(at_the_end, model.predict(EXAMPLES, verbose=0), rtol=1e-5)
@@ -119,7 +119,7 @@ def test_a_learning_rate_that_a_callback_has_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 7])
-def test_classes_of_the_users_own_come_from_the_caller(tmp_path: Path, step: int | None) -> None:
+def test_custom_classes_come_from_the_caller(tmp_path: Path, step: int | None) -> None:
     model = trained(with_own_layer)
     assert leave(tmp_path, model, with_own_layer) == []
     with pytest.raises(ConfigError, match=r"needs the class Twice, which is your own code; give custom_objects"):
@@ -133,7 +133,7 @@ def registered(run_dir: Path, step: int | None) -> keras.Model:
         return tf2dist.load_model(run_dir, step)
 
 
-def test_a_lambda_is_not_executed_unasked(tmp_path: Path) -> None:
+def test_a_lambda_is_not_executed_without_consent(tmp_path: Path) -> None:
     def build() -> keras.Model:
         doubling = keras.layers.Lambda(lambda x: 2.0 * x, output_shape=(6,))
         model = keras.Sequential([keras.Input((6,)), doubling, keras.layers.Dense(3)])
@@ -148,7 +148,7 @@ def test_a_lambda_is_not_executed_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["arrays", "stream"])
 def test_the_data_of_a_call_of_fit_have_to_be_named(name: str, tmp_path: Path) -> None:
-    """A run does not keep them."""
+    """A run does not keep a copy of the data."""
     leave(tmp_path, trained(nameless), nameless)
     (tmp_path / "config.yaml").write_text(RunConfig(data=DataConfig(name=name)).to_yaml())
     for command in (evaluate, predict):
@@ -158,7 +158,7 @@ def test_the_data_of_a_call_of_fit_have_to_be_named(name: str, tmp_path: Path) -
             command.run([str(tmp_path)])
 
 
-def test_refusals_name_what_there_is(tmp_path: Path) -> None:
+def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run_dir \(.*nowhere\): there is no such folder"):
         tf2dist.load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds neither model\.keras nor a checkpoint"):
@@ -182,7 +182,7 @@ def test_refusals_name_what_there_is(tmp_path: Path) -> None:
         tf2dist.load_model(tmp_path, 7)
 
 
-def test_a_model_that_is_another_one_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_differs_from_the_checkpoint_is_refused(tmp_path: Path) -> None:
     leave(tmp_path, trained(nameless), nameless)
     leave(tmp_path, trained(with_own_layer), with_own_layer, step=8)
     with pytest.raises(CheckpointError, match=r"the model is another one: missing: .* extra: "):
@@ -190,7 +190,7 @@ def test_a_model_that_is_another_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    """And nothing of it is left, nor of an earlier run's."""
+    """No part of its file stays, and no model of an earlier run."""
     model = trained(nameless)
     leave(tmp_path, model, nameless)
 

@@ -26,7 +26,7 @@ from tf2dist.training.launcher_hooks import LauncherHooks
 
 
 class Leader:
-    """The leader's side, in the thread of the run, and the launcher between it and the caller."""
+    """The leader in the thread of the run, and the launcher that passes messages between it and the caller."""
 
     def __init__(self, folder: Path, callbacks: list[Any], epochs: int = 2) -> None:
         with fresh_names():
@@ -75,10 +75,12 @@ def test_only_changes_by_callbacks_are_sent_back(tmp_path: Path) -> None:
     assert (begin.arrays, begin.learning_rate, begin.stop) == ({}, None, False)
     assert end.arrays.keys() == {"model/only/bias"}
     assert (end.arrays["model/only/bias"].tolist(), end.learning_rate) == ([4.0], 0.25)
-    assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), "the mirror has the cluster's values"
+    assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), (
+        "the caller's model does not have the values of the cluster"
+    )
     assert int(leader.model.optimizer.iterations) == 10
     assert leader.callbacks.history.history["several"][0].tolist() == [1.0, 2.0]
-    assert list(tmp_path.iterdir()) == [], "files are removed when they are read"
+    assert list(tmp_path.iterdir()) == [], "files that were read were not removed"
 
 
 class BeforeValidation(keras.callbacks.Callback):  # type: ignore[misc]
@@ -99,14 +101,14 @@ def test_changes_that_come_too_late_for_the_cluster_are_refused(callback: Any, w
     def script(leader: Leader) -> None:
         leader.call("begin", 0, 0)
         leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, 0.5, lambda: leader.arrays, {})
-        assert leader.hooks.answer(5.0) is None, "the caller has refused the change"
+        assert leader.hooks.answer(5.0) is None, "the change was not refused by the caller"
 
     with pytest.raises(FitError, match=words):
         Leader(tmp_path, [callback()]).run(script)
 
 
 def test_the_states_of_random_generators_are_sent_with_a_model(tmp_path: Path) -> None:
-    """Keras does not save them, so a layer without a seed would draw other numbers in each process."""
+    """Keras does not save them, so a layer without a seed would draw different numbers in each process."""
     layers = [keras.Input([2]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
@@ -115,11 +117,11 @@ def test_the_states_of_random_generators_are_sent_with_a_model(tmp_path: Path) -
     model(np.ones((1, 2), np.float32), training=True)
     wanted, found = (np.array(seeds_of(each)[0].value) for each in (model, shipping.load_sent_model(tmp_path)))
     assert found[0] == wanted[0]
-    assert (found[1], wanted[1]) == (0, 1), "the copy has the state from before the later draw"
+    assert (found[1], wanted[1]) == (0, 1), "the copy must have the state at the time of the copy"
 
 
 def test_variables_without_weight_decay_are_sent_with_a_model(tmp_path: Path) -> None:
-    """Keras does not save which they are; here of a model that was trained before."""
+    """Keras does not save the list of these variables; the model here was trained before."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -134,18 +136,18 @@ def test_variables_without_weight_decay_are_sent_with_a_model(tmp_path: Path) ->
         np.testing.assert_array_equal(each.trainable_variables[1], bias)
 
 
-def test_a_model_has_the_random_generators_of_its_training() -> None:
+def test_the_mirror_has_the_random_generators_of_the_training() -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     mirror = Mirror(model)
     mirror.put({"random/0": np.array([3, 20], np.uint32)}, 0.01, 10)
     assert np.array(seeds_of(model)[0].value).tolist() == [3, 20]
     model(np.ones((1, 2), np.float32), training=True)
-    assert mirror.changes() == ({}, None), "what a callback draws stays in this process"
+    assert mirror.changes() == ({}, None), "a random number drawn by a callback must not change the cluster"
 
 
 def test_updates_that_are_accumulated_are_counted() -> None:
-    """With two to an update, `iterations` of the optimizer is half of the steps."""
+    """With two steps to an update, `iterations` of the optimizer is half the number of steps."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
     mirror = Mirror(model)
@@ -155,7 +157,7 @@ def test_updates_that_are_accumulated_are_counted() -> None:
 
 
 def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
-    """Two epochs are trained; then the leader is lost, and a new one begins from nothing, and then from epoch 1."""
+    """The leader is lost after two epochs; a new one starts from the beginning, and another one from epoch 1."""
     losses = []
 
     def script(leader: Leader) -> None:
@@ -196,7 +198,7 @@ def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
         Leader(tmp_path, []).run(script)
 
 
-def test_a_pause_is_requested_once_until_it_comes(tmp_path: Path) -> None:
+def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Look(keras.callbacks.Callback):
@@ -218,7 +220,7 @@ def test_a_pause_is_requested_once_until_it_comes(tmp_path: Path) -> None:
 
     change = Leader(tmp_path, [Look()]).run(script)
     assert change.stop
-    assert seen == [7], "hooks are called at the step of the pause alone"
+    assert seen == [7], "hooks must be called only at the step of the pause"
     assert (sent.get(), sent.get()) == (True, False)
 
 
@@ -244,7 +246,7 @@ class StopsAtBegin(keras.callbacks.Callback):
 def test_stop_training_in_on_epoch_begin_ends_that_epoch_early(last: int, tmp_path: Path) -> None:
     def script(leader: Leader) -> bool:
         changes = [leader.call("begin", 0, 0), *(leader.call("epoch", n, 10 * n + 10) for n in range(last))]
-        assert not any(change.stop for change in changes), "the epoch that begins takes a step, as in Keras"
+        assert not any(change.stop for change in changes), "the epoch must take a step before it ends, as in Keras"
         assert leader.inbox.pause_wanted.wait(30.0)
         return leader.call("pause", last, 10 * last + 1).stop
 

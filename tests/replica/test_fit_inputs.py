@@ -1,4 +1,4 @@
-"""What `fit` takes as data, held against what `keras.Model.fit` makes of it."""
+"""The data that `fit` accepts, compared with what `keras.Model.fit` passes to the model."""
 
 import os
 from collections.abc import Callable
@@ -58,11 +58,11 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_become_what_keras_makes_of_them(kind: str) -> None:
+def test_arrays_are_converted_as_keras_does(kind: str) -> None:
     x = KINDS[kind]()
     wanted, _, _ = seen_by_keras(x)
     ours = training_set(x, None, None, None).x
-    keras.tree.assert_same_structure(ours, x)  # Keras makes tuples of lists, and takes both
+    keras.tree.assert_same_structure(ours, x)  # Keras converts lists to tuples, and accepts both
     for mine, theirs in zip(keras.tree.flatten(ours), keras.tree.flatten(wanted), strict=True):
         assert tf.convert_to_tensor(mine).dtype == tf.convert_to_tensor(theirs).dtype
         assert np.array_equal(mine.astype(theirs.dtype), theirs)
@@ -77,7 +77,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("labels", LABELS)
-def test_class_weights_become_the_weights_of_keras(labels: str) -> None:
+def test_class_weights_become_the_sample_weights_of_keras(labels: str) -> None:
     class_weight = {0: 1.5, 2: 0.25}
     _, _, wanted = seen_by_keras(NUMBERS, LABELS[labels], class_weight=class_weight)
     ours = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
@@ -85,7 +85,7 @@ def test_class_weights_become_the_weights_of_keras(labels: str) -> None:
     assert ours.dtype == np.float32
 
 
-def test_one_array_of_weights_counts_for_each_output() -> None:
+def test_one_array_of_weights_applies_to_each_output() -> None:
     outputs = {"a": NUMBERS, "b": NUMBERS[:, 0]}
     weights = np.arange(N) / 5
     _, _, wanted = seen_by_keras(NUMBERS, outputs, sample_weight=weights)
@@ -95,8 +95,8 @@ def test_one_array_of_weights_counts_for_each_output() -> None:
 
 
 @pytest.mark.parametrize("weighted", ["train", "validation", "split"])
-def test_weights_of_one_set_do_not_weigh_the_other(weighted: str) -> None:
-    """Both have weights then, of 1 where none were given, as Keras takes none for."""
+def test_sample_weights_of_one_set_do_not_affect_the_other(weighted: str) -> None:
+    """The other set gets weights of 1, which Keras assumes where none are given."""
     y, weights = NUMBERS[:, 0], np.arange(1.0, N + 1)
     by_class = {int(each): 9.0 for each in y}
     train = training_set(NUMBERS, y, None, None if weighted == "validation" else by_class)
@@ -131,7 +131,7 @@ def test_validation_data_of_two_or_three_parts(given: Any) -> None:
     train = training_set(NUMBERS, NUMBERS, None, None)
     _, validation = validation_set(train, given, 0.5)
     assert validation is not None
-    assert np.array_equal(validation.x, NUMBERS), "validation_data goes before validation_split"
+    assert np.array_equal(validation.x, NUMBERS), "validation_data must override validation_split"
     assert (validation.sample_weight is not None) == (len(given) == 3)
 
 
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_sent_is_refused_by_name(what: str) -> None:
+def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
     arguments, words = REFUSED[what]
     given = {"y": None, "sample_weight": None, "class_weight": None, **arguments}
     with pytest.raises(FitError) as told:
@@ -179,7 +179,7 @@ def test_what_cannot_be_sent_is_refused_by_name(what: str) -> None:
         (tf.data.Dataset.from_tensors(NUMBERS), 0.0, "validation_data: is"),
     ],
 )
-def test_a_validation_set_that_cannot_be_is_refused(data: Any, split: float, words: str) -> None:
+def test_an_invalid_validation_set_is_refused(data: Any, split: float, words: str) -> None:
     with pytest.raises(FitError) as told:
         validation_set(training_set(NUMBERS, NUMBERS, None, None), data, split)
     assert words in str(told.value)
@@ -188,11 +188,11 @@ def test_a_validation_set_that_cannot_be_is_refused(data: Any, split: float, wor
 @pytest.mark.parametrize(("given", "steps", "at_once", "wanted"), [
     (None, None, 1, 32), (7, None, 1, 7), (None, 5, 1, 20), (None, 5, 3, 7), (7, 5, 3, 7),
 ])  # fmt: skip
-def test_the_batch_size_of_keras(given: int | None, steps: int | None, at_once: int, wanted: int) -> None:
+def test_the_batch_size_is_that_of_keras(given: int | None, steps: int | None, at_once: int, wanted: int) -> None:
     assert inputs.batch_size_of(given, 100, steps, at_once) == wanted
 
 
-def test_arrays_are_mapped_and_come_back_as_they_were(tmp_path: Path) -> None:
+def test_arrays_that_are_written_and_mapped_are_unchanged(tmp_path: Path) -> None:
     texts = np.array(["é", "b c"] * (N // 2))
     x = {"numbers": [NUMBERS / 7, (NUMBERS,)], "texts": texts, "again": NUMBERS}
     examples = training_set(x, NUMBERS, np.ones(N), None)
@@ -203,7 +203,7 @@ def test_arrays_are_mapped_and_come_back_as_they_were(tmp_path: Path) -> None:
         assert np.array_equal(mine, theirs)
     keras.tree.assert_same_structure(found.x, examples.x)
     assert isinstance(found.x["numbers"][1], tuple)
-    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that stands twice is written once"
+    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that occurs twice was written twice"
 
 
 def test_a_mapped_file_is_passed_on_and_not_copied(tmp_path: Path) -> None:
@@ -223,4 +223,6 @@ def test_a_part_of_a_mapped_file_is_not_taken_for_the_whole(view: Callable[[Any]
     np.save(tmp_path / "x.npy", NUMBERS.astype("float32"))
     part = view(np.load(tmp_path / "x.npy", mmap_mode="r"))
     assert inputs.mapped_file(part) == ""
-    assert inputs.mapped_file(np.load(tmp_path / "x.npy", mmap_mode="c")) == "", "may have been changed in memory"
+    assert inputs.mapped_file(np.load(tmp_path / "x.npy", mmap_mode="c")) == "", (
+        "the mapping may have been changed in memory"
+    )

@@ -89,7 +89,7 @@ class LooksAtValidationBatches(keras.callbacks.Callback):  # type: ignore[misc]
 
 @dataclass
 class Now:
-    """A model that is made in its test: a process that has joined a cluster cannot read one that was made before."""
+    """Makes its model within the test: a process that has joined a cluster cannot read variables made before."""
 
     make: Callable[[], keras.Model]
 
@@ -179,12 +179,12 @@ def test_a_wrong_call_is_refused(what: str, nothing_starts: Path) -> None:
     assert list(nothing_starts.iterdir()) == []
 
 
-def test_what_async_refuses_sync_takes(nothing_starts: Path) -> None:
+def test_sync_accepts_what_only_async_refuses(nothing_starts: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="a wrong call is run"):
         tf2dist.fit(constrained, X, Y, batch_size=4, mode="sync")
 
 
-def test_settings_of_keras_that_tasks_cannot_have(nothing_starts: Path) -> None:
+def test_settings_of_keras_that_tasks_cannot_use_are_refused(nothing_starts: Path) -> None:
     keras.config.set_floatx("float16")
     try:
         with pytest.raises(tf2dist.ConfigError, match=r"keras.config.floatx \(float16\)"):
@@ -205,17 +205,17 @@ def test_a_call_in_a_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tf2dist.fit(model, X, Y)
 
 
-def test_a_cluster_of_tf_config_and_a_local_one(monkeypatch: pytest.MonkeyPatch, nothing_starts: Path) -> None:
+def test_a_local_cluster_is_refused_if_tf_config_is_set(monkeypatch: pytest.MonkeyPatch, nothing_starts: Path) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}')
     with pytest.raises(tf2dist.ConfigError, match="TF_CONFIG is set"):
         tf2dist.fit(model, X, Y, 4, cluster=tf2dist.Local())
 
 
-# What is not refused reaches the run as it was given.
+# Accepted arguments reach the run unchanged.
 
 
 def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """The configuration of the run, and the job that tasks would read."""
+    """Returns the configuration of the run, and the job that tasks would read."""
     found: list[Any] = []
 
     def run(

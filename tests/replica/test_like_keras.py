@@ -1,4 +1,4 @@
-"""What Keras does in one process with the same examples, both modes do: compared with `fit`."""
+"""Both modes give the results that `keras.Model.fit` gives in one process with the same examples."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,9 +20,11 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import seeds_of
 from tf2dist.testing import SyncWorker, SyncWorkers
 
-STEPS = 15  # of 2 * 50 of 1,257 examples: the 13th has 57
+STEPS = 15  # of 2 * 50 examples; of the 1,257 the 13th step has the last 57
 layers = keras.layers
-Training = dict[str, Any]  # its "weights", "metrics" of all steps, the "test" at its end, and "random" generators
+Training = dict[
+    str, Any
+]  # "weights", "metrics" of all steps, the evaluation of the "test" set, and the states of "random" generators
 
 
 def begin(input_shape: tuple[int, ...]) -> list[Any]:
@@ -31,7 +33,7 @@ def begin(input_shape: tuple[int, ...]) -> list[Any]:
 
 @registry.register_model("spectral")
 def spectral(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Assigns its kernels, which are trained, whenever it is called."""
+    """Spectral normalization, which assigns trained kernels in each call."""
     hidden = layers.SpectralNormalization(layers.Dense(20, "relu"))
     return keras.Sequential(
         [*begin(input_shape), hidden, layers.SpectralNormalization(layers.Dense(num_classes))],
@@ -46,7 +48,7 @@ def synchronized(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 @registry.register_model("no_training")
 class NoTraining(keras.Model):  # type: ignore[misc]
-    """Its call takes no `training`."""
+    """A model whose `call` has no argument `training`."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class NoTraining(keras.Model):  # type: ignore[misc]
 
 @registry.register_model("looks_at_the_batch")
 class LooksAtTheBatch(NoTraining):
-    """Passes `training` on to nobody, and adds losses that depend on how many examples there are."""
+    """A model that passes `training` to no layer, and adds losses that depend on the number of examples."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__(input_shape, num_classes)
@@ -74,7 +76,7 @@ class LooksAtTheBatch(NoTraining):
 
 @registry.register_model("random")
 def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Draws from several generators, and from one of them twice."""
+    """Draws random numbers from several generators, twice from one of them."""
     dropout = layers.Dropout(0.3)
     hidden = [layers.Dense(20, "relu"), dropout, layers.GaussianNoise(0.1)]
     return keras.Sequential([*begin(input_shape), dropout, *hidden, layers.Dense(num_classes)])
@@ -82,7 +84,7 @@ def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 @registry.register_model("summed")
 def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Its loss is the sum over the batch."""
+    """A model whose loss is the sum over the batch."""
     model = keras.Sequential([*begin(input_shape), layers.Dense(num_classes)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.compile(keras.optimizers.SGD(0.001), loss, metrics=["accuracy"])
@@ -90,7 +92,7 @@ def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 class OwnLoss(keras.Model):  # type: ignore[misc]
-    """Computes its loss itself."""
+    """A model that overrides `compute_loss`."""
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
         return keras.ops.mean(keras.ops.square(y_pred - keras.ops.one_hot(y, 10))) + 0.01 * keras.ops.max(y_pred)
@@ -115,7 +117,7 @@ def case(model: str, num_workers: int = 1, **more: Any) -> RunConfig:
 
 
 def plain_keras(config: RunConfig) -> Training:
-    """What Keras makes of `STEPS` batches of 100 and the end of `fit`."""
+    """The results of Keras after `STEPS` batches of 100 examples and the end of `fit`."""
     source, splits = source_and_splits(config)
     model = built_model(source, splits, config.seed)
     if not model.compiled:
@@ -147,7 +149,9 @@ def train(loop: Any) -> Training:
     loop.finalize()
     assert loop.progress.global_step == loop.updates_applied() == STEPS
     kept = loop.snapshot().weights().arrays
-    assert all(np.array_equal(kept[name], array) for name, array in raw.items()), "a run goes on from what was trained"
+    assert all(np.array_equal(kept[name], array) for name, array in raw.items()), (
+        "a checkpoint must keep the trained weights"
+    )
     return {
         "weights": weights_of(loop.model),
         "raw": list(raw.values()),
@@ -170,8 +174,10 @@ def assert_like(found: Training, expected: Training) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
     for part in ("metrics", "test"):
         assert found[part] == pytest.approx(expected[part], rel=1e-4), part
-    counts = [[count for _, count in each["random"]] for each in (found, expected)]  # their seeds are drawn anew
-    assert counts[0] == counts[1], "random generators go on where those of Keras do"
+    counts = [
+        [count for _, count in each["random"]] for each in (found, expected)
+    ]  # the seeds themselves differ from run to run
+    assert counts[0] == counts[1], "random generators must have advanced as far as those of Keras"
 
 
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -183,7 +189,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("model", ["spectral", "synchronized", "summed"])
-def test_two_synchronous_workers_do_what_keras_does(sync_workers: SyncWorkers, model: str) -> None:
+def test_two_synchronous_workers_equal_keras(sync_workers: SyncWorkers, model: str) -> None:
     results = sync_workers(train_in_sync, 2, (case(model, num_workers=2),))
     expected = plain_keras(case(model))
     for result in results:
@@ -191,17 +197,17 @@ def test_two_synchronous_workers_do_what_keras_does(sync_workers: SyncWorkers, m
 
 
 @pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
-def test_what_keras_optimizers_do_beside_the_update(sync_workers: SyncWorkers, more: dict[str, Any]) -> None:
+def test_settings_of_optimizers_equal_keras(sync_workers: SyncWorkers, more: dict[str, Any]) -> None:
     results = sync_workers(train_in_sync, 2, (case("softmax", num_workers=2, **more),))
     expected = plain_keras(case("softmax", **more))
     for result in results:
         assert_like(result, expected)
     moved = any(not np.array_equal(*pair) for pair in zip(results[0]["weights"], results[0]["raw"], strict=True))
-    assert moved == ("ema_momentum" in more), "averages that overwrite nothing are the last word"
+    assert moved == ("ema_momentum" in more), "only moving averages may replace the final weights"
 
 
 @pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch", "random", "summed", "own_loss"])
-def test_one_worker_does_what_keras_does(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
+def test_one_worker_equals_keras(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
     config = case(model)
     expected = plain_keras(config)
     assert_like(sync_workers(train_in_sync, 1, (config,))[0], expected)
@@ -209,12 +215,12 @@ def test_one_worker_does_what_keras_does(sync_workers: SyncWorkers, async_loop: 
 
 
 @pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
-def test_an_asynchronous_worker_does_it_too(async_loop: Callable[..., Any], more: dict[str, Any]) -> None:
+def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], more: dict[str, Any]) -> None:
     result = train(async_loop(case("softmax", **more), num_workers=1))
     assert_like(result, plain_keras(case("softmax", **more)))
 
 
-def test_an_assignment_that_others_would_overwrite_is_refused(async_loop: Callable[..., Any]) -> None:
+def test_a_model_that_assigns_trained_weights_is_refused_with_async(async_loop: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"spectral.*assigns .*kernel, which is trained.*use mode=sync"):
         async_loop(case("spectral"))
 
@@ -226,14 +232,14 @@ def step_of(model: str) -> tuple[ModelStep, data.Splits]:
 
 
 def loss_of(step: ModelStep, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
-    """Of a step that is traced anew."""
+    """The loss of a step, which is traced again."""
     at = tf.constant(place, tf.int64)
     traced = tf.function(lambda: step(*step.values(), leaves, at), autograph=False)
     return float(traced().sums[0])
 
 
-def test_losses_that_a_model_has_added_before_do_not_count_again() -> None:
-    """Whatever has called it: a trace of ours, a trace that failed, or somebody without a graph."""
+def test_losses_added_in_an_earlier_call_are_not_counted_again() -> None:
+    """The earlier call may be a trace of ours, a trace that failed, or an eager call."""
     step, splits = step_of("looks_at_the_batch")
     images, labels = splits.train.take(np.arange(8))
     first = loss_of(step, [tf.constant(images), tf.constant(labels)])
@@ -244,7 +250,7 @@ def test_losses_that_a_model_has_added_before_do_not_count_again() -> None:
     assert loss_of(step, [tf.constant(images), tf.constant(labels)]) == pytest.approx(first)
 
 
-def test_every_worker_and_step_draws_its_own_numbers() -> None:
+def test_every_worker_and_step_draws_different_numbers() -> None:
     step, splits = step_of("random")
     leaves = [tf.constant(leaf) for leaf in splits.train.take(np.arange(8))]
     places = [(worker, number) for worker in (0, 1, 2**20) for number in range(4)]

@@ -1,4 +1,4 @@
-"""What training and evaluation hold in memory: of the data no copy, and few examples at once."""
+"""The memory of training and evaluation: no copy of the data, and few examples at a time."""
 
 import re
 from collections.abc import Callable
@@ -22,14 +22,14 @@ SIZE_MB, SHAPE = 300, (31, 31, 3)
 
 
 def own_mb() -> float:
-    """What this process has in memory for itself alone; what is mapped from a file belongs to all."""
+    """The private memory of this process in MB, without the pages of mapped files."""
     found = re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) / 1024
 
 
 def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float, list[int], bool]:
-    """Returns what the training has added to the memory in MB, values of some images, and how they are taken."""
+    """Returns the MB that training adds to the memory, values of some images, and whether they are read in place."""
     from tf2dist.data import pipeline
     from tf2dist.training.synchronous.loop import SyncLoop
 
@@ -50,7 +50,7 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
 def test_synchronous_workers_hold_no_copy_of_mapped_images(
     sync_workers: SyncWorkers, tmp_path: Path, skipped: int
 ) -> None:
-    """At multiples of 64 bytes TensorFlow reads the mapping itself; elsewhere it gets the images of a batch."""
+    """TensorFlow reads a mapping in place if it is aligned to 64 bytes; otherwise it gets a copy of each batch."""
     path, count = tmp_path / "images.npy", SIZE_MB * 2**20 // int(np.prod(SHAPE))
     images = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(count, *SHAPE))
     images[:] = 7
@@ -95,7 +95,7 @@ def config_of_large() -> RunConfig:
     return config
 
 
-def test_the_evaluation_takes_no_more_large_images_at_once_than_the_training(
+def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tf2dist import data

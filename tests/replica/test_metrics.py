@@ -1,4 +1,4 @@
-"""Every metric of Keras: the sums of workers give what Keras gives over all examples, or it is refused by name."""
+"""For every metric of Keras the sums of all workers equal its value over all examples, or it is refused by name."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ KINDS = RNG.integers(0, 4, N).astype("int64")
 ONE_HOT = np.eye(4, dtype="float32")[KINDS]
 VECTORS = RNG.normal(size=(N, 3)).astype("float32")
 M = keras.metrics
-# What a metric is given: predictions, and the truth.
+# The inputs of metrics: predictions and targets.
 BINARY = (ONE, TWO_KINDS)
 CLASSES = (FOUR, KINDS)
 HOT = (FOUR, ONE_HOT)
@@ -85,7 +85,7 @@ class Scale(keras.layers.Layer):  # type: ignore[misc]
 
 
 def compiled(metrics: list[Callable[[], Any]], width: int) -> keras.Model:
-    keras.utils.clear_session()  # which numbers the names of metrics anew
+    keras.utils.clear_session()  # restarts the numbers in the names of metrics
     model = keras.Sequential([keras.Input((width,)), Scale()])
     model.compile("sgd", lambda y, outputs: keras.ops.mean(outputs, axis=-1), metrics=[make() for make in metrics])
     return model
@@ -95,7 +95,7 @@ DATA = {"binary": BINARY, "classes": CLASSES, "one-hot": HOT, "numbers": NUMBERS
 
 
 def given(kind: str) -> Given:
-    """A model with all metrics for a kind of data."""
+    """A model compiled with all metrics for a kind of data."""
     outputs, truth = DATA[kind]
     metrics = [make for make, data in CASES.values() if data[0] is outputs and data[1] is truth]
     assert metrics
@@ -103,7 +103,7 @@ def given(kind: str) -> Given:
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_the_sums_of_three_workers_give_what_keras_gives(kind: str) -> None:
+def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
     source = given(kind)
     step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())
     train = source.load().train
@@ -122,7 +122,7 @@ def evaluated(step: ModelStep, part: Arrays) -> np.ndarray:
     return sums
 
 
-def test_every_metric_of_keras_is_here() -> None:
+def test_every_metric_of_keras_is_tested() -> None:
     kinds = {
         name
         for name, kind in vars(M).items()
@@ -133,7 +133,7 @@ def test_every_metric_of_keras_is_here() -> None:
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
-    """No sum: workers cannot add it up."""
+    """Its state is a maximum, which workers cannot add up."""
 
     def __init__(self) -> None:
         super().__init__(name="largest")
@@ -146,7 +146,7 @@ class Largest(keras.metrics.Metric):  # type: ignore[misc]
         return self.value
 
 
-def test_what_is_no_sum_is_refused_by_name() -> None:
+def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name() -> None:
     source = Given(lambda: compiled([Largest], 1), Splits(Arrays(*BINARY), num_classes=None))
     with pytest.raises(ConfigError, match=r"largest.*several workers cannot add it up; leave the metric out"):
         build_step(source, source.load(), run_config(), contextlib.nullcontext())

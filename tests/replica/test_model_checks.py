@@ -1,4 +1,4 @@
-"""What a model, an optimizer or a data set cannot be is said in one line, before anything is trained."""
+"""Unsupported models, optimizers and data sets are reported in one line before training begins."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def build() -> ModelStep:
 
 
 @pytest.mark.parametrize("says", REFUSED, ids=lambda says: says.replace("\\", ""))
-def test_a_model_that_cannot_be_trained(registered: Callable[..., None], says: str) -> None:
+def test_a_model_that_cannot_be_trained_is_refused(registered: Callable[..., None], says: str) -> None:
     registered(registry.MODELS, lambda input_shape, num_classes: REFUSED[says]())
     with pytest.raises(ConfigError, match=says) as raised:
         build()
@@ -70,7 +70,7 @@ def test_a_model_that_cannot_be_trained(registered: Callable[..., None], says: s
 
 
 def test_images_with_and_without_a_channel(registered: Callable[..., None]) -> None:
-    """As Keras, which takes the one for the other."""
+    """Keras accepts either for the other, too."""
     for shape in ((28, 28), (28, 28, 1), (None, None, 1)):
         registry.MODELS["mine"] = lambda input_shape, num_classes, shape=shape: keras.Sequential(
             [keras.Input(shape), layers.Reshape([784]), layers.Dense(10)]
@@ -79,20 +79,22 @@ def test_images_with_and_without_a_channel(registered: Callable[..., None]) -> N
     registered(registry.MODELS, None)
 
 
-def test_a_builder_without_arguments(registered: Callable[..., None]) -> None:
+def test_a_builder_without_arguments_is_refused(registered: Callable[..., None]) -> None:
     registered(registry.MODELS, dense)
     with pytest.raises(ConfigError, match=r"model \(mine\): its function must take input_shape and num_classes"):
         build()
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
-def test_probabilities_instead_of_logits(registered: Callable[..., None], activation: str | None) -> None:
+def test_probabilities_instead_of_logits_cause_a_warning(
+    registered: Callable[..., None], activation: str | None
+) -> None:
     registered(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
     advice = checks.advice_on_outputs(build())
     assert f"leave the {activation} out" in advice if activation else not advice
 
 
-def test_random_numbers_from_a_generator_that_no_layer_has(registered: Callable[..., None]) -> None:
+def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(registered: Callable[..., None]) -> None:
     class Noise(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self, seed: Any = None) -> None:
             super().__init__()
@@ -113,7 +115,7 @@ def test_random_numbers_from_a_generator_that_no_layer_has(registered: Callable[
 
 
 @pytest.mark.parametrize("method", ["train_step", "test_step", "compute_metrics"])
-def test_steps_of_its_own_would_not_be_used(registered: Callable[..., None], method: str) -> None:
+def test_a_model_that_overrides_the_steps_of_keras_is_refused(registered: Callable[..., None], method: str) -> None:
     kind = type("Own", (keras.Sequential,), {method: lambda self, *_: {}})
     registered(
         registry.MODELS,
@@ -131,7 +133,7 @@ def test_steps_of_its_own_would_not_be_used(registered: Callable[..., None], met
         (lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()), "give one optimizer for all"),
     ],
 )
-def test_an_optimizer_that_cannot_be_used(registered: Callable[..., None], made: Any, says: str) -> None:
+def test_an_optimizer_that_cannot_be_used_is_refused(registered: Callable[..., None], made: Any, says: str) -> None:
     registered(registry.OPTIMIZERS, made)
     with pytest.raises(ConfigError, match=rf"optimizer \(mine\): .*{says}"):
         models.build_optimizer({"name": "mine"}, 10)
@@ -140,13 +142,13 @@ def test_an_optimizer_that_cannot_be_used(registered: Callable[..., None], made:
 @pytest.mark.parametrize(
     ("dtype", "is_refused"), [("bool", True), ("uint8", True), ("int32", False), ("float32", False)]
 )
-def test_state_without_a_mean(dtype: str, is_refused: bool) -> None:
+def test_state_that_cannot_be_averaged_is_refused(dtype: str, is_refused: bool) -> None:
     state = [keras.Variable(np.ones(2, dtype), trainable=False, dtype=dtype, name="seen")]
     with pytest.raises(ConfigError, match=f"seen is of type {dtype}") if is_refused else contextlib.nullcontext():
         checks.check_state("mine", state)
 
 
-def test_xla_and_layers_that_talk_to_other_workers() -> None:
+def test_synchronized_layers_are_refused_with_xla() -> None:
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
     checks.check_compiled("mine", model, by_xla_for_several=False)
@@ -154,7 +156,7 @@ def test_xla_and_layers_that_talk_to_other_workers() -> None:
         checks.check_compiled("mine", model, by_xla_for_several=True)
 
 
-def test_data_of_another_type(registered: Callable[..., None]) -> None:
+def test_data_of_another_type_is_refused(registered: Callable[..., None]) -> None:
     digits = load_digits(run_config().data)
     test = split_of(digits, "test")
     config = run_config().data
@@ -234,7 +236,7 @@ NOT_FOR_XLA = "devices.xla (true): XLA cannot compile the model: AsString (No re
         pytest.param("sync", "not_for_xla", NOT_FOR_XLA, marks=pytest.mark.slow),
     ],
 )
-def test_the_command_says_it_in_one_line(command: Command, mode: str, model: str, says: str) -> None:
+def test_the_command_reports_a_refused_model_in_one_line(command: Command, mode: str, model: str, says: str) -> None:
     (command.folder / "plugin.py").write_text(PLUGIN)
     options = ["data=digits", "cluster=local2", "plugins=[plugin.py]", "devices.xla=true", "train.steps=5"]
     finished = command(f"mode={mode}", f"model={model}", *options)

@@ -15,7 +15,7 @@ layers = keras.layers
 
 
 class Forgets(keras.optimizers.SGD):
-    """Its configuration leaves an argument out."""
+    """An optimizer whose `get_config` leaves an argument out."""
 
     def __init__(self, power: float = 1.0, **more: Any) -> None:
         super().__init__(**more)
@@ -23,13 +23,13 @@ class Forgets(keras.optimizers.SGD):
 
 
 class Fixed(keras.optimizers.SGD):
-    """Does not take its configuration."""
+    """An optimizer whose constructor does not accept its own configuration."""
 
     def __init__(self) -> None:
         super().__init__(0.1)
 
 
-# They are made in the test: one of the tests before it has TensorFlow forget all variables when it joins a cluster.
+# Made within the test: an earlier test may join a cluster, which makes TensorFlow drop all existing variables.
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -44,7 +44,7 @@ class Fixed(keras.optimizers.SGD):
         (Forgets, ""),
     ],
 )
-def test_an_optimizer_that_cannot_be_copied(make: Callable[[], keras.Optimizer], says: str) -> None:
+def test_an_optimizer_that_cannot_be_copied_is_refused(make: Callable[[], keras.Optimizer], says: str) -> None:
     model = keras.Sequential([keras.Input([2]), layers.Dense(1)])
     model.compile(make(), "mse")
     with pytest.raises(ConfigError, match=rf"^optimizer \(it\): {says}") if says else contextlib.nullcontext():
@@ -52,20 +52,20 @@ def test_an_optimizer_that_cannot_be_copied(make: Callable[[], keras.Optimizer],
 
 
 class Normalizes(keras.optimizers.SGD):
-    """Looks at all gradients."""
+    """An optimizer whose update needs all gradients of the model."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         return super().apply(grads, trainable_variables)
 
 
-def test_an_optimizer_that_needs_all_gradients_at_once() -> None:
+def test_an_optimizer_that_needs_all_gradients_is_refused() -> None:
     optimizer_checks.check_own_apply("it", keras.optimizers.SGD(), 2)
     optimizer_checks.check_own_apply("it", Normalizes(), 1)
     with pytest.raises(ConfigError, match=r"optimizer \(it\): Normalizes has apply of its own.*; use one ps, or"):
         optimizer_checks.check_own_apply("it", Normalizes(), 2)
 
 
-def test_a_norm_over_all_that_each_ps_has_added_up() -> None:
+def test_clipping_by_the_global_norm_is_refused_with_accumulated_gradients() -> None:
     both = {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}
     for given in (*({name: value} for name, value in both.items()), both):
         optimizer = keras.optimizers.SGD(**given)

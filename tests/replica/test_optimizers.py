@@ -20,7 +20,7 @@ Make = Callable[[], keras.Optimizer]
 
 
 class Halving(optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
-    """Of the user's own, and not to be made again from a configuration."""
+    """A custom schedule without `get_config`."""
 
     def __call__(self, step: Any) -> Any:
         return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
@@ -68,7 +68,7 @@ def compiled(name: str) -> keras.Model:
         optimizer.exclude_from_weight_decay(**(EXCLUSIONS[name] or {"var_list": model.layers[0].weights}))
     else:
         optimizer = MADE[name]()
-    if name == "ScheduleFreeAdamW":  # in `fit` Keras would build it within the graph of a step
+    if name == "ScheduleFreeAdamW":  # otherwise Keras would build it within the graph of a step
         optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
     return model
@@ -76,7 +76,7 @@ def compiled(name: str) -> keras.Model:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Makes a model with one of these optimizers; it can be sent to another process."""
+    """Makes a model with one of these optimizers; unlike a lambda it can be sent to another process."""
 
     name: str
 

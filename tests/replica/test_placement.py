@@ -1,4 +1,4 @@
-"""Where the variables of a model lie changes neither the results of a run nor its checkpoints."""
+"""The placement of variables on ps changes neither the results of a run nor its checkpoints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def tasks_of(loop: Any) -> dict[str, int]:
 def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
     async_loop: MakeLoop, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first kernel has more bytes than all that follows; in turn, all kernels would be on the same ps."""
+    """The first kernel is larger than all other variables; dealt out in turn, all kernels would be on the same ps."""
     found = tasks_of(async_loop(placed("balanced")))
     assert list(found.values()) == [0, 1, 1, 1, 1, 1], found
     told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("ps-")]
@@ -36,8 +36,8 @@ def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
         assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
 
 
-def test_results_and_checkpoints_are_those_of_one_ps(async_loop: MakeLoop) -> None:
-    """A run that is resumed with the other placement ends as one that has a single ps throughout."""
+def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> None:
+    """A run that is resumed with the other placement ends with the results of a run on a single ps."""
     snapshot = None
     for placement, num_ps, until_step in (("balanced", 2, 15), ("round_robin", 2, 25), ("balanced", 2, 35)):
         loop = async_loop(placed(placement), num_workers=1, num_ps=num_ps, start=snapshot)
@@ -50,7 +50,7 @@ def test_results_and_checkpoints_are_those_of_one_ps(async_loop: MakeLoop) -> No
 
 
 @pytest.mark.slow
-def test_synchronous_replicas_take_it_as_well(replicas_loop: MakeLoop) -> None:
+def test_sync_replicas_accepts_a_placement(replicas_loop: MakeLoop) -> None:
     ends: dict[str, Snapshot] = {}
     for placement in ("balanced", "round_robin"):
         config = placed(placement)

@@ -1,4 +1,4 @@
-"""The coordinator's graphs read the examples that a worker publishes, with or without a file behind them."""
+"""Graphs of the coordinator read the examples that a worker publishes, from memory or from a mapped file."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
 
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Gives every test a name of its own: a process publishes once, and other tests' clusters read from this one."""
+    """Gives every test its own name: a process publishes once under a name, and other tests use the default."""
     monkeypatch.setattr(examples, "NAME", tmp_path.name)
 
 
@@ -34,7 +34,7 @@ def mapped(path: Path, images: np.ndarray, mode: str = "r") -> np.ndarray:
     return array
 
 
-def test_every_split_is_read_as_it_is(tmp_path: Path) -> None:
+def test_every_split_is_read_unchanged(tmp_path: Path) -> None:
     whole = mapped(tmp_path / "a.npy", IMAGES)
     splits = Splits(arrays(whole[10:]), arrays(whole[:10]), arrays(IMAGES[::-1]))
     publish(splits)
@@ -58,8 +58,8 @@ def test_shapes_are_known_while_a_graph_is_made() -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "c"])
-def test_what_is_mapped_is_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
-    """Each worker on a host would have a copy of its own."""
+def test_mapped_arrays_are_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
+    """With copies, each worker on a host would hold all of the data in memory."""
     images = mapped(tmp_path / "a.npy", IMAGES, mode)
     splits = Splits(arrays(images[10:]), arrays(images[:10]), arrays(images[::-1]))
     monkeypatch.setitem(DATA, "mapped", lambda config: splits)

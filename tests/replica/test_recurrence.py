@@ -1,4 +1,4 @@
-"""What a step keeps of the old state, read from its graph."""
+"""How a new state depends on the old one: added to it, averaged with it, or assigned; read from the graph of a step."""
 
 from collections.abc import Callable
 
@@ -21,17 +21,17 @@ CHANGES: dict[str, tuple[float, Change]] = {
     "in half precision": (0.5, lambda old, x: tf.cast(tf.cast(old, tf.float16) * 0.5 + 1.0, tf.float32)),
     "assigned": (0, lambda old, x: x),
     "a part of each": (0, lambda old, x: old * tf.constant([0.5, 0.25])),
-    "as the data want": (0, lambda old, x: old * x + x),
+    "times the input": (0, lambda old, x: old * x + x),
     "a maximum": (0, lambda old, x: tf.maximum(old, x)),
     "normalized": (0, lambda old, x: old / tf.norm(old)),
     "of its own square": (0, lambda old, x: old * old),
-    "of another one's place": (0, lambda old, x: tf.reverse(old, [0])),
+    "of another element": (0, lambda old, x: tf.reverse(old, [0])),
     "rounded": (0, lambda old, x: tf.cast(tf.cast(old, tf.int32), tf.float32)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_kept_of_the_old_value(name: str) -> None:
+def test_the_factor_of_the_old_value_is_found(name: str) -> None:
     expected, change = CHANGES[name]
     found = []
 
@@ -44,7 +44,7 @@ def test_what_is_kept_of_the_old_value(name: str) -> None:
     assert found == [expected]
 
 
-def test_whole_numbers_are_added_or_assigned() -> None:
+def test_integers_are_added_or_assigned() -> None:
     found = []
 
     @tf.function(autograph=False)

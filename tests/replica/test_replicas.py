@@ -30,7 +30,7 @@ def replicas_config(replicas: int | None = None, *args: Any, **more: Any) -> Run
 
 
 def assert_counted(loop: Any, steps: int, replicas: int) -> None:
-    """Every step has been made of so many gradients, and every gradient is in a step or was dropped."""
+    """Asserts that each step has this many gradients, and that each gradient is either in a step or was dropped."""
     counts = loop._graphs.deciding.counts()
     assert loop.progress.global_step == loop.updates_applied() == counts.step == steps
     assert counts.aggregated.sum() == sum(loop.progress.local_steps) == steps * replicas
@@ -70,7 +70,7 @@ def test_all_workers_in_each_step_equal_synchronous_ones(
 
 @pytest.mark.parametrize("num_ps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps: int) -> None:
-    """Two of four workers make a step, so the others come too late for most of them."""
+    """Two gradients of four workers make a step, so most gradients of the other two come too late."""
     loop = replicas_loop(replicas_config(2), num_workers=4, num_ps=num_ps)
     for step in (41, 100):
         loop.train(step)
@@ -80,7 +80,7 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
 
 
 def test_a_worker_gives_several_gradients_to_a_step(replicas_loop: MakeLoop) -> None:
-    """Of 6 gradients each of 3 workers gives 2, so a step is one of 6 workers."""
+    """With 6 gradients to a step each of 3 workers gives 2, so a step equals one of 6 workers."""
     loop = replicas_loop(replicas_config(6, steps_per_execution=4), num_workers=3, num_ps=1)
     loop.train(30)
     assert_counted(loop, 30, 6)
@@ -100,8 +100,8 @@ def test_global_clipping_needs_a_single_ps(replicas_loop: MakeLoop) -> None:
         replicas_loop(config, num_workers=2, num_ps=2)
 
 
-def test_a_step_that_one_ps_has_not_heard_of_is_brought_to_it(replicas_loop: MakeLoop) -> None:
-    """As after a worker has completed a step and died before it pulled from the other ps."""
+def test_a_ps_that_does_not_know_of_a_step_is_told(replicas_loop: MakeLoop) -> None:
+    """This happens if a worker completes a step on one ps and dies before it pulls from the other."""
     loop = replicas_loop(replicas_config(optimizer="adam"), num_workers=2, num_ps=2)
     loop.train(20)
     (follower,) = loop._graphs.following
@@ -117,7 +117,7 @@ def test_a_step_that_one_ps_has_not_heard_of_is_brought_to_it(replicas_loop: Mak
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_if_it_had_never_stopped(replicas_loop: MakeLoop) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(replicas_loop: MakeLoop) -> None:
     """With moving averages, dropout, Adam, a pause in the middle of the calls, and another number of ps."""
     config = replicas_config(None, "cnn", "adam", batch_size=20, steps_per_execution=3, dropout=0.3, batch_norm=True)
     straight = replicas_loop(config, num_workers=2, num_ps=1)
@@ -136,8 +136,8 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(replicas_loop: MakeLoop) -> No
         np.testing.assert_allclose(found.arrays[name], array, atol=1e-5, err_msg=name)
 
 
-def test_a_stop_does_not_wait_for_workers_that_are_away(replicas_loop: MakeLoop) -> None:
-    """Here one of two executes a call that does not end, and the other waits for its gradient."""
+def test_a_stop_does_not_wait_for_workers_that_do_not_respond(replicas_loop: MakeLoop) -> None:
+    """Here one of two workers is busy with a call that does not end, and the other waits for its gradient."""
     released = threading.Event()
 
     def wait() -> None:
@@ -166,8 +166,8 @@ def test_a_stop_does_not_wait_for_workers_that_are_away(replicas_loop: MakeLoop)
 
 
 @pytest.mark.slow
-def test_no_function_is_made_while_many_hosts_train() -> None:
-    """As with mode=async: TensorFlow sends a new one to all hosts, and hangs if one of them is cut off."""
+def test_no_function_is_created_while_many_hosts_train() -> None:
+    """As with mode=async: TensorFlow sends each new function to all hosts, and hangs if one cannot be reached."""
     code = """if True:
         import os
         from dataclasses import replace

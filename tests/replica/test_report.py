@@ -1,4 +1,4 @@
-"""What TensorBoard, metrics.jsonl and the screen show of a run."""
+"""What a run writes to TensorBoard, metrics.jsonl and the screen."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_tensorboard_shows_more_than_the_loss(
             reporter.on_progress(loop.progress)
             reporter.on_evaluation("validation", step, loop.evaluate("validation"))
     notes = [message.text for message in sent if isinstance(message, Note)]
-    assert len(notes) == 1, "the last evaluation is part of the result"
+    assert len(notes) == 1, "the last evaluation is printed with the result only"
     assert notes[0].startswith("step 30: validation accuracy 0.")
 
     read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()

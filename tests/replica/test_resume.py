@@ -1,4 +1,4 @@
-"""A run that goes on: exactly in the same mode and size, and at the right place in any other.
+"""Resumed runs: exact in the same mode with the same number of workers, otherwise at the right place in the data.
 
 TensorFlow can use only the newest coordinator of a process: what an earlier loop holds is taken
 before the next one is made.
@@ -32,7 +32,7 @@ MakeLoop = Callable[..., Any]
 
 
 def taken(loop: Any) -> Snapshot:
-    """As it comes back from a file."""
+    """A snapshot of the loop, as it is read back from a file."""
     return arrived(loop.snapshot())
 
 
@@ -53,7 +53,7 @@ SIZES = [(1, 1), *(pytest.param(*size, marks=pytest.mark.slow) for size in [(4, 
 
 
 @pytest.mark.parametrize(("num_workers", "num_ps"), SIZES)
-def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_workers: int, num_ps: int) -> None:
+def test_async_is_resumed_with_any_number_of_tasks(async_loop: MakeLoop, num_workers: int, num_ps: int) -> None:
     config = run_config("cnn", "adam", steps_per_execution=5, batch_norm=True)
     config.optimizer["learning_rate"] = 0.001
     first = async_loop(config)
@@ -78,7 +78,7 @@ def test_async_goes_on_with_any_number_of_tasks(async_loop: MakeLoop, num_worker
     assert sum(taken(second).facts.input.positions) >= 71 - 40
 
 
-def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
+def test_the_input_of_each_worker_continues_at_its_position(async_loop: MakeLoop) -> None:
     config = run_config(steps_per_execution=5)
     first = async_loop(config)
     first.train(60)
@@ -87,7 +87,7 @@ def test_each_workers_input_goes_on_where_it_was(async_loop: MakeLoop) -> None:
     fewer = async_loop(config, num_workers=2, start=snapshot)
     epochs = first.progress.examples / 1257
     expected = round(epochs * fewer.sharding.steps_per_epoch)
-    assert taken(fewer).facts.input.positions == (expected, expected), "the same part of the same pass"
+    assert taken(fewer).facts.input.positions == (expected, expected), "not the same part of the same pass"
 
 
 def test_a_request_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
@@ -106,7 +106,7 @@ def test_a_request_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> Non
 
 
 def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
-    """A worker that dies between its pushes to two ps has updated one of them only."""
+    """A worker that dies between its pushes to two ps has updated only one of them."""
     from tf2dist.training.loop import PauseRequest
 
     loop = async_loop(run_config(steps_per_execution=5))
@@ -138,14 +138,14 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
 
 def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:
     now = keras_settings.DEFAULTS
-    check_keras(None, now, "run_dir")  # an older one does not say
+    check_keras(None, now, "run_dir")  # an older checkpoint does not have these settings
     check_keras(KerasConfig(epsilon=1e-7, image_data_format="channels_last"), now, "run_dir")
     with pytest.raises(CheckpointError, match=r"run_dir: was trained with keras\.epsilon=0\.001, and it is 1e-07 now"):
         check_keras(KerasConfig(epsilon=1e-3), now, "run_dir")
 
 
 def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
-    """They would be of other pixels; what they were divided by is another matter."""
+    """Kernels would meet the wrong axes of the images; other settings of Keras may differ."""
     source = Checkpoints(tmp_path / "source" / "checkpoints")
     settings = KerasConfig(image_data_format="channels_first", epsilon=0.1)
     source.save(Snapshot(5, {"model/a": np.ones(2)}, replace(facts(5), keras=settings)))
@@ -160,7 +160,7 @@ def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
             assert isinstance(first_snapshot(config, Checkpoints(tmp_path / "new"), print), Weights)
 
 
-def test_a_target_that_has_been_passed_is_refused(async_loop: MakeLoop) -> None:
+def test_a_target_step_before_the_checkpoint_is_refused(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     loop.train(30)
     config = run_config()
@@ -204,7 +204,7 @@ def test_an_optimizer_that_has_begun_with_other_weights(async_loop: MakeLoop, mo
         async_loop(config, start=taken(donor).weights())
 
 
-def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
+def test_state_that_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config())
     variable = loop.model.trainable_variables[0].value
     variable.assign(variable * np.nan)
@@ -215,7 +215,7 @@ def test_what_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
 def sync_run(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None, until: int, stopper: int | None = None
 ) -> dict[str, Any]:
-    """Trains on from `start`, which the first worker alone has; worker `stopper` asks to stop soon."""
+    """Continues from `start`, which only the first worker has; worker `stopper` soon asks for a stop."""
     from tf2dist.training.loop import PauseRequest
     from tf2dist.training.synchronous.loop import SyncLoop
 
@@ -239,8 +239,8 @@ def small_cnn() -> RunConfig:
     return config
 
 
-def test_sync_goes_on_as_if_it_had_never_stopped(sync_workers: SyncWorkers) -> None:
-    """Dropout, moving averages, Adam and an epoch's uneven last step included: equal to the bit."""
+def test_a_resumed_sync_run_equals_an_uninterrupted_one(sync_workers: SyncWorkers) -> None:
+    """Bit for bit, with dropout, moving averages, Adam and the smaller last step of an epoch."""
     config = small_cnn()
     straight = sync_workers(sync_run, 2, (config, None, 31))[0]["snapshot"]
     stopped = sync_workers(sync_run, 2, (config, None, 14))[0]["snapshot"]
@@ -251,7 +251,7 @@ def test_sync_goes_on_as_if_it_had_never_stopped(sync_workers: SyncWorkers) -> N
         assert result["snapshot"].facts == straight.facts
 
 
-def test_one_workers_request_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
+def test_the_request_of_one_worker_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
     results = sync_workers(sync_run, 3, (run_config(steps_per_execution=4), None, 1000, 1))
     assert {result["requested"] for result in results} == {"STOP"}
     assert {result["agreed"] for result in results} == {"SAVE"}
@@ -260,7 +260,7 @@ def test_one_workers_request_stops_all_at_the_same_step(sync_workers: SyncWorker
     assert steps.pop() < 40
 
 
-def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_loop: MakeLoop) -> None:
+def test_a_run_changes_its_mode_and_changes_back(sync_workers: SyncWorkers, async_loop: MakeLoop) -> None:
     config = run_config("dnn", "adam", steps_per_execution=5, hidden_units=[20])
     config.train.epochs = 20
     begun = sync_workers(sync_run, 2, (config, None, 26))[0]["snapshot"]  # two epochs of 13 steps
@@ -268,7 +268,7 @@ def test_a_run_changes_its_mode_and_comes_back(sync_workers: SyncWorkers, async_
     assert_same_arrays(taken(loop), begun, ("model/", "optimizer/"))
     assert loop.progress.examples == 2 * 1257
     updates_per_epoch = loop.sharding.updates_per_epoch
-    assert loop.target_step == 26 + 18 * updates_per_epoch, "the passes that are left, in updates of the new size"
+    assert loop.target_step == 26 + 18 * updates_per_epoch, "the remaining epochs, in updates of the new size"
     assert taken(loop).facts.input.positions == (2 * loop.sharding.steps_per_epoch,) * 3
     loop.train(26 + updates_per_epoch)
     assert loop.updates_applied() == 26 + updates_per_epoch

@@ -1,4 +1,4 @@
-"""Synchronous workers begin with the same model, or report in one line that they cannot."""
+"""Synchronous workers start with the same model, or report in one line what differs."""
 
 import os
 from typing import Any
@@ -53,7 +53,7 @@ def train(worker: SyncWorker, config: RunConfig) -> Any:
 
 
 class Rate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
-    """As in many a tutorial, without `get_config`."""
+    """A schedule without `get_config`, as in many tutorials."""
 
     def __call__(self, step: Any) -> Any:
         return 0.5
@@ -67,7 +67,7 @@ def test_optimizers_without_a_configuration_can_be_compared() -> None:
     assert told[1] == told[2] != told[0]
 
 
-def test_all_workers_take_the_weights_of_the_first(sync_workers: SyncWorkers) -> None:
+def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers) -> None:
     first, *others = sync_workers(train, 3, (run_config("own_weights"),))
     for other in others:
         for one, same in zip(first, other, strict=True):

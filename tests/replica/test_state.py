@@ -42,15 +42,15 @@ def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize(("data", "has_init_from"), [("digits", True), ("arrays", False), ("stream", False)])
-def test_the_way_out_of_another_model_is_one_that_the_caller_has(data: str, has_init_from: bool) -> None:
-    """`fit` has no init_from."""
+def test_the_way_out_of_a_different_model_names_an_option_that_the_caller_has(data: str, has_init_from: bool) -> None:
+    """`fit` has no option init_from, so its message must not name it."""
     saved = Snapshot(3, {"model/a": np.zeros(3)}, replace(facts(3), data=data))
     with pytest.raises(CheckpointError, match="missing: model/b; extra: model/a; name another run_dir") as told:
         check_same({"model/b": [keras.Variable([1.0])]}, saved, data, DEFAULTS)
     assert ("init_from" in str(told.value)) == has_init_from
 
 
-def test_an_evaluator_waits_for_what_follows_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_an_evaluator_waits_for_the_checkpoint_after_a_damaged_one(tmp_path: Path) -> None:
     checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
     evaluator = Evaluator(config, *source_and_splits(config), warned.append)
     assert evaluator.newest(checkpoints, -1) is None
@@ -85,7 +85,7 @@ def test_an_evaluator_knows_the_number_of_updates() -> None:
     assert evaluator.evaluate(snapshot, "test", is_last=True) == evaluator.evaluate(snapshot, "test")
 
 
-def test_an_evaluator_ends_with_the_weights_that_the_optimizer_ends_with() -> None:
+def test_an_evaluator_ends_with_the_final_weights_of_the_optimizer() -> None:
     config = run_config()
     config.optimizer |= {"use_ema": True, "ema_momentum": 0.5, "learning_rate": 1.0}
     source, splits = source_and_splits(config)

@@ -1,4 +1,4 @@
-"""Workers that are slowed down on purpose: by how much, when, and that nothing of it is there otherwise."""
+"""Simulated stragglers: how long and when workers are delayed, and that graphs are unchanged without a simulation."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def test_constant_delays_and_a_pause() -> None:
     assert [made.pause_secs(*place) for place in ((0, 300), (1, 299), (1, 300), (1, 301))] == [0.0, 0.0, 2.5, 0.0]
 
 
-def test_how_much_longer_the_watchdog_waits() -> None:
+def test_the_watchdog_allows_for_simulated_delays() -> None:
     config = run_config(steps_per_execution=None)
     assert longest_secs(config) == 0
     config.simulate = SimulateConfig(delay_secs=[0.0, 3.0], pause="worker-0 at 1 for 100")
@@ -60,17 +60,17 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[RunConfig], None]]:
 
 
 def calls_of(loop: Any) -> list[str]:
-    """The nodes in the graph of a call that sleep."""
+    """The nodes that sleep in the graph of a call."""
     nodes = loop._scheduler._function.graph.as_graph_def().node
     return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN]
 
 
-def test_nothing_is_in_the_graph_unless_it_is_asked_for(async_loop: MakeLoop) -> None:
+def test_without_a_simulation_no_delay_is_in_the_graph(async_loop: MakeLoop) -> None:
     plain = async_loop(run_config())
     assert calls_of(plain) == []
     config = run_config()
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
-    assert len(calls_of(async_loop(config))) == 10, "one for each step of a call"
+    assert len(calls_of(async_loop(config))) == 10, "each step of a call needs one node"
 
 
 def test_a_delayed_asynchronous_worker_does_a_smaller_share(
@@ -80,25 +80,25 @@ def test_a_delayed_asynchronous_worker_does_a_smaller_share(
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
     publishing(config)
     loop = async_loop(config)
-    loop.train(20)  # every worker has prepared its graph
+    loop.train(20)  # lets every worker prepare its graph
     before, begun_at = loop.progress.local_steps, time.monotonic()
     loop.train(1000)
     secs = time.monotonic() - begun_at
     assert_exact(loop, 1000)
     *others, late = (after - steps for after, steps in zip(loop.progress.local_steps, before, strict=True))
     assert late * 2 < min(others)
-    # Calls of 10 steps: one may have been under way at each end.
+    # Calls have 10 steps; one may have been in flight at each end.
     assert (late - 20) * 0.1 <= secs
 
 
-def test_a_pause_comes_once(
+def test_a_pause_occurs_once(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = run_config()
     config.simulate.pause = "worker-1 at 5 for 0.5"
     publishing(config)
     loop = async_loop(config)
-    for steps in (12, 40, 80, 120):  # at each of them updates are refused, and their steps come again
+    for steps in (12, 40, 80, 120):  # at each of these, updates are refused and their steps taken again
         loop.train(steps)
     assert_exact(loop, 120)
     assert loop.progress.local_steps[1] >= 5
@@ -129,7 +129,7 @@ def test_all_synchronous_workers_wait_for_a_delayed_one(sync_workers: SyncWorker
     plain = sync_workers(train, num_workers=2, args=(config, 20))
     config.simulate = SimulateConfig(delay_secs=[0.0, 0.1], pause="worker-0 at 7 for 0.8")
     for (found, secs), expected in zip(sync_workers(timed, num_workers=2, args=(config, 20)), plain, strict=True):
-        assert secs >= 20 * 0.1 + 0.8, "a delay takes none of the time of the pause, which is another worker's"
+        assert secs >= 20 * 0.1 + 0.8, "the delays of one worker must not shorten the pause of another"
         for one, other in zip(found["weights"], expected["weights"], strict=True):
             np.testing.assert_array_equal(one, other, err_msg="a delay changes no numbers")
 

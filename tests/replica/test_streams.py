@@ -1,4 +1,4 @@
-"""Data that come in batches from a function of the user's, held against `keras.Model.fit` on the same batches."""
+"""Data that a function of the user yields in batches, compared with `keras.Model.fit` on the same batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ WIDE = {"wide": X[:, :6], "tokens": RNG.integers(0, 20, (300, 5))}
 
 
 def of_rows(shard: Shard) -> tf.data.Dataset:
-    """Every worker a part of the rows; the last batch of each is smaller."""
+    """Every worker reads a part of the rows; its last batch is smaller."""
     rows = np.array_split(np.arange(250), shard.count)[shard.index]
     return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(shard.batch_size)
 
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Load]] = {
 
 @dataclass
 class Streamed(Given):
-    """A model and a stream, as `fit` gives them to the tasks."""
+    """A model and a stream, as `fit` passes them to the tasks."""
 
     loader: Load = of_rows
     count: int = 1
@@ -105,7 +105,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
-    """With calls of 5 steps in epochs of 7: updates beyond an epoch's end are refused, and no batch is left out."""
+    """Calls of 5 steps in epochs of 7: updates beyond the end of an epoch are refused, and no batch is left out."""
     given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), Recording()
     publishing(given.load(), 1)
     loop = async_loop(config, 1, 1, source=given)
@@ -135,7 +135,7 @@ def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorker
 
 
 def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
-    """The batches of all workers in each step as one."""
+    """A data set whose batches are the joined batches of all workers in each step."""
     shards = [Reader(given.load().stream, index) for index in range(count)]  # type: ignore[arg-type]
 
     def batches() -> Iterator[tuple[np.ndarray, ...]]:
@@ -149,7 +149,7 @@ def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
 
 @pytest.mark.parametrize("load", [pytest.param(of_rows, marks=pytest.mark.slow), of_generator])
 def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
-    """Of sizes that differ in a step; five batches a pass for each, and epochs of seven."""
+    """Batches in a step differ in size; each worker has five batches in a pass, and epochs have seven steps."""
     given = streamed(regression, load, 3, steps=7)
     (*found, progress), *others = sync_workers(drive_in_sync, num_workers=3, args=(given,))
     whole = joined(given, 3, 7 * EPOCHS)
@@ -184,10 +184,10 @@ def test_a_reader_repeats_batches_of_refused_updates() -> None:
         return [len(x) for x in leaves[::2]]
 
     assert taken(0, 4) == sizes[:4]
-    assert taken(2, 4) == sizes[2:6], "two were not applied"
+    assert taken(2, 4) == sizes[2:6], "batches of two refused updates are repeated"
     assert reader.size(6) == sizes[6]
-    assert taken(25, 3) == sizes[25:28], "over the end of a pass"
-    assert taken(3, 2) == sizes[3:5], "before what is kept"
+    assert taken(25, 3) == sizes[25:28], "across the end of a pass"
+    assert taken(3, 2) == sizes[3:5], "before the batches that are kept"
 
 
 def test_whole_passes_are_not_read_again() -> None:
@@ -207,8 +207,8 @@ def test_whole_passes_are_not_read_again() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_positions_are_those_of_the_streams_themselves(whole: bool) -> None:
-    """An epoch of another length moves none; of another number of workers each goes on at the same part of an epoch."""
+def test_positions_count_batches_of_the_streams(whole: bool) -> None:
+    """Another length of epochs keeps the positions; another number of workers keeps the part of the epoch."""
 
     def sharding(steps: int, workers: int) -> StreamSharding:
         return StreamSharding.of(steps, BATCH, workers, SEED, whole)

@@ -1,4 +1,4 @@
-"""Synchronous training on real workers: N of them give what one gives with an N-fold batch."""
+"""Synchronous training on real workers: N of them equal one with N times the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
-    """Trains as configured, and returns what the worker then holds."""
+    """Trains as configured; returns the weights, losses and counts of the worker."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
     losses = []
@@ -107,7 +107,7 @@ def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:
 
 
 def test_workers_communicate_once_a_step(sync_workers: SyncWorkers) -> None:
-    """By our own all-reduce alone; TensorFlow's input would ask all workers in each step whether it has ended."""
+    """Only by our own all-reduce; TensorFlow's input would ask all workers in each step whether it has ended."""
     graph = sync_workers(graph_of_the_step, 2, (run_config(),))[0]
     assert graph.count('op: "PyFunc"') == 1
     assert "CollectiveReduce" not in graph
@@ -125,7 +125,7 @@ def test_every_optimizer_learns(sync_workers: SyncWorkers) -> None:
         assert result["losses"][-1] < result["losses"][0], name
 
 
-def test_the_function_of_the_documentation(sync_workers: SyncWorkers) -> None:
+def test_the_example_of_the_documentation(sync_workers: SyncWorkers) -> None:
     def total(worker: SyncWorker, value: float) -> float:
         import tensorflow as tf
 
@@ -158,7 +158,7 @@ def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_pat
             raise Cause
         while not came.exists():
             time.sleep(0.01)
-        time.sleep(0.03)  # files tell no shorter times apart
+        time.sleep(0.03)  # the resolution of the times of files
         raise RuntimeError("the consequence")
 
     with pytest.raises(WorkerError, match="the cause"):
@@ -166,7 +166,7 @@ def test_the_first_of_several_errors_is_shown(sync_workers: SyncWorkers, tmp_pat
 
 
 def test_a_worker_that_is_done_waits_for_the_others(sync_workers: SyncWorkers, tmp_path: Path) -> None:
-    """A worker that left would cut off those that still read a result from it."""
+    """If it left, workers that still read a result from it would fail."""
 
     def leave(worker: SyncWorker, note: Path) -> bool:
         import os

@@ -43,14 +43,14 @@ def wine() -> keras.Model:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of scikit-learn; its columns are of mean 0 and deviation 1."""
+    """A table of scikit-learn; its columns have mean 0 and standard deviation 1."""
 
     load: Callable[..., tuple[np.ndarray, np.ndarray]]
     make: Callable[[], keras.Model]
     class_weight: dict[int, float] | None = None
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """x [n, columns] and y [n], in an order of our own: that of the file may be by class."""
+        """x [n, columns] and y [n], shuffled, because the file may be sorted by class."""
         x, y = self.load(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(x))
         is_number = y.dtype.kind == "f"
@@ -76,7 +76,7 @@ TABLES = {
 
 
 def keras_fit(table: Table) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    """`class_weight` is Keras' own here."""
+    """Here Keras itself applies `class_weight`."""
     keras.utils.set_random_seed(SEED)
     model = table.make()
     history = model.fit(
@@ -115,7 +115,7 @@ def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_lo
     ],
 )
 def test_synchronous_workers(name: str, num_workers: int, sync_workers: SyncWorkers) -> None:
-    """Three are one with the threefold batch."""
+    """Three workers equal one with three times the batch."""
     expected = keras_fit(TABLES[name])
     for found in sync_workers(train_table_in_sync, num_workers, (name, BATCH // num_workers)):
         assert_same(found, expected)

@@ -1,4 +1,4 @@
-"""What a task says of errors that TensorFlow words in many ways."""
+"""How a task reports errors that TensorFlow words in many ways."""
 
 import pytest
 import tensorflow as tf
@@ -36,7 +36,7 @@ def test_a_lost_peer_is_worth_a_retry(error: Exception) -> None:
     assert mine.exit_code == 138
 
 
-def test_of_a_lost_peer_the_line_that_says_something_is_told() -> None:
+def test_of_the_error_for_a_lost_peer_the_informative_line_is_reported() -> None:
     told = "Graph execution error:\n\nDetected at node train\nError from /job:worker/task:0: no heartbeats\nmore"
     mine = as_own_error(tf.errors.UnavailableError(None, None, told))
     assert str(mine) == "lost another task: Error from /job:worker/task:0: no heartbeats"
@@ -55,8 +55,8 @@ def test_the_lost_task_is_named_in_one_line() -> None:
     assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
 
 
-def test_devices_that_a_plugin_wants_too_late_are_refused() -> None:
-    tf.constant(0)  # so that there is a context
+def test_devices_that_a_plugin_configures_too_late_are_refused() -> None:
+    tf.constant(0)  # creates the context
     with pytest.raises(RuntimeError) as error:
         tf.config.threading.set_intra_op_parallelism_threads(tf.config.threading.get_intra_op_parallelism_threads() + 1)
     mine = as_own_error(error.value)
@@ -64,6 +64,6 @@ def test_devices_that_a_plugin_wants_too_late_are_refused() -> None:
     assert "use the options devices.*" in str(mine)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_stay_unchanged() -> None:
     for error in (ValueError("/job:ps"), tf.errors.InvalidArgumentError(None, None, "peer"), NotFiniteError("nan")):
         assert as_own_error(error) is error

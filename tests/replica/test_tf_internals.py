@@ -1,4 +1,4 @@
-"""Each private name does, on the installed TensorFlow and Keras, what it is used for."""
+"""Each private name behaves as this project needs it in the installed TensorFlow and Keras."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,8 +102,10 @@ def test_losses_and_metrics_are_built_without_a_batch() -> None:
     tracker, *others = model.metrics_variables[:2], *tf_internals.output_trackers_of(model)
     assert [id(v) for v in tf_internals.loss_tracker_of(model).variables] == list(map(id, tracker))
     assert len(others) == 2
-    assert len(model.metrics_variables) == 2 * (1 + 2 + 1), "a sum and a count each: the loss, that of each output, mae"
-    assert not any(v.numpy().any() for v in model.metrics_variables), "tracing changes no value"
+    assert len(model.metrics_variables) == 2 * (1 + 2 + 1), (
+        "a sum and a count for each: the loss, the loss of each output, mae"
+    )
+    assert not any(v.numpy().any() for v in model.metrics_variables), "tracing changed a value"
     assert all(np.isfinite(v.numpy()).all() for v in model.variables)
 
 

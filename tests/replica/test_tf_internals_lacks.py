@@ -196,7 +196,7 @@ def test_a_name_with_another_meaning_is_reported(
 
 
 def test_an_unknown_function_attribute_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise TensorFlow would inline the operations of a ps into the worker's graph: twice the time of a step."""
+    """Otherwise TensorFlow inlines the operations of a ps into the worker's graph, and a step takes twice as long."""
     known = attributes.POLYMORPHIC_FUNCTION_ALLOWLIST - {"_noinline"}
     monkeypatch.setattr(attributes, "POLYMORPHIC_FUNCTION_ALLOWLIST", known)
     with pytest.raises(InstallationError, match="has no _noinline "):

@@ -1,4 +1,4 @@
-"""The wording by which TensorFlow's errors are told apart, in errors that it really raises here."""
+"""The texts by which TensorFlow's errors are told apart, tested with errors that it really raises."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_a_failure_of_xla_is_recognized() -> None:
 
 
 def test_a_taken_port_is_recognized(sync_workers: SyncWorkers) -> None:
-    """In a process of its own: the first server in a process sets the number of threads for all its servers."""
+    """Runs in a separate process: the first server in a process sets the number of threads for all its servers."""
 
     def start_twice(worker: SyncWorker) -> str:
         start_server(worker.cluster, worker.task, tf.compat.v1.ConfigProto())

@@ -26,7 +26,7 @@ def assert_equal(found: list[tf.Tensor], expected: list[tf.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_is_pulled_arrives(count: int) -> None:
+def test_pulled_values_arrive_unchanged(count: int) -> None:
     layout = PullLayout(variables())
     values = [variable.value.read_value() for variable in variables()]
     vector = layout.pack(values, PackedCount.of(tf.constant(count, tf.float64)))
@@ -37,7 +37,7 @@ def test_what_is_pulled_arrives(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_is_pushed_arrives_with_the_count_as_it_was_pulled(count: int) -> None:
+def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int) -> None:
     pull, push = PullLayout(variables()), PushLayout(variables(), len(ONES) + 3, variables()[:1])
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))

@@ -1,4 +1,4 @@
-"""The sum over workers through real sockets, each worker a thread."""
+"""The all-reduce through real sockets, with a thread for each worker."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def connected(num_workers: int) -> list[AllReduce]:
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of all functions, each in a thread of its own; threads that hang are left behind."""
+    """The results of all functions, each run in its own thread; threads that hang are abandoned."""
     futures: list[Future[Any]] = [Future() for _ in functions]
 
     def run(future: "Future[Any]", function: Callable[[], Any]) -> None:
@@ -44,8 +44,8 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 1_000_003])
-def test_the_sum_is_the_same_bits_everywhere(num_workers: int, size: int) -> None:
-    """Also for vectors many times larger than the sockets' buffers, and for several calls in a row."""
+def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int) -> None:
+    """This also holds for vectors much larger than the sockets' buffers, and for several calls in a row."""
     workers, random = connected(num_workers), np.random.default_rng(size)
     for _ in range(3):
         vectors = random.normal(size=[num_workers, size]).astype(np.float32)
@@ -68,7 +68,7 @@ def test_a_result_is_not_changed_by_the_next_call() -> None:
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_a_lost_worker_ends_the_call_of_the_others(size: int) -> None:
-    """It is lost in the middle of a call. (One that is cut off closes no connection; launchers end that run.)"""
+    """Here it is lost during a call. (A worker that is cut off closes no connection; launchers end that run.)"""
     workers = connected(3)
 
     def lost_in_a_call(worker: AllReduce) -> int:
@@ -84,7 +84,7 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int) -> None:
 
 
 class Together:
-    """Sums over threads, for `mesh.join`; a real run sums through TensorFlow's cluster."""
+    """The sum over threads for `mesh.join`; a real run computes it through TensorFlow's cluster."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()

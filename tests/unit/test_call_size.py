@@ -15,9 +15,9 @@ def test_the_timer_counts_the_workers_that_take_part() -> None:
     trial = CallTimer()
     assert trial.secs_per_step(100.0, (5, 5, 5)) is None  # a run that was resumed
     assert trial.secs_per_step(103.0, (5, 5, 5)) is None
-    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts here: before, graphs were prepared
+    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts here, because graphs were prepared before
     assert trial.first_call_secs == 4
-    assert trial.secs_per_step(104.1, (20, 20, 5)) is None, "too soon"
+    assert trial.secs_per_step(104.1, (20, 20, 5)) is None, "too early to measure"
     assert trial.secs_per_step(105.0, (56, 55, 5)) == 0.02, "100 steps of two workers in a second"
 
 
@@ -38,7 +38,7 @@ def test_small_models_get_long_calls_if_the_run_is_long() -> None:
 
 @pytest.mark.parametrize("secs_per_step", [0.01, 0.025, 0.05])
 def test_preparing_longer_calls_costs_less_than_they_save(secs_per_step: float) -> None:
-    assert worthwhile_steps(secs_per_step, 2, 15.0, 100) == 1, "of a deep model, in a short run"
+    assert worthwhile_steps(secs_per_step, 2, 15.0, 100) == 1, "a deep model in a short run"
     assert worthwhile_steps(secs_per_step, 2, 1.0, 100) == 1
     sizes = [worthwhile_steps(secs_per_step, 2, 15.0, left) for left in (1_000, 10_000, 100_000, 1_000_000)]
     assert sizes == sorted(sizes)

@@ -1,4 +1,4 @@
-"""Data that is damaged is named before anything starts; a damaged copy of it, decoded, is made anew."""
+"""Damaged data is reported before anything starts; a damaged cache of decoded data is made again."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_damaged_data_is_refused_by_name(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = tmp_path_factory.mktemp("of")  # with a long name the line would be cut in its middle
+    folder = tmp_path_factory.mktemp("of")  # a long path would be shortened in the message
     write_mnist(folder, EXAMPLES)
     (file,) = (folder / "mnist" / "3.0.1").glob(name)
     damage(file)
@@ -77,7 +77,7 @@ def test_damaged_data_is_refused_by_name(
     assert (finding.level, finding.text) == ("fail", f"data (mnist): {file} {words}")
 
 
-def test_a_size_that_is_not_known_is_no_damage(tmp_path: Path) -> None:
+def test_an_unknown_size_is_not_reported_as_damage(tmp_path: Path) -> None:
     files = write_mnist(tmp_path, EXAMPLES)
     about = tmp_path / "mnist" / "3.0.1" / "dataset_info.json"
     info = json.loads(about.read_text())
@@ -129,12 +129,12 @@ def test_a_home_that_this_user_may_not_enter() -> None:
     assert done.stderr == ""
     first, *refused = done.stdout.splitlines()
     assert first == "None"
-    assert len(refused) == 1, "a folder that cannot be looked at is not there; the data is there all the same"
+    assert len(refused) == 1, "an unreadable folder must count as missing, without hiding other data"
     assert refused[0].startswith("init_from (")
 
 
 def kept_of(file: Path) -> Path:
-    """The folder of what is kept of a file, filled."""
+    """The cache folder of a file, filled."""
     folder = cache.folder_of(file)
     assert folder
     folder.mkdir(parents=True)
@@ -152,7 +152,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*cache.ARRAYS, cache.HASHES])
 @pytest.mark.parametrize("damage", [flip, empty, Path.unlink])
-def test_a_damaged_copy_is_removed_and_told(tmp_path: Path, damage: Callable[[Path], None], name: str) -> None:
+def test_a_damaged_cache_is_removed_and_reported(tmp_path: Path, damage: Callable[[Path], None], name: str) -> None:
     files = write_mnist(tmp_path, EXAMPLES)
     whole, broken = map(kept_of, files)
     damage(broken / name)
@@ -190,7 +190,7 @@ except errors.DataError as error:
     ],
 )
 def test_a_user_without_a_home(tmp_path: Path, offline: str, given: bool, lines: list[str]) -> None:
-    """Neither HOME nor an entry in passwd, as in containers that run under any number."""
+    """Neither HOME nor an entry in passwd, as in containers that run under an arbitrary user id."""
     write_mnist(tmp_path, EXAMPLES)
     own = {"HOME", "XDG_CACHE_HOME", "TFDS_DATA_DIR"}
     env = {key: value for key, value in os.environ.items() if key not in own}

@@ -1,4 +1,4 @@
-"""Forged checkpoints, with hashes that fit: for each of them the run goes back to the checkpoint before it."""
+"""Forged checkpoints with matching hashes: the run falls back to the checkpoint before each of them."""
 
 import hashlib
 import io
@@ -71,7 +71,7 @@ def another_shape_than_told(path: Path) -> None:
 
 
 def a_wrong_checksum(path: Path) -> None:
-    """The hash fits; the checksum in the zip file does not."""
+    """The hash matches; the checksum in the zip file does not."""
     data = bytearray((path / ARRAYS).read_bytes())
     with zipfile.ZipFile(path / ARRAYS) as archive:
         at = archive.getinfo("totals.npy").header_offset

@@ -1,4 +1,4 @@
-"""A configuration is data: whatever it says, nothing of it is run, built or looked up in the environment."""
+"""A configuration is data: nothing in it is executed, instantiated or looked up in the environment."""
 
 import ast
 import os
@@ -53,7 +53,7 @@ ATTEMPTS = [
 
 
 @pytest.mark.parametrize("overrides", ATTEMPTS, ids=[" ".join(attempt) for attempt in ATTEMPTS])
-def test_what_could_be_run_is_refused(folder: Path, overrides: list[str]) -> None:
+def test_options_that_could_execute_code_are_refused(folder: Path, overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
         load(overrides, None)
 

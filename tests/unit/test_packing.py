@@ -1,4 +1,4 @@
-"""Messages on their way: what arrives is what was sent, and anything else is refused by name."""
+"""Packets: a message is decoded to what was encoded, and invalid packets are refused by name."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_what_arrives_is_what_was_sent(message: Any) -> None:
+def test_a_message_arrives_unchanged(message: Any) -> None:
     data = pack(message)
     assert b"\n" not in data
     found = unpack(data, Event | ToServer)
@@ -60,20 +60,20 @@ def of(**fields: Any) -> bytes:
         (pack(Ready(True, (1,))).replace(b"[1]", b"1"), "Ready.ports: 1"),
     ],
 )
-def test_anything_else_is_refused_by_name(data: bytes, says: str) -> None:
+def test_an_invalid_packet_is_refused_by_name(data: bytes, says: str) -> None:
     with pytest.raises(MessageError, match=says) as caught:
         unpack(data, Event)
     assert not isinstance(caught.value, VersionError)
 
 
 @pytest.mark.parametrize("version", [None, 2, VERSION + 1, "3", True, [3]])
-def test_another_version_is_told_as_such(version: Any) -> None:
-    """Before anything else is looked at: another version may have other types and fields."""
+def test_another_version_is_reported_as_such(version: Any) -> None:
+    """The version is checked first, because another version may have other types and fields."""
     with pytest.raises(VersionError, match="another version of tf2dist"):
         unpack(of(version=version, type="Unheard", more=1), Event)
 
 
-def test_a_number_may_lack_its_point() -> None:
+def test_a_float_may_be_written_as_an_integer() -> None:
     progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
     found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
     assert found == Progress("t", 1, 2, {"loss": 1.0, "mae": 0.0})
@@ -86,7 +86,7 @@ def test_a_number_without_end_is_refused() -> None:
         unpack(json.dumps(progress | {"metrics": {"loss": 10**400}}).encode(), Event)
 
 
-def test_a_task_says_everything_in_its_own_name() -> None:
+def test_all_messages_of_a_task_carry_its_name() -> None:
     said: list[Any] = []
     to_launcher = ToLauncher("worker-1", said.append)
     calls: list[Callable[[], None]] = [

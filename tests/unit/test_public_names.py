@@ -1,4 +1,4 @@
-"""What users and their plugins import keeps its place, whatever room the code lives in."""
+"""The names that users and their plugins import stay where they are, whichever package has the code."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize("module", ["tf2dist", "tf2dist.data", "tf2dist.cli", "tf2dist.doctor"])
-def test_what_starts_fast_loads_no_tensorflow(module: str) -> None:
+def test_modules_that_must_start_fast_load_no_tensorflow(module: str) -> None:
     heavy = "{'tensorflow', 'keras', 'h5py'}"
     code = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

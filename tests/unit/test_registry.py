@@ -1,4 +1,4 @@
-"""What plugins register, and how they are loaded."""
+"""The registries of plugins, and how plugins are loaded."""
 
 import sys
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def mine(input_shape, num_classes, act="relu"):
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The registries, the search path and the modules of this process stay as they are."""
+    """Restores the registries, the search path and the modules of this process after each test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for kept in (registry.MODELS, registry._PLACES, sys.modules):
         for key in [*kept]:
@@ -44,12 +44,12 @@ def plugin(
     return str(path)
 
 
-def test_what_stands_beside_a_plugin_can_be_imported_at_once_and_later(tmp_path: Path) -> None:
+def test_modules_beside_a_plugin_can_be_imported_at_once_and_later(tmp_path: Path) -> None:
     registry.load_plugins([plugin(tmp_path, imports="from beside_the_plugin import VALUE")])
     assert registry.MODELS["mine"]((1,), 2, act="gelu") == ("gelu", 7)
 
 
-def test_what_stands_beside_a_plugin_takes_nobodys_place_later(tmp_path: Path) -> None:
+def test_modules_beside_a_plugin_do_not_shadow_others_later(tmp_path: Path) -> None:
     (tmp_path / "antigravity.py").write_text("raise RuntimeError\n")
     registry.load_plugins([plugin(tmp_path)])
     assert sys.path[-1] == str(tmp_path) not in sys.path[:-1]
@@ -79,7 +79,7 @@ def test_a_name_registered_twice_by_one_helper_is_refused(tmp_path: Path) -> Non
         registry.load_plugins([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
 
 
-def test_a_plugin_may_make_the_search_path_anew(tmp_path: Path) -> None:
+def test_a_plugin_may_replace_the_search_path(tmp_path: Path) -> None:
     path = tmp_path / "tidy.py"
     path.write_text(f"import sys\nsys.path[:] = [entry for entry in sys.path if entry != {str(tmp_path)!r}]\n")
     registry.load_plugins([str(path)])
@@ -100,7 +100,7 @@ def test_one_plugin_may_import_another(tmp_path: Path) -> None:
         ({"width": 3}, "model (mine): got an unexpected keyword argument 'width'; leave it out"),
     ],
 )
-def test_arguments_that_a_plugin_does_not_take(tmp_path: Path, given: dict[str, int], words: str) -> None:
+def test_arguments_that_a_plugin_does_not_accept_are_refused(tmp_path: Path, given: dict[str, int], words: str) -> None:
     registry.load_plugins([plugin(tmp_path)])
     with pytest.raises(ConfigError) as caught:
         registry.call("model", "mine", registry.MODELS["mine"], given, {"input_shape": (1,), "num_classes": 2})

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and what follows if that fails."""
+"""When checkpoints are saved, and what happens if saving fails."""
 
 import errno
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     assert [type(message) for message in sent] == [Warned]
     assert not saver.due()
     now[0] += 30.0
-    assert saver.due(), "it is tried again soon"
+    assert saver.due(), "saving must be retried soon"
     disk.full = False
     saver.save(lambda: snapshot(2))
     assert sent[-1] == Saved("chief-0", 2, stopping=False)
@@ -90,7 +90,7 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
     saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
     for step in (1, 2, 3, 4):
         saver.save(lambda: snapshot(step))  # noqa: B023
-    assert steps_on(disk) == [1, 2, 3], "in the middle of a run nothing is removed"
+    assert steps_on(disk) == [1, 2, 3], "checkpoints were removed before the end of the run"
     sent.clear()
     if stopping:
         saver.save(lambda: snapshot(4), stopping=True)
@@ -103,7 +103,7 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
 
 
 def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
-    """If the disk does not take the next checkpoint even so, it is all that the run has."""
+    """If the next checkpoint does not fit even then, it is the only one of the run."""
     disk = SmallDisk(tmp_path, keep=5)
     for step in (1, 2, 3):
         disk.save(snapshot(step))

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or invisible, verified before they are used, and damaged ones reported."""
+"""Checkpoints are complete or invisible, verified before they are used, and reported if they are damaged."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def facts(step: int) -> Facts:
     )
 
 
-# Of `facts(3)`, in every version since the data may stay in their order.
+# The facts of `facts(3)` in a file, in every version since `shuffle` exists.
 IN_THE_FILE = (
     '"mode": "sync", "local_steps": [3, 3], "target_step": 20, "examples": 30, '
     '"input": {"sharding": {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, '
@@ -75,10 +75,12 @@ def test_the_newest_saved_snapshot_is_found(tmp_path: Path) -> None:
         checkpoints.save(snapshot(step))
         assert_same(checkpoints.newest(fail), snapshot(step))
     assert [path.name for path in checkpoints.paths()] == ["step-0000000010", "step-0000000100", "step-99999999999"]
-    assert [path.stat().st_mode & 0o077 for path in checkpoints.folder.iterdir()] == [0, 0, 0], "nobody else's"
+    assert [path.stat().st_mode & 0o077 for path in checkpoints.folder.iterdir()] == [0, 0, 0], (
+        "others may read the files"
+    )
 
 
-def test_a_snapshot_travels_as_bytes() -> None:
+def test_a_snapshot_is_unchanged_after_conversion_to_bytes() -> None:
     found = from_bytes(to_bytes(snapshot(7)))
     assert isinstance(found, Snapshot)
     assert_same(found, snapshot(7))
@@ -93,7 +95,7 @@ def test_facts_without_shuffle_mean_shuffled_data() -> None:
     assert_same(found, snapshot(7))
 
 
-def test_weights_travel_as_bytes_and_stay_weights() -> None:
+def test_weights_are_unchanged_after_conversion_to_bytes() -> None:
     packed = to_bytes(snapshot(7).weights())
     assert packed.startswith(b"[0, {}]\n")
     found = from_bytes(packed)
@@ -160,11 +162,11 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(
     assert len(told) == 1
     assert "step-0000000002" in told[0]
     assert "going back" in told[0]
-    checkpoints.save(snapshot(2))  # as the run does when it reaches the step again
+    checkpoints.save(snapshot(2))  # as a run does when it reaches the step again
     assert_same(checkpoints.newest(fail), snapshot(2))
 
 
-def test_a_run_with_only_damaged_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         truncate(checkpoints.save(snapshot(step)) / ARRAYS)
@@ -199,7 +201,7 @@ def test_a_later_process_does_not_count_damaged_checkpoints(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [2, 3, 4, 5]), (3, [1, 2, 3, 4, 5])])
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    """A run that went back saves steps before the damaged ones; these must be kept."""
+    """A run that fell back to an older checkpoint saves steps before the damaged ones; these must be kept."""
     for step in (1, 3, 4):
         Checkpoints(tmp_path).save(snapshot(step))
     for step in (3, 4):

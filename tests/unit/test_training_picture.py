@@ -1,4 +1,4 @@
-"""The picture of a run: what is read from metrics.jsonl, and that every kind of run can be drawn."""
+"""The picture of a run: the data read from metrics.jsonl, and that every kind of run can be drawn."""
 
 import json
 import math
@@ -28,13 +28,15 @@ def points(series: SeriesByName, name: str) -> list[tuple[float, float, float]]:
     return list(zip(one.steps, one.secs, one.values, strict=True))
 
 
-def test_steps_that_are_taken_again_replace_those_before() -> None:
+def test_repeated_steps_replace_earlier_ones() -> None:
     first = [row(step, secs, loss=1.0) for step, secs in ((1, 5.0), (50, 6.0), (90, 7.0))]
     # From the checkpoint at step 40: in the same command, and then in a command of its own.
     same = series_of(*first, row(41, 9.0, loss=0.5), row(95, 10.0, loss=0.4))
     assert points(same, "loss") == [(1, 5, 1), (41, 9, 0.5), (95, 10, 0.4)]
     later = series_of(*first, row(41, 4.0, loss=0.5), row(95, 5.0, loss=0.4))
-    assert points(later, "loss") == [(1, 5, 1), (41, 11, 0.5), (95, 12, 0.4)], "the times of both commands, added up"
+    assert points(later, "loss") == [(1, 5, 1), (41, 11, 0.5), (95, 12, 0.4)], (
+        "the times of both commands must be added up"
+    )
 
 
 def test_the_evaluator_has_the_time_of_the_leader() -> None:
@@ -80,7 +82,7 @@ RUNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")  # of a name that the font lacks
+@pytest.mark.filterwarnings("ignore:Glyph")  # for a character that the font lacks
 @pytest.mark.parametrize(
     ("run", "staleness"),
     [*((run, []) for run in RUNS), *(("one step", counts) for counts in ([3], [0, 5, 2], [10**6] + [0] * 998 + [1]))],
