@@ -1,4 +1,4 @@
-"""What is compared with what, and the ratio that we want."""
+"""The comparisons of the benchmark, and the ratio that each should reach."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tests.bench import figures
 
 Measure = Callable[[], float]
 ACCURACY = 0.97  # to be reached
-# Global steps that are timed, so that the fastest contender takes some seconds; as many go before, to warm up.
+# Global steps that are timed: some seconds for the fastest contender. As many untimed steps come before, to warm up.
 STEPS = {
     ("async", "softmax"): 12_000,
     ("async", "dnn"): 4_000,
@@ -24,10 +24,10 @@ class Comparison:
     """Contenders that take turns.
 
     Attributes:
-        unit: of their figures.
-        contenders: what measures each of them once.
+        unit: the unit of their figures.
+        contenders: for each a function that measures it once.
         ratio: the two contenders whose medians are divided.
-        target: for that ratio; None if it is only reported.
+        target: the wanted ratio; None if the ratio is only reported.
         at_least: whether the ratio should be at least, or at most, the target.
     """
 
@@ -49,7 +49,7 @@ class Table:
 
     Args:
         arrays: see `Workload`.
-        scale: of the numbers of steps; less than 1 for a look whether everything runs.
+        scale: a factor of all numbers of steps; less than 1 to check only that everything runs.
     """
 
     def __init__(self, arrays: str, scale: float = 1.0) -> None:

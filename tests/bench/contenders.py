@@ -29,11 +29,11 @@ MODULES = {
 
 
 class ContenderError(Exception):
-    """A contender has not done its part; with what it wrote."""
+    """A contender has failed; the message has its output."""
 
 
 def jobs_of(contender: str, mode: str, num_workers: int) -> dict[str, list[str]]:
-    """The processes that a contender consists of; ours makes its own."""
+    """The processes of a contender; ours starts its own."""
     if contender in ("keras_fit", "bare"):
         return {"worker": ["localhost:0"]}
     sizes = {"worker": num_workers}
@@ -76,7 +76,7 @@ def peer(
 
 
 def _tails(logs: Path) -> str:
-    """What the tasks wrote last."""
+    """The last lines of the output of the tasks."""
     files = sorted(logs.glob("*.log"))
     return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
@@ -103,7 +103,7 @@ def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[s
 
 
 def _result(process: subprocess.Popen[str]) -> dict[str, float]:
-    """What the process prints as JSON, for which it has TIMEOUT_SECS."""
+    """The JSON that the process prints within TIMEOUT_SECS."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -150,7 +150,7 @@ class OurRun:
 
 @contextmanager
 def our_process(*overrides: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """The command in a run directory of its own, which lasts as long as the block."""
+    """The command in a temporary run directory, which is removed at the end of the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"
         process = subprocess.Popen(
@@ -180,7 +180,7 @@ def our_run(*overrides: str) -> OurRun:
 
 
 def fit_run(mode: str, num_workers: int, steps: int, epochs: int, arrays: str, callbacks: str) -> OurRun:
-    """A call of `tf2dist.fit` in a process of its own."""
+    """A call of `tf2dist.fit` in a separate process."""
     started_at, start = time.time(), time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"

@@ -1,4 +1,4 @@
-"""What can be measured of a contender: each function does it once, with real processes."""
+"""The measurements of contenders: each function makes one, with real processes."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.bench.contenders import OurRun, fit_run, our_process, our_run, peer
 from tests.bench.workload import EVALUATE_EVERY, NUM_VALIDATION
 
 PLUGINS = str(Path(__file__).with_name("plugins.py"))
-SLEEP_SECS = 0.05  # of a step that does nothing else
+SLEEP_SECS = 0.05  # the time of a step that does nothing else
 
 
 def peer_rate(contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str) -> float:
@@ -25,7 +25,7 @@ def peer_rate(contender: str, mode: str, model: str, num_workers: int, steps: in
 def our_rate(
     mode: str, model: str, num_workers: int, steps: int, *more: str, optimizer: str = "sgd", plugin: str = ""
 ) -> float:
-    """Our own global steps per second, after as many steps: in its first seconds a run finds the size of its calls."""
+    """Our own global steps per second, after as many steps to warm up, in which a run finds the size of its calls."""
     overrides = [f"mode={mode}", f"model={model}", f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
 
@@ -74,7 +74,7 @@ def input_rate(how: str, arrays: str) -> float:
 
 
 def secs_to_accuracy(mode: str, accuracy: float) -> float:
-    """From the first step to the first evaluation of the validation set that is as good; dnn with Adam."""
+    """Seconds from the first step to the first validation with this accuracy; dnn with Adam."""
     often = [f"data.num_validation={NUM_VALIDATION}", f"train.eval_every_steps={EVALUATE_EVERY[mode]}"]
     run = our_run(f"mode={mode}", "experiment=dnn", "optimizer.schedule=constant", *often)
     good = next(record["time"] for record in run.records if record.get("validation_accuracy", 0) >= accuracy)
@@ -88,7 +88,7 @@ def peer_secs_to_accuracy(contender: str, mode: str, accuracy: float, arrays: st
 
 
 def our_pss_mb(num_workers: int, steps: int) -> float:
-    """Of the launcher and all tasks, after `steps` steps of dnn and before the last."""
+    """The memory of the launcher and all tasks, after `steps` steps of dnn and before the last."""
     overrides = ["mode=async", "model=dnn", "optimizer=sgd", "train.steps=1000000"]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         wait_for_step(run_dir, steps)
@@ -96,7 +96,7 @@ def our_pss_mb(num_workers: int, steps: int) -> float:
 
 
 def added_worker_mb(num_workers: int, steps: int) -> float:
-    """What one more worker takes."""
+    """The memory that one more worker adds."""
     return our_pss_mb(num_workers + 1, steps) - our_pss_mb(num_workers, steps)
 
 
@@ -106,14 +106,14 @@ def one_process_pss_mb(steps: int, arrays: str) -> float:
 
 
 def _pss_mb(pid: int) -> float:
-    """The memory of a process and all its descendants; what they share is counted once."""
+    """The memory of a process and all its descendants; shared memory is counted once."""
     process = psutil.Process(pid)
     family = [process, *process.children(recursive=True)]
     return float(sum(one.memory_full_info().pss for one in family) / 2**20)
 
 
 def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
-    """Steps per second and worker, if each sleeps for SLEEP_SECS and does next to nothing else."""
+    """Steps per second and worker, if each step sleeps for SLEEP_SECS and computes almost nothing."""
     times = num_workers if mode == "async" else 1  # there each worker's step is a global step
     steps = steps_of_a_worker * times
     overrides = [f"mode={mode}", "model=softmax", "optimizer=sgd", f"train.steps={steps}"]
@@ -126,7 +126,7 @@ def coordinator_cpu(steps: int, num_workers: int = 16) -> float:
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         first = wait_for_step(run_dir, steps)
         family = psutil.Process(process.pid).children(recursive=True)
-        # A task is a fork: only where it writes to tells which one it is.
+        # A task is a fork, so only the file of its output shows which one it is.
         chief = next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith("chief-0.log"))
         before = chief.cpu_times()
         last = wait_for_step(run_dir, first + steps)
@@ -135,7 +135,7 @@ def coordinator_cpu(steps: int, num_workers: int = 16) -> float:
 
 
 def wait_for_step(run_dir: Path, step: int, timeout_secs: float = 240.0) -> int:
-    """Waits until a run has come to `step`; returns the step that it has come to."""
+    """Waits until a run has reached `step`; returns the step that it has reached."""
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_secs
     while time.monotonic() < deadline:
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []

@@ -1,6 +1,6 @@
 """The same training by a call of `tf2dist.fit`: MODE NUM_WORKERS STEPS EPOCHS ARRAYS RUN_DIR CALLBACKS.
 
-CALLBACKS: "none", or "usual" for three that nearly everyone has.
+CALLBACKS: "none", or "usual" for three common ones.
 """
 
 import sys

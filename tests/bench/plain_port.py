@@ -1,4 +1,4 @@
-"""The port that the guides of TensorFlow 2 lead to: one step a function, every variable by itself."""
+"""A port that follows the guides of TensorFlow 2: a function call for each step, and each variable sent separately."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tf2dist.data import Arrays, Splits
 from tf2dist.model.models import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
-MAX_SCHEDULE = 100  # calls between two looks
+MAX_SCHEDULE = 100  # calls that are scheduled at a time
 
 
 def dataset(workload: Workload, seed: int) -> tf.data.Dataset:
@@ -24,7 +24,7 @@ def dataset(workload: Workload, seed: int) -> tf.data.Dataset:
 
 
 def model_of(workload: Workload) -> keras.Model:
-    """Ours, which takes the bytes of images."""
+    """The model of tf2dist, whose input is images as bytes."""
     image = Arrays(np.zeros([1, 28, 28, 1], np.uint8))
     keras.utils.set_random_seed(0)
     return build_model({"name": workload.model, **ARGUMENTS[workload.model]}, Splits(image))
@@ -75,7 +75,7 @@ def sync(workload: Workload) -> None:
 def asynchronous(workload: Workload) -> None:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if workload.job in ("worker", "ps"):
-        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)  # fewer can stop for ever
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)  # with fewer it can block for ever
         server = tf.distribute.Server(
             resolver.cluster_spec(), workload.job, workload.index, protocol="grpc", config=config
         )

@@ -25,7 +25,7 @@ def count_only(self: Counters, indices: tf.Tensor, staleness: tf.Tensor, added: 
 
 
 def sleeping(rows: tf.data.Dataset, take: pipeline.Take) -> tf.data.Dataset:
-    """Like `pipeline._taken`; each step takes SLEEP_SECS more, which no prefetching hides, and no core."""
+    """Like `pipeline._taken`; each step sleeps for SLEEP_SECS more, which prefetching does not hide."""
     steps: Any = rows.element_spec[0].shape
     per_element = steps[0] if steps.rank == 2 else 1
     return taken(rows, take).apply(testing.sleep(int(per_element * SLEEP_SECS * 1e6)))

@@ -1,4 +1,4 @@
-"""The synchronous peer: torch DistributedDataParallel over gloo, one thread a process."""
+"""The synchronous peer: torch DistributedDataParallel over gloo, one thread in each process."""
 
 import os
 

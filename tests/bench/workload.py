@@ -1,4 +1,4 @@
-"""What every contender of the benchmark is told, and how it measures itself."""
+"""The workload of every contender of the benchmark, and its own measurements."""
 
 import json
 import os
@@ -21,10 +21,10 @@ EVALUATE_EVERY = {"async": 300, "sync": 100}  # global steps, over as many examp
 
 @dataclass(frozen=True)
 class Workload:
-    """One process's part of a contest.
+    """The part of one process in a comparison.
 
     Attributes:
-        mode: "async" or "sync"; a contender of one process does not look at it.
+        mode: "async" or "sync"; ignored by a contender of one process.
         jobs: the addresses of each job, as in TF_CONFIG.
         steps: global steps in all, of which the first `warmup_steps` are not timed.
         arrays: a folder with images.npy, uint8 [n, 28, 28, 1], and labels.npy, int32 [n].
@@ -82,7 +82,7 @@ class Stopwatch:
 
 
 class Race:
-    """The seconds from the first step to the first evaluation that is as good as wanted."""
+    """The seconds from the first step to the first evaluation with the wanted accuracy."""
 
     def __init__(self, workload: Workload) -> None:
         self._accuracy, self._every = workload.accuracy, EVALUATE_EVERY[workload.mode]
@@ -101,13 +101,13 @@ class Race:
 
 
 def tell(figure: float) -> None:
-    """Prints it for `contenders`, and waits for the end: who leaves early would cut off the others."""
+    """Prints a figure for `contenders`, then waits for the end: a task that left early would fail the others."""
     print(json.dumps({"figure": figure}), flush=True)
     sys.stdin.readline()
 
 
 def run(main: Callable[[Workload], None]) -> None:
-    """Runs a contender; what TensorFlow has running does not keep one alive that has failed."""
+    """Runs a contender; one that has failed ends at once, even if threads of TensorFlow still run."""
     try:
         main(Workload.from_arguments())
     except BaseException:

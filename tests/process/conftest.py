@@ -1,4 +1,4 @@
-"""Meetings of several participants, each in a thread of its own, on real sockets."""
+"""Meetings of several participants, each in its own thread, on real sockets."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def enter() -> Iterator[Meetings]:
 
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[Healthy]:
-    """A meeting that has agreed, shared by the tests of a file that must not harm it."""
+    """A meeting of which all tasks have joined; shared by tests that must not disturb it."""
     with ThreadPoolExecutor(16) as pool:
         made = Meetings(pool)
         cluster = cluster_of("async", **ASYNC)

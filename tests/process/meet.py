@@ -1,4 +1,4 @@
-"""Takes part in a meeting as a process of its own: `python -m tests.process.meet JSON`; prints a `Said` on each line.
+"""Takes part in a meeting as a separate process: `python -m tests.process.meet JSON`; prints a `Said` on each line.
 
 Reads lines from stdin: `stop SIGNUM`, `ended CODE MESSAGE`. Any other line, or the end of the input, ends it.
 """

@@ -64,7 +64,7 @@ def surroundings(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def exhaust(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Asks for more memory than a limit allows, as TensorFlow's C++ code does, which handles no refusal."""
+    """Allocates more memory than a limit allows, in C++, like TensorFlow, which does not handle the failure."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(1 << 40))  # operator new
@@ -79,7 +79,7 @@ def compute(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def stand(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Never returns from a function of the user's code, which this file counts as, watched like a task."""
+    """Never returns from user code, which includes this file, under the watchdog of a task."""
     from tf2dist.process import heartbeat
 
     heartbeat.STANDING_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
@@ -93,6 +93,6 @@ def never_returns() -> None:
 
 
 def abort(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Ends as a library does at a failed check: with SIGABRT, and no mention of a limit."""
+    """Ends with SIGABRT, as a library does after a failed check, without mentioning a limit."""
     print("now", flush=True)
     os.abort()

@@ -1,4 +1,4 @@
-"""A launcher that follows a script of events, for tests of what the launching process concludes."""
+"""A launcher that follows a script of events, for tests of the decisions of the launching process."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class ScriptedLauncher:
 
     def events(self, timeout_secs: float) -> Iterator[Any]:
         self.now += timeout_secs
-        assert self.now < 1000, "the wait has no end"
+        assert self.now < 1000, "the wait does not end"
         for task in list(self.tasks):
             if task != self._silent or self.now < 101:
                 yield Alive(task)
