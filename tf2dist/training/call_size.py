@@ -6,6 +6,7 @@ TRIAL_SECS = 0.3  # the shortest time over which steps are measured
 TRIAL_STEPS = 3  # the fewest steps of each worker over which they are measured
 # Measured with mode=async and models of 2 to 158 trainable variables, on two cores:
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
+LEAST_SHARE = 0.25  # of the time of a step that is taken by a call of its own, which the step itself takes at least
 IDLE_SECS = 0.03  # if two updates of the cluster are further apart, a call costs less than a tenth of that time
 UNROLLED_SHARE = 0.04  # the time to prepare each further unrolled step, as a share of that for a call of one step
 
@@ -21,7 +22,7 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
     The time that it takes to prepare a call of so many steps is subtracted from what it saves.
 
     Args:
-        secs_per_step: of one worker.
+        secs_per_step: of one worker, in calls of one step.
         num_workers: those that take part in the training.
         first_call_secs: how long the first call of one step took, nearly all of it to prepare the graph.
         steps_left: of the whole cluster, to the end of the run.
@@ -37,7 +38,9 @@ def worthwhile_steps(secs_per_step: float, num_workers: int, first_call_secs: fl
         ready_secs = first_call_secs * (1 + UNROLLED_SHARE * (size - 1)) if size > 1 else 0.0
         return saved_secs * (1 - 1 / size) - ready_secs
 
-    longest = steps_of_a_call(secs_per_step)
+    # The time was measured with calls of one step, so most of it is the cost of those calls if the model is small. The
+    # workers wait for one another's, because the coordinator makes one call at a time.
+    longest = steps_of_a_call(max(secs_per_step - num_workers * SAVED_SECS, LEAST_SHARE * secs_per_step))
     best = max(range(1, longest + 1), key=net_gain)
     # The estimate is rough: if the longest calls gain nearly as much as the best, take them for their higher rate.
     return longest if net_gain(longest) > 0.8 * net_gain(best) > 0 else best
