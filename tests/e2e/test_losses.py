@@ -67,8 +67,12 @@ ROLES = {"async": WITH_PS, "sync": ["worker-1", "worker-0"], "sync_replicas": WI
     "mode", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in STEPS if mode != "async")]
 )
 def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: signal.Signals) -> None:
+    lose_each_role(command, mode, signum)
+
+
+def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: str) -> dict[str, Any]:
     """A lost worker beside a ps is restarted alone; for any other task all restart from the last checkpoint."""
-    process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}")
+    process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}", *more)
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
     told: list[str] = []
     stderr: Any = process.stderr
@@ -92,6 +96,7 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
         assert sum(worker["local_steps"] for worker in summary["workers"]) == gradients
         log = (command.folder / "run" / "logs" / "worker-1.log").read_text()
         assert "final accuracy" in log, "it took part again"
+    return summary
 
 
 @pytest.mark.slow

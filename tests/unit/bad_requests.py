@@ -198,7 +198,10 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["algorithm=[plain]"], "algorithm ([plain]): must be one of "),
     (["algorithm.strength=2"], "algorithm.strength (2.0): is for algorithm=delay_compensated; add that"),
     (["algorithm=delay_compensated", "algorithm.strength=0"], "algorithm.strength (0.0): must be more than 0"),
-    (["algorithm=delay_compensated", "algorithm.bound=2"], "algorithm.bound: there is no such option"),
+    (["algorithm.bound=2"], "algorithm.bound (2): is for algorithm=bounded; add that"),
+    (["algorithm=bounded", "algorithm.bound=0"], "algorithm.bound (0): must be at least 1"),
+    (["algorithm=bounded", "algorithm.bound=1.5"], "algorithm.bound (1.5): must be a whole number"),
+    (["mode=sync_replicas", "algorithm=bounded"], "algorithm (bounded): is for mode=async; leave it out"),
     # Simulated delays.
     (
         ["simulate.delay_secs=[0,0,0.05,1]"],

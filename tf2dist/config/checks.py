@@ -134,7 +134,7 @@ def _first_weights(config: RunConfig) -> list[Rule]:
 
 def _algorithm(config: RunConfig) -> list[Rule]:
     """Refuses the options of another algorithm than the chosen one."""
-    owners = {"strength": "delay_compensated"}
+    owners = {"strength": "delay_compensated", "bound": "bounded"}
     rules: list[Rule] = []
     for key, owner in owners.items():
         name, value = f"algorithm.{key}", getattr(config.algorithm, key)

@@ -33,7 +33,7 @@ from tf2dist.config.pause import Pause, is_pause
 
 MODES = ("async", "sync", "sync_replicas")
 PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
-ALGORITHMS = ("plain", "staleness_aware", "delay_compensated")
+ALGORITHMS = ("plain", "staleness_aware", "delay_compensated", "bounded")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
@@ -177,10 +177,13 @@ class KerasConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """What the parameter servers do with updates; only with mode=async."""
+    """How the parameter servers apply updates, or how workers wait for each other; only with mode=async."""
 
     kind: str = choice("plain", one_of(*ALGORITHMS))
     strength: float = option(0.04, POSITIVE, help="algorithm=delay_compensated: the factor lambda of the correction")
+    bound: int = option(
+        4, *COUNT, help="algorithm=bounded: how many of its own steps a worker may be ahead of the slowest"
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,8 +29,9 @@ from tf2dist.training.asynchronous.evaluating import evaluate_split
 from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY
 from tf2dist.training.asynchronous.prepare import Prepared, prepare
 from tf2dist.training.asynchronous.reading import PackedRead
-from tf2dist.training.asynchronous.scheduler import POLL_SECS, Scheduler
+from tf2dist.training.asynchronous.scheduler import POLL_SECS
 from tf2dist.training.asynchronous.serving import say_farewell
+from tf2dist.training.asynchronous.twins import scheduler_for
 from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
     PauseRequest,
@@ -78,7 +79,8 @@ class AsyncLoop:
 
         on_hosts = min(STEPS_ON_HOSTS, graphs.stragglers.max_steps)
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
-        self._scheduler = Scheduler(self._coordinator, graphs, cluster.num_workers, num_steps, config.grace_secs)
+        make_scheduler = scheduler_for(config.algorithm.kind)
+        self._scheduler = make_scheduler(self._coordinator, graphs, cluster, num_steps, config.grace_secs)
         self._evaluate_function = None if config.cluster.kind == "local" else graphs.evaluate_function()
 
         # What has been read from the counters so far.
@@ -119,6 +121,9 @@ class AsyncLoop:
             shut(self._graphs.servers, until_step)
             self._read()
             return PauseRequest.STOP
+        except NotFiniteError:
+            self._scheduler.release()
+            raise
         self._read()
         # Without a request the loop has ended since all ps have applied `until_step` updates.
         if requested:
@@ -248,6 +253,7 @@ class AsyncLoop:
             "algorithm": self._config.algorithm.kind,
             "staleness": staleness_of(counts),
             "staleness_counts": np.trim_zeros(counts, "b").tolist(),
+            **self._graphs.facts(),
         }
 
     def histograms(self) -> dict[str, np.ndarray]:

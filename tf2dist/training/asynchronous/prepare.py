@@ -18,6 +18,7 @@ from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.asynchronous.origin import Origin
 from tf2dist.training.asynchronous.step import AsyncStep
+from tf2dist.training.asynchronous.twins import step_for
 from tf2dist.training.loop import target_step
 from tf2dist.training.sharding import sharding_of
 
@@ -83,7 +84,8 @@ def prepare(
     origin = Origin.of(resumed, sharding, step.metrics.size)
     offsets = list(map(int, origin.offsets))
     earlier = earlier_updates(step.earlier_optimizer, resumed)
-    graphs = AsyncStep(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
+    make_graphs = step_for(config.algorithm.kind)
+    graphs = make_graphs(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
     check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
     check_own_apply(source.name, graphs.servers[0].optimizer, len(graphs.servers))
     print_bytes(step.variables, [server.optimizer for server in graphs.servers], cluster.num_ps)

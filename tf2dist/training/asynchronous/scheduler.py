@@ -5,6 +5,7 @@ import time
 
 import tensorflow as tf
 
+from tf2dist.cluster.spec import Cluster
 from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
 from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.call_size import CallTimer, worthwhile_steps
@@ -31,12 +32,12 @@ class Scheduler:
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         graphs: AsyncStep,
-        num_workers: int,
+        cluster: Cluster,
         num_steps: int | None,
         grace_secs: float,
     ) -> None:
         self._coordinator, self._graphs = coordinator, graphs
-        self._num_workers, self._grace_secs = num_workers, grace_secs
+        self._num_workers, self._grace_secs = cluster.num_workers, grace_secs
         self.num_steps = num_steps or 1
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
@@ -109,6 +110,9 @@ class Scheduler:
     def finish(self, request: PauseRequests) -> PauseRequest:
         """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
         return wait_for_calls(self._coordinator, request, lambda: counts_of(self._graphs.servers), self.quiet_secs())
+
+    def release(self) -> None:
+        """Lets no call in flight wait for others; here none does."""
 
     def quiet_secs(self) -> float:
         return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)

@@ -130,6 +130,9 @@ class ParameterServer:
             tf.TensorSpec([self.counters.added, 1], tf.int64),
             tf.TensorSpec([], tf.int64),
         )
+        self._trace(*signature)
+
+    def _trace(self, *signature: tf.TensorSpec) -> None:
         self.push = self.on_device(self._push, *signature)
         self.exchange = self.on_device(self._exchange, *signature)
 

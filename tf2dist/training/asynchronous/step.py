@@ -42,6 +42,7 @@ class AsyncStep:
     replica context, which there is none of on a ps.
 
     Attributes:
+        config: of the run.
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated.
@@ -69,14 +70,15 @@ class AsyncStep:
         earlier_updates: int = 0,
     ) -> None:
         self.earlier_updates = earlier_updates
-        self._config, self.sharding = config, sharding
+        self.config, self.sharding = config, sharding
         self.stragglers = stragglers_of(config, offsets)
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
-            ParameterServer(
+            self._new_server(
+                number,
                 device,
                 [v for v in self._step.trainable if v.value.device == device],
                 [v for v in self._step.state if v.value.device == device],
@@ -88,7 +90,7 @@ class AsyncStep:
                 earlier_updates,
                 algorithm_of(config.algorithm),
             )
-            for device in sorted({v.value.device for v in everything})
+            for number, device in enumerate(sorted({v.value.device for v in everything}))
         ]
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
@@ -96,6 +98,14 @@ class AsyncStep:
         self._compute = self._traced_compute()
         for server in self.servers:
             server.trace_push(self._decays)
+
+    def _new_server(self, number: int, *arguments: Any) -> ParameterServer:
+        """The ps with this number, from 0; `arguments`: those of `ParameterServer`."""
+        return ParameterServer(*arguments)
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary of the run: what the ps know beside the counters."""
+        return {}
 
     def train_function(self, num_steps: int) -> Any:
         """``function(*source, limit)``: `num_steps` steps, of which those above `limit` updates are refused.
@@ -112,23 +122,44 @@ class AsyncStep:
             with tf.device("CPU:0"):
                 batches = self.feed.batches(tuple(source), worker, local_steps, num_steps)
             losses = []
-            pulled = [server.pull() for server in self.servers]
+            pulled = self._pull(worker)
             for number, batch in enumerate(batches, 1):
+                limit = self._limit(limit, pulled)
                 pulled = self.stragglers.delayed(pulled, worker, local_steps, number)
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(leaf) for leaf in batch]
                     pushes, loss = self._compute(pulled, on_device, worker)
-                last = number == num_steps
-                pulled = [
-                    (server.push if last else server.exchange)(push, indices, limit)
-                    for server, push in zip(self.servers, pushes, strict=True)
-                ]
+                if number < num_steps:
+                    pulled = self._exchange(pushes, indices, limit, worker)
+                else:
+                    self._push(pushes, indices, limit, worker)
                 losses.append(loss)
             self._log(worker, before, tf.reduce_mean(losses))
 
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
+
+    # How a worker speaks to the ps in a call; other algorithms override these.
+
+    def _pull(self, worker: tf.Tensor) -> list[tf.Tensor]:
+        """What the first step of a call pulls from each ps."""
+        return [server.pull() for server in self.servers]
+
+    def _limit(self, limit: tf.Tensor, pulled: list[tf.Tensor]) -> tf.Tensor:
+        """The limit of updates for a step, from that of the step before it in the call."""
+        return limit
+
+    def _exchange(
+        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Pushes to each ps; returns what the next step pulls."""
+        return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
+
+    def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+        """What the last step of a call pushes to each ps."""
+        for server, push in zip(self.servers, pushes, strict=True):
+            server.push(push, indices, limit)
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
@@ -149,7 +180,7 @@ class AsyncStep:
 
     def _traced_compute(self) -> Any:
         """The step on a worker, traced once for the functions of any number of steps."""
-        if self._config.devices.xla:
+        if self.config.devices.xla:
             compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
         else:
             compute = as_one_node(self._compute_step)
@@ -196,6 +227,6 @@ class AsyncStep:
         after = self.servers[0].worker_totals(worker)
         steps = TOTALS.index("steps")
         local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
-        every = self._config.train.log_every_steps
+        every = self.config.train.log_every_steps
         earlier = tf.cast(before[steps], tf.int64)
         print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.training.asynchronous.vectors import PackedCount
-from tf2dist.training.replicas.gate import Gate
+from tf2dist.training.gate import Gate
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.tally import Counts, Tally
 from tf2dist.training.replicas.vectors import Pulled, PullLayout, PushLayout

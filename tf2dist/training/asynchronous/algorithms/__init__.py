@@ -11,6 +11,7 @@ ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
     "plain": lambda config: Algorithm(),
     "staleness_aware": lambda config: StalenessAware(),
     "delay_compensated": lambda config: DelayCompensated(config.strength),
+    "bounded": lambda config: Algorithm(),  # it changes when a worker pulls, not what a ps does; see `twins`
 }
 
 
