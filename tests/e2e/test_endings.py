@@ -93,7 +93,8 @@ def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
     assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "sync"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> None:
     """As systemd and job schedulers send it: to the tasks, which get it a second time from their launcher.
 
@@ -141,7 +142,7 @@ def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callab
 
 @pytest.mark.parametrize(
     ("mode", "task"),
-    [("sync", "worker-1"), pytest.param("async", "ps-0", marks=pytest.mark.slow), ("async", "chief-0")],
+    [("sync", "worker-1"), *(pytest.param("async", task, marks=pytest.mark.slow) for task in ("ps-0", "chief-0"))],
 )
 def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
     process = command.start(f"mode={mode}", *LONG, "max_restarts=0")
@@ -152,6 +153,7 @@ def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
     assert f"{task}: was killed by SIGKILL" in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> None:
     process = command.start(*LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
@@ -181,7 +183,9 @@ BUSY = {
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", ["saving", pytest.param("evaluating", marks=pytest.mark.slow), "starting"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(what, marks=pytest.mark.slow) for what in ("saving", "evaluating")), "starting"]
+)
 def test_a_signal_during_saving_evaluation_or_start(command: Command, mode: str, what: str) -> None:
     """The run is stopped while it saves, evaluates or starts, and does hardly anything else."""
     process = command.start(f"mode={mode}", "cluster=local2", *LONG, "model=softmax", *BUSY[what])

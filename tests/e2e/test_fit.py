@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,18 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert result.model.stop_training
     assert len(ended) == 1
     assert not np.isfinite(result.history["loss"][-1])
+
+
+def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:
+    parent = os.getpid()
+
+    def broken() -> keras.Model:
+        if os.getpid() != parent:
+            raise LookupError("only in a task")
+        return regression()
+
+    with pytest.raises(tf2dist.TaskFailure, match="LookupError: only in a task"):
+        on_one_worker(broken, tmp_path / "run")
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])

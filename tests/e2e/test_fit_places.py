@@ -168,28 +168,6 @@ print(kill.killed is not None, result.history["loss"].__len__(), result.summary[
     assert out.splitlines()[-1] == "True 6 1"
 
 
-def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:
-    code = """
-import os
-parent = os.getpid()
-
-def broken():
-    if os.getpid() != parent:
-        raise LookupError("only in a task")
-    return build()
-
-try:
-    tf2dist.fit(broken, x, x.sum(1), **given)
-except tf2dist.TaskFailure as error:
-    print(str(error).splitlines()[-1].split("; then")[0])
-    print(error.__cause__, error.__context__ is None or error.__suppress_context__)
-"""
-    process = start(tmp_path, BEGIN + code)
-    out, err = process.communicate(timeout=110)
-    assert process.returncode == 0, err
-    assert "LookupError: only in a task" in out
-
-
 @pytest.mark.slow
 def test_many_hosts_run_the_same_script(tmp_path: Path) -> None:
     ports = ports_of_tasks(2)

@@ -47,7 +47,7 @@ def fit(load: Any, run_dir: Path, cluster: tf2dist.Local = ONE, **arguments: Any
     return tf2dist.fit(regression, data=load, cluster=cluster, run_dir=run_dir, **given)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_one_worker_does_what_keras_does(mode: str, tmp_path: Path) -> None:
     """Seven batches a pass, the last of them smaller; nobody has to say how many they are."""
     validation = (X[:50], Y[:50])
@@ -131,7 +131,10 @@ def ending(shard: tf2dist.Shard) -> tf.data.Dataset:
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("load", "reason"),
-    [(raising, "shard 1 of 2: KeyError: 'no such file'"), (ending, "shard 1 of 2 gives no batch")],
+    [
+        (raising, "shard 1 of 2: KeyError: 'no such file'"),
+        pytest.param(ending, "shard 1 of 2 gives no batch", marks=pytest.mark.slow),
+    ],
 )
 def test_data_that_fail_in_a_worker_are_named(mode: str, load: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(tf2dist.TfDistError) as raised:

@@ -1,37 +1,60 @@
 """A process that is killed while it saves leaves whole checkpoints only, once its temporary files are removed."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 
 KILLS = 50
+# For each line of its input a new process saves checkpoints without end. Only the first pays for the imports.
 SAVE_FOR_EVER = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import numpy as np
 from tf2dist.checkpoint.facts import Facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
-newest, facts = checkpoints.newest(print), Facts.of_json(json.loads(sys.argv[2]))
-step = newest.step if newest else 0
-print("begun", flush=True)
-while True:
-    step += 1
-    arrays = {f"model/{i}": np.full(30_000, step, np.float32) for i in range(5)}
-    checkpoints.save(Snapshot(step, arrays, facts))
+def save_for_ever():
+    checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+    newest, facts = checkpoints.newest(print), Facts.of_json(json.loads(sys.argv[2]))
+    step = newest.step if newest else 0
+    print(os.getpid(), flush=True)
+    while True:
+        step += 1
+        arrays = {f"model/{i}": np.full(30_000, step, np.float32) for i in range(5)}
+        checkpoints.save(Snapshot(step, arrays, facts))
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        save_for_ever()
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
 """
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Starts processes that save; ends them all, even if the test fails."""
+    command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path / "checkpoints"), json.dumps(facts(1).to_json())]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
+    ) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def secs_of_a_save(folder: Path) -> float:
@@ -40,22 +63,21 @@ def secs_of_a_save(folder: Path) -> float:
     return time.monotonic() - start
 
 
-def test_fifty_kills(tmp_path: Path) -> None:
+def test_fifty_kills(tmp_path: Path, saving: "subprocess.Popen[str]") -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print("seed", seed)
     generator = random.Random(seed)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     before, left_something = 0, 0
+    assert saving.stdin
+    assert saving.stdout
     longest = max(0.05, 4 * secs_of_a_save(tmp_path / "timed"))
     for _ in range(KILLS):
-        command = [sys.executable, "-c", SAVE_FOR_EVER, str(checkpoints.folder), json.dumps(facts(1).to_json())]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout
-        assert process.stdout.readline() == "begun\n"
+        saving.stdin.write("another\n")
+        pid = int(saving.stdout.readline())
         time.sleep(generator.uniform(0.0, longest))  # the random moment
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
-        process.stdout.close()
+        os.kill(pid, signal.SIGKILL)
+        assert saving.stdout.readline() == "ended\n"
         damaged: list[str] = []
         newest = checkpoints.newest(damaged.append)
         assert not damaged

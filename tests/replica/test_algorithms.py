@@ -21,6 +21,7 @@ from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
 
 RATE = 0.1
+FIRST = ("plain", "delay_compensated")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
     "adam": {"name": "adam"},
@@ -108,7 +109,10 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
             np.testing.assert_array_equal(sent, variable.numpy())
 
 
-@pytest.mark.parametrize("algorithm", [name for name in NAMES if name != "plain"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["delay_compensated", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in FIRST)],
+)
 def test_counts_are_exact_and_a_run_is_resumed(async_loop: Callable[..., Any], algorithm: str) -> None:
     config = run_config(optimizer="adam")
     config.algorithm = AlgorithmConfig(kind=algorithm)

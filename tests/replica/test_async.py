@@ -45,8 +45,15 @@ def weights(loop: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in loop.model.trainable_variables]
 
 
-@pytest.mark.parametrize("num_workers", [3, 4])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("num_workers", "optimizer"),
+    [
+        (3, "sgd"),
+        (4, "adam"),
+        pytest.param(3, "adam", marks=pytest.mark.slow),
+        pytest.param(4, "sgd", marks=pytest.mark.slow),
+    ],
+)
 def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimizer: str) -> None:
     loop = async_loop(run_config(optimizer=optimizer), num_workers=num_workers)
     for steps in (123, 124, 500):  # a part of a call; then a single step; then several calls
@@ -168,7 +175,13 @@ def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
         assert evaluation.metrics["accuracy"] == pytest.approx((logits.argmax(-1) == arrays.y).mean())
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *("adam", "adagrad"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "momentum", "adamw", "rmsprop")),
+    ],
+)
 def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:
     loop = async_loop(run_config(optimizer=optimizer), num_workers=2)
     untrained = loop.evaluate("validation").metrics["loss"]

@@ -109,7 +109,7 @@ def test_a_call_still_in_flight_does_not_cause_more_calls(
     assert_exact(loop, 220)
 
 
-@pytest.mark.parametrize("what", ["training", "evaluating"])
+@pytest.mark.parametrize("what", ["training", pytest.param("evaluating", marks=pytest.mark.slow)])
 def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLoop, what: str) -> None:
     """Here all workers are busy with a call that does not end."""
     released = threading.Event()

@@ -171,6 +171,7 @@ def all_metrics() -> list[keras.metrics.Metric]:
     return made
 
 
+@pytest.mark.slow
 def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(100, 4)).astype("float32"), np.eye(3, dtype="float32")[draw.integers(0, 3, 100)]

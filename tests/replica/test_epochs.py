@@ -113,6 +113,12 @@ CASES = {
 }
 
 
+# `make test` has a regression and a binary classification in test_tables.py.
+FIRST_CASES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("regression", "binary") else name for name in CASES
+]
+
+
 def source(name: str, **plan: Any) -> Given:
     make, drawn = CASES[name]
     return Given(make, examples(drawn), EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH, **plan))
@@ -176,7 +182,7 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-5) -> None:
         np.testing.assert_allclose(mine, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIRST_CASES)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     given, config, hooks = source(name), config_of(BATCH), Recording()
     publishing(given.load())
@@ -243,7 +249,9 @@ def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_w
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["regression", "two outputs", "everything"])
+@pytest.mark.parametrize(
+    "name", ["everything", *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "two outputs"))]
+)
 def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
     assert_same(found, keras_fit(source(name)))

@@ -1,5 +1,7 @@
 """Synchronous training on real workers: N of them equal one with N times the batch."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +46,37 @@ def assert_equal_weights(found: list[np.ndarray], expected: list[np.ndarray], at
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
+def case(model: str, optimizer: str, **more: Any) -> RunConfig:
+    return run_config(model, optimizer, **more, **({"hidden_units": [30, 20]} if model == "dnn" else {}))
+
+
+@pytest.fixture(scope="module")
+def trained_alone(sync_workers: SyncWorkers) -> Callable[[str, str], dict[str, Any]]:
+    """Trains a model on one worker with batches of 150, once for all tests."""
+
+    @functools.cache
+    def trained(model: str, optimizer: str) -> dict[str, Any]:
+        (found,) = sync_workers(train, num_workers=1, args=(case(model, optimizer, batch_size=150), 20))
+        return found
+
+    return trained
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "all_reduce"),
     [("softmax", "sgd", "auto"), ("dnn", "adam", "auto"), ("dnn", "adam", "tensorflow")],
 )
 def test_three_workers_equal_one_with_three_times_the_batch(
-    sync_workers: SyncWorkers, model: str, optimizer: str, all_reduce: str
+    sync_workers: SyncWorkers,
+    trained_alone: Callable[[str, str], dict[str, Any]],
+    model: str,
+    optimizer: str,
+    all_reduce: str,
 ) -> None:
     """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
-    more: dict[str, Any] = {"hidden_units": [30, 20]} if model == "dnn" else {}
-    few = run_config(model, optimizer, batch_size=50, steps_per_execution=7, **more)
+    few = case(model, optimizer, batch_size=50, steps_per_execution=7)
     few.cluster.all_reduce = all_reduce
-    one = run_config(model, optimizer, batch_size=150, **more)
-    three = sync_workers(train, num_workers=3, args=(few, 20))
-    single = sync_workers(train, num_workers=1, args=(one, 20))[0]
+    three, single = sync_workers(train, num_workers=3, args=(few, 20)), trained_alone(model, optimizer)
     assert_equal_weights(three[0]["weights"], single["weights"], atol=1e-5)
     for other in three[1:]:
         assert_equal_weights(other["weights"], three[0]["weights"], atol=0)
