@@ -190,6 +190,7 @@ def test_plugins(command: Command, mode: str) -> None:
     assert summary["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_name_that_no_plugin_registers(command: Command) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
     finished = command("plugins=[mine.py]", "model=wdie", "data=digits")
@@ -197,7 +198,7 @@ def test_a_name_that_no_plugin_registers(command: Command) -> None:
     assert "model (wdie): must be one of cnn, dnn, softmax, tanh, wide; did you mean wide?" in finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(
         PLUGIN.replace("Wide(width, num_classes, act)", "keras.Sequential([keras.layers.Dense(-1)])")

@@ -21,9 +21,8 @@ def test_a_lost_worker_may_return_in_async_and_the_others_are_notified(enter: Me
         participants["worker-1"] = enter(cluster, "worker-1").go()
         participants["chief-0"].event(Back, "worker-1")
         participants["chief-0"].seen.clear()
-    participants["worker-1"].meeting.stop(
-        15
-    )  # messages keep their order: all that was forwarded before has arrived when this arrives
+    # Messages keep their order: all that was forwarded before has arrived when this arrives.
+    participants["worker-1"].meeting.stop(15)
     assert participants["ps-0"].event(Stop, "worker-1").signum == 15
     assert [type(event) for event in participants["ps-0"].events()] == [Lost, Lost, Stop]
 

@@ -88,9 +88,8 @@ def test_batches_hold_the_images_of_their_labels() -> None:
 
 
 def test_batches_without_examples_are_left_out() -> None:
-    sharding = Sharding(
-        21, 5, 2, 0, False
-    )  # 2 steps of 2 x 5 examples, then one example, which only the first worker gets
+    # 2 steps of 2 x 5 examples, then one example, which only the first worker gets
+    sharding = Sharding(21, 5, 2, 0, False)
     *_, weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[1]
     assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
 

@@ -1,6 +1,7 @@
 """Both modes give the results that `keras.Model.fit` gives in one process with the same examples."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,17 @@ from tf2dist.testing import SyncWorker, SyncWorkers
 
 STEPS = 15  # of 2 * 50 examples; of the 1,257 the 13th step has the last 57
 layers = keras.layers
-Training = dict[
-    str, Any
-]  # "weights", "metrics" of all steps, the evaluation of the "test" set, and the states of "random" generators
+# "weights", "metrics" of all steps, the evaluation of the "test" set, and the states of "random" generators
+Training = dict[str, Any]
+# Models that one worker trains in both modes, models that two synchronous workers train, and settings of optimizers.
+ALONE = ["no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
+TOGETHER = ["spectral", "synchronized", "summed"]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
+    "ema_overwrite_frequency": {"use_ema": True, "ema_overwrite_frequency": 5},
+    "ema_momentum": {"use_ema": True, "ema_momentum": 0.9},
+    "loss_scale_factor": {"loss_scale_factor": 1024.0, "global_clipnorm": 0.5},
+}
 
 
 def begin(input_shape: tuple[int, ...]) -> list[Any]:
@@ -110,14 +119,18 @@ def optimizer(**more: Any) -> dict[str, Any]:
     return {"name": "sgd", "learning_rate": 0.1, **more}
 
 
-def case(model: str, num_workers: int = 1, **more: Any) -> RunConfig:
-    config = run_config(model, batch_size=100 // num_workers, steps_per_execution=5)
-    config.optimizer = optimizer(**more)
+def case(name: str, num_workers: int = 1) -> RunConfig:
+    """The configuration of a model, or of a softmax with settings of the optimizer."""
+    settings = OPTIMIZERS.get(name)
+    config = run_config(name if settings is None else "softmax", batch_size=100 // num_workers, steps_per_execution=5)
+    config.optimizer = optimizer(**(settings or {}))
     return config
 
 
-def plain_keras(config: RunConfig) -> Training:
+@functools.cache
+def plain_keras(name: str) -> Training:
     """The results of Keras after `STEPS` batches of 100 examples and the end of `fit`."""
+    config = case(name)
     source, splits = source_and_splits(config)
     model = built_model(source, splits, config.seed)
     if not model.compiled:
@@ -161,12 +174,31 @@ def train(loop: Any) -> Training:
     }
 
 
-def train_in_sync(worker: SyncWorker, config: RunConfig) -> Training:
+def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str, Training]:
+    """Trains as configured, one after another; returns the results by the names of the cases."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    return train(
-        SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
-    )
+    found = {}
+    for name, config in configs.items():
+        print("the case", name, flush=True)  # shown if it fails
+        given = source_and_splits(config)
+        found[name] = train(SyncLoop.build(config, worker.cluster, worker.task, *given, None, lambda progress: None))
+    return found
+
+
+# Workers of a test take seconds to connect, so all cases with as many workers are trained by the same ones.
+@pytest.fixture(scope="module")
+def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
+    found: dict[str, Training]
+    (found,) = sync_workers(train_in_sync, 1, ({name: case(name) for name in ALONE},))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_workers(sync_workers: SyncWorkers) -> list[dict[str, Training]]:
+    configs = {name: case(name, 2) for name in (*TOGETHER, *OPTIMIZERS)}
+    found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (configs,))
+    return found
 
 
 def assert_like(found: Training, expected: Training) -> None:
@@ -174,50 +206,35 @@ def assert_like(found: Training, expected: Training) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
     for part in ("metrics", "test"):
         assert found[part] == pytest.approx(expected[part], rel=1e-4), part
-    counts = [
-        [count for _, count in each["random"]] for each in (found, expected)
-    ]  # the seeds themselves differ from run to run
+    # The seeds themselves differ from run to run.
+    counts = [[count for _, count in each["random"]] for each in (found, expected)]
     assert counts[0] == counts[1], "random generators must have advanced as far as those of Keras"
 
 
-OPTIMIZERS: list[dict[str, Any]] = [
-    {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
-    {"use_ema": True, "ema_overwrite_frequency": 5},
-    {"use_ema": True, "ema_momentum": 0.9},
-    {"loss_scale_factor": 1024.0, "global_clipnorm": 0.5},
-]
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_synchronous_workers_equal_keras(two_workers: list[dict[str, Training]], name: str) -> None:
+    for result in two_workers:
+        assert_like(result[name], plain_keras(name))
 
 
-@pytest.mark.parametrize("model", ["spectral", "synchronized", "summed"])
-def test_two_synchronous_workers_equal_keras(sync_workers: SyncWorkers, model: str) -> None:
-    results = sync_workers(train_in_sync, 2, (case(model, num_workers=2),))
-    expected = plain_keras(case(model))
-    for result in results:
-        assert_like(result, expected)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_settings_of_optimizers_equal_keras(two_workers: list[dict[str, Training]], name: str) -> None:
+    for result in two_workers:
+        assert_like(result[name], plain_keras(name))
+    first = two_workers[0][name]
+    moved = any(not np.array_equal(*pair) for pair in zip(first["weights"], first["raw"], strict=True))
+    assert moved == ("ema_momentum" in OPTIMIZERS[name]), "only moving averages may replace the final weights"
 
 
-@pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
-def test_settings_of_optimizers_equal_keras(sync_workers: SyncWorkers, more: dict[str, Any]) -> None:
-    results = sync_workers(train_in_sync, 2, (case("softmax", num_workers=2, **more),))
-    expected = plain_keras(case("softmax", **more))
-    for result in results:
-        assert_like(result, expected)
-    moved = any(not np.array_equal(*pair) for pair in zip(results[0]["weights"], results[0]["raw"], strict=True))
-    assert moved == ("ema_momentum" in more), "only moving averages may replace the final weights"
+@pytest.mark.parametrize("name", ALONE)
+def test_one_worker_equals_keras(one_worker: dict[str, Training], async_loop: Callable[..., Any], name: str) -> None:
+    assert_like(one_worker[name], plain_keras(name))
+    assert_like(train(async_loop(case(name), num_workers=1)), plain_keras(name))
 
 
-@pytest.mark.parametrize("model", ["no_training", "looks_at_the_batch", "random", "summed", "own_loss"])
-def test_one_worker_equals_keras(sync_workers: SyncWorkers, async_loop: Callable[..., Any], model: str) -> None:
-    config = case(model)
-    expected = plain_keras(config)
-    assert_like(sync_workers(train_in_sync, 1, (config,))[0], expected)
-    assert_like(train(async_loop(config, num_workers=1)), expected)
-
-
-@pytest.mark.parametrize("more", OPTIMIZERS, ids=lambda more: next(iter(more)))
-def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], more: dict[str, Any]) -> None:
-    result = train(async_loop(case("softmax", **more), num_workers=1))
-    assert_like(result, plain_keras(case("softmax", **more)))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], name: str) -> None:
+    assert_like(train(async_loop(case(name), num_workers=1)), plain_keras(name))
 
 
 def test_a_model_that_assigns_trained_weights_is_refused_with_async(async_loop: Callable[..., Any]) -> None:

@@ -230,10 +230,15 @@ NOT_FOR_XLA = "devices.xla (true): XLA cannot compile the model: AsString (No re
     ("mode", "model", "says"),
     [
         ("sync", "twelve", "model (twelve): gives [batch, 12], and must give [batch, 10]"),
-        ("sync", "synchronized", "is synchronized, which devices.xla=true cannot compile"),
-        ("sync", "state_without_a_mean", "seen is of type bool"),
         ("async", "not_for_xla", NOT_FOR_XLA),
-        pytest.param("sync", "not_for_xla", NOT_FOR_XLA, marks=pytest.mark.slow),
+        *(
+            pytest.param("sync", model, says, marks=pytest.mark.slow)
+            for model, says in (
+                ("synchronized", "is synchronized, which devices.xla=true cannot compile"),
+                ("state_without_a_mean", "seen is of type bool"),
+                ("not_for_xla", NOT_FOR_XLA),
+            )
+        ),
     ],
 )
 def test_the_command_reports_a_refused_model_in_one_line(command: Command, mode: str, model: str, says: str) -> None:

@@ -97,7 +97,16 @@ def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     return history.history, weights_of(model)
 
 
-@pytest.mark.parametrize("name", [*MADE, *EXCLUSIONS])
+# Those that an asynchronous worker treats in different ways; `make slow` has the rest.
+FIRST = (
+    *("Adafactor", "Adam", "Muon", "SGD", "ScheduleFreeAdamW", "own", "schedule", "clipnorm", "global_clipnorm"),
+    *("use_ema", "gradient_accumulation_steps", "loss_scale_factor", *EXCLUSIONS),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in MADE if name not in FIRST)]
+)
 def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) -> None:
     source, config, hooks = given(name), config_of(BATCH), Recording()
     publishing(source.load())

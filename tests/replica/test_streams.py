@@ -127,10 +127,22 @@ def drive_in_sync(worker: SyncWorker, given: Streamed, start: Snapshot | None = 
     return hooks.history(), weights_of(loop.model), loop.progress
 
 
+def drive_all_in_sync(worker: SyncWorker) -> dict[str, Any]:
+    return {name: drive_in_sync(worker, streamed(*CASES[name], 1, steps=7)) for name in CASES}
+
+
+# A worker takes seconds to start, so the same one trains on all streams.
+@pytest.fixture(scope="module")
+def one_worker(sync_workers: SyncWorkers) -> dict[str, Any]:
+    found: dict[str, Any]
+    (found,) = sync_workers(drive_all_in_sync, num_workers=1)
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
+def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, Any]) -> None:
     given = streamed(*CASES[name], 1, steps=7)
-    ((*found, _),) = sync_workers(drive_in_sync, num_workers=1, args=(given,))
+    *found, _ = one_worker[name]
     assert_same(found, keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
 
 

@@ -47,7 +47,8 @@ def assert_equal_weights(found: list[np.ndarray], expected: list[np.ndarray], at
 
 
 def case(model: str, optimizer: str, **more: Any) -> RunConfig:
-    return run_config(model, optimizer, **more, **({"hidden_units": [30, 20]} if model == "dnn" else {}))
+    of_model: dict[str, Any] = {"hidden_units": [30, 20]} if model == "dnn" else {}
+    return run_config(model, optimizer, **more, **of_model)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def trained_alone(sync_workers: SyncWorkers) -> Callable[[str, str], dict[str, A
 
     @functools.cache
     def trained(model: str, optimizer: str) -> dict[str, Any]:
+        found: dict[str, Any]
         (found,) = sync_workers(train, num_workers=1, args=(case(model, optimizer, batch_size=150), 20))
         return found
 

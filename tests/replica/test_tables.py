@@ -91,8 +91,19 @@ def keras_fit(table: Table) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     return history.history, weights_of(model)
 
 
-def train_table_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[Any, list[np.ndarray]]:
-    return train_in_sync(worker, TABLES[name].given(), batch_size)
+Trained = dict[str, tuple[Any, list[np.ndarray]]]
+
+
+def train_tables_in_sync(worker: SyncWorker, batch_size: int) -> Trained:
+    return {name: train_in_sync(worker, table.given(), batch_size) for name, table in TABLES.items()}
+
+
+# Workers take seconds to connect, so the same ones train on all tables.
+@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.slow)])
+def of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> list[Trained]:
+    """The results of each worker; three with a third of the batch equal one."""
+    found: list[Trained] = sync_workers(train_tables_in_sync, request.param, (BATCH // request.param,))
+    return found
 
 
 @pytest.mark.parametrize(("name", "steps_per_call"), [("diabetes", 5), ("breast cancer", None), ("wine", 40)])
@@ -107,15 +118,8 @@ def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_lo
     assert loop.progress.examples == EPOCHS * TRAINED[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"),
-    [
-        *((name, 1) for name in TABLES),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in TABLES),
-    ],
-)
-def test_synchronous_workers(name: str, num_workers: int, sync_workers: SyncWorkers) -> None:
-    """Three workers equal one with three times the batch."""
+@pytest.mark.parametrize("name", TABLES)
+def test_synchronous_workers(name: str, of_workers: list[Trained]) -> None:
     expected = keras_fit(TABLES[name])
-    for found in sync_workers(train_table_in_sync, num_workers, (name, BATCH // num_workers)):
-        assert_same(found, expected)
+    for found in of_workers:
+        assert_same(found[name], expected)
