@@ -20,6 +20,18 @@ def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     return 0
 
 
+def use_wrappers(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
+    """Reports what has been imported before and after two parts of Keras are used."""
+    import keras
+
+    heavy = ("matplotlib", "sklearn")
+    before = [name for name in heavy if name in sys.modules]
+    keras.wrappers.SKLearnClassifier(keras.Sequential([keras.layers.Dense(1)]))
+    keras.visualization.plot_image_gallery  # noqa: B018
+    to_launcher.result({"before": before, "after": [name for name in heavy if name in sys.modules]})
+    return 0
+
+
 def fail(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     raise RuntimeError("this target is broken")
 

@@ -85,6 +85,13 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypa
         assert wait_for(launcher, Exited).code == 0
 
 
+def test_parts_of_keras_that_tasks_do_not_use_are_imported_when_they_are_used(tmp_path: Path) -> None:
+    with Launcher(tmp_path, preload=("keras",)) as launcher:
+        start(launcher, "worker-0", "use_wrappers")
+        assert said(launcher) == {"before": [], "after": ["matplotlib", "sklearn"]}
+        assert wait_for(launcher, Exited).code == 0
+
+
 @pytest.mark.parametrize("variable", ["TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE"])
 def test_the_token_stays_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "a secret of many characters")

@@ -15,6 +15,7 @@ from tf2dist import signals
 from tf2dist.config.paths import settle_home
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.launch.streams import prepare, say
+from tf2dist.lazy_imports import import_lazily
 
 # TensorFlow and Keras read it when they are imported.
 ENVIRONMENT = {
@@ -122,6 +123,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     prepare()
     settle_home()
     hide_chatter()
+    import_lazily()
     arguments = sys.argv[1:]
     try:
         if {"--help", "-h"} & set(arguments):

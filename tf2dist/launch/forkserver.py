@@ -23,6 +23,7 @@ from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
 from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
+from tf2dist.lazy_imports import import_lazily
 from tf2dist.messages import DROPPABLE, ToLauncher
 from tf2dist.packing import pack, unpack
 
@@ -159,6 +160,7 @@ def main() -> None:
     linux.die_with_parent(int(sys.argv[4]))  # imports take seconds, and nothing reads the socket meanwhile
     for number in LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
         signal.signal(number, signal.SIG_IGN)
+    import_lazily()
     for module in filter(None, sys.argv[3].split(",")):
         importlib.import_module(module)
     # From now on the server has tasks to kill when the launcher dies, which it sees at the end of the socket. If it is
