@@ -21,6 +21,10 @@ CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
 PR_SET_PDEATHSIG = 1
+# Parameters of glibc's mallopt, from malloc.h, and their values here in bytes.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+KEPT_BYTES = 2**31 - 1  # mallopt takes a C int
+GROWTH_BYTES = 1 << 26
 DEFAULT_EPHEMERAL_PORTS = range(32768, 61000)  # the kernel's default
 
 
@@ -59,6 +63,21 @@ def _enter() -> None:
                 file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+
+
+def keep_freed_memory() -> None:
+    """Makes this process keep the memory that it frees, for the next allocation of that size.
+
+    By default glibc gets a block of more than 32 MB from the kernel each time, which maps it page by page, fills it
+    with zeros, and takes it back when it is freed. A step of a large model does so with each copy of the parameters;
+    with 12 million parameters that took a third of the time of a step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(M_TOP_PAD, GROWTH_BYTES)
 
 
 def set_death_signal(signum: int) -> None:

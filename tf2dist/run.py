@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tf2dist import registry
+from tf2dist import linux, registry
 from tf2dist.checkpoint.saver import NoSaver, Saver
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
@@ -81,11 +81,14 @@ def run_task(
 
     # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":
+        linux.keep_freed_memory()
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
     splits = source.load()
     if source.plan is None:  # `fit` takes small data, too, as Keras does: then a step is smaller than asked for
         check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
+    if task.job == "worker":
+        linux.keep_freed_memory()  # what was freed while the data was loaded is back with the kernel
     if task.job == "evaluator":
         split = "validation" if "validation" in splits.sizes() else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)

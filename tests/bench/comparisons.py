@@ -1,5 +1,6 @@
 """The comparisons of the benchmark, and the ratio that each should reach."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,15 @@ STEPS = {
     ("sync", "softmax"): 2_000,
     ("sync", "dnn"): 600,
     ("sync", "cnn"): 150,
+    ("async", "2 million"): 300,
+    ("async", "12 million"): 60,
+    ("async", "50 million"): 20,
+    ("sync", "2 million"): 100,
+    ("sync", "12 million"): 24,
+    ("sync", "50 million"): 8,
 }
+SMALL = ("softmax", "dnn", "cnn")
+LARGE = ("2 million", "12 million", "50 million")  # parameters
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class Table:
         yield from self._old_program()
         yield from self._sync_replicas()
         yield from self._torch()
+        yield from self._large()
+        yield from self._deep()
         yield from self._one_process()
         yield from self._ourselves()
         yield from self._fit()
@@ -67,7 +78,7 @@ class Table:
         yield from self._scaling()
 
     def _steps(self, mode: str, model: str, share: float = 1.0) -> int:
-        return max(20, int(STEPS[mode, model] * self._scale * share))
+        return max(8, int(STEPS[mode, model] * self._scale * share))
 
     def _peer(self, contender: str, mode: str, model: str, num_workers: int = 3, share: float = 1.0) -> Measure:
         steps = self._steps(mode, model, share)
@@ -88,7 +99,7 @@ class Table:
 
     def _old_program(self) -> Iterator[Comparison]:
         targets = {("async", "softmax"): 3.0, ("async", "dnn"): 2.0, ("sync", "softmax"): 1.5}
-        for mode, model in STEPS:
+        for mode, model in itertools.product(("async", "sync"), SMALL):
             contenders = {
                 "tf2dist": self._ours(mode, model),
                 "old program": self._peer("old", mode, model, share=0.3),
@@ -107,13 +118,49 @@ class Table:
 
     def _torch(self) -> Iterator[Comparison]:
         for num_workers in (2, 3):
-            for model in ("softmax", "dnn", "cnn"):
+            for model in SMALL:
                 contenders = {
                     "tf2dist": self._ours("sync", model, num_workers=num_workers),
                     "torch gloo": self._peer("torch", "sync", model, num_workers, share=0.6),
                 }
                 name = f"torch {model} {num_workers} workers"
                 yield Comparison(name, "steps/s", contenders, ("tf2dist", "torch gloo"), 1.2)
+
+    def _large(self) -> Iterator[Comparison]:
+        """Where what counts is how often the parameters are copied, and no longer what a call costs."""
+        for model, target in zip(LARGE, (1.5, 1.3, 1.3), strict=True):
+            ours, old = self._ours("async", model), self._peer("old", "async", model)
+            contenders = {"tf2dist": ours, "old program": old}
+            yield Comparison(f"large async {model}", "steps/s", contenders, ("tf2dist", "old program"), target)
+        for num_workers, model in itertools.product((2, 3), LARGE):
+            ours = self._ours("sync", model, num_workers=num_workers)
+            contenders = {"tf2dist": ours, "torch gloo": self._peer("torch", "sync", model, num_workers)}
+            name = f"large sync {model} {num_workers} workers"
+            yield Comparison(name, "steps/s", contenders, ("tf2dist", "torch gloo"), 1.3)
+        for model in ("softmax", "dnn", *LARGE):
+            own = self._ours("sync", model)
+            tensorflow = self._ours("sync", model, "cluster.all_reduce=tensorflow")
+            contenders = {"own": own, "tensorflow": tensorflow}
+            yield Comparison(f"large all-reduce {model}", "steps/s", contenders, ("own", "tensorflow"), 1.0)
+
+    def _deep(self) -> Iterator[Comparison]:
+        """Where a graph takes longer to prepare than the steps of a short run."""
+        for model in ("mobilenet", "resnet50"):
+            first = {mode: partial(figures.deep_first_step_secs, mode, model, 2) for mode in ("async", "sync")}
+            yield Comparison(f"deep first step async {model}", "s", first, ("async", "sync"), 1.3, at_least=False)
+            alone: dict[str, Measure] = {
+                "sync": partial(figures.deep_first_step_secs, "sync", model, 3),
+                "keras fit": partial(figures.keras_first_step_secs, model, self._arrays),
+            }
+            yield Comparison(f"deep first step sync {model}", "s", alone, ("sync", "keras fit"), 1.5, at_least=False)
+            steps = max(20, int((100 if model == "mobilenet" else 30) * self._scale))
+            rates = {mode: partial(figures.deep_rate, mode, model, 2, steps) for mode in ("async", "sync")}
+            yield Comparison(f"deep rate {model}", "examples/s", rates, ("async", "sync"), 1.0)
+            stall: dict[str, Measure] = {
+                "longest": partial(figures.deep_longest_stall, model, 2, 4 * steps),
+                "limit": lambda: 1.0,
+            }
+            yield Comparison(f"deep stall {model}", "s", stall, ("longest", "limit"), 1.0, at_least=False)
 
     def _one_process(self) -> Iterator[Comparison]:
         for model, target in (("softmax", None), ("dnn", None), ("cnn", 0.9)):

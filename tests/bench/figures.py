@@ -1,5 +1,6 @@
 """The measurements of contenders: each function makes one, with real processes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 import psutil
 
 from tests.bench.contenders import OurRun, fit_run, our_process, our_run, peer
-from tests.bench.workload import EVALUATE_EVERY, NUM_VALIDATION
+from tests.bench.workload import DEEP_BATCH_SIZE, EVALUATE_EVERY, HIDDEN_UNITS, NUM_VALIDATION
 
+DEEP_MODELS = str(Path(__file__).with_name("deep_models.py"))
 PLUGINS = str(Path(__file__).with_name("plugins.py"))
 SLEEP_SECS = 0.05  # the time of a step that does nothing else
 
@@ -26,8 +28,15 @@ def our_rate(
     mode: str, model: str, num_workers: int, steps: int, *more: str, optimizer: str = "sgd", plugin: str = ""
 ) -> float:
     """Our own global steps per second, after as many steps to warm up, in which a run finds the size of its calls."""
-    overrides = [f"mode={mode}", f"model={model}", f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
+    overrides = [f"mode={mode}", *model_of(model), f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
+
+
+def model_of(name: str) -> list[str]:
+    """Our options for a model of the benchmark."""
+    if not name.endswith("million"):
+        return [f"model={name}"]
+    return ["model=dnn", f"model.hidden_units={[*HIDDEN_UNITS[name]]}"]
 
 
 def fit_rate(mode: str, steps: int, epochs: int, arrays: str, callbacks: str) -> float:
@@ -58,6 +67,39 @@ def secs_to_first_step(mode: str) -> float:
 def secs_of_one_step(mode: str) -> float:
     """The whole command, from its start to its end."""
     return one_step(mode).wall_secs
+
+
+def deep_run(mode: str, model: str, num_workers: int, steps: int) -> OurRun:
+    """A run with a model of `deep_models`."""
+    batch = f"train.batch_size_per_worker={DEEP_BATCH_SIZE}"
+    overrides = [f"mode={mode}", f"model={model}", f"plugins=[{DEEP_MODELS}]", "optimizer=sgd", batch]
+    return our_run(*cluster_of(num_workers), *overrides, f"train.steps={steps}")
+
+
+def deep_first_step_secs(mode: str, model: str, num_workers: int) -> float:
+    """From the command to the first update."""
+    return deep_run(mode, model, num_workers, 1).first_step_secs()
+
+
+def deep_rate(mode: str, model: str, num_workers: int, steps: int) -> float:
+    """Examples per second over the second half of `steps` batches of each worker."""
+    times = num_workers if mode == "async" else 1  # there each worker's batch is a global step
+    rate = deep_run(mode, model, num_workers, steps * times).rate(steps * times // 2)
+    return rate * DEEP_BATCH_SIZE * num_workers / times
+
+
+def deep_longest_stall(model: str, num_workers: int, steps: int) -> float:
+    """The longest time in seconds between two looks at which an asynchronous run had made progress."""
+    times = [record["time"] for record in deep_run("async", model, num_workers, steps).records if "loss" in record]
+    return float(max(later - earlier for earlier, later in itertools.pairwise(times)))
+
+
+def keras_first_step_secs(model: str, arrays: str) -> float:
+    """From the start of a process to the first step of Keras's own `fit` in it."""
+    start = time.time()
+    command = [sys.executable, "-m", "tests.bench.deep_models", model, arrays]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return float(json.loads(done.stdout)["first_step_at"] - start)
 
 
 def import_secs() -> float:

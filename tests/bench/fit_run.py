@@ -14,7 +14,7 @@ from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE
 
 def build() -> keras.Model:
     layers = keras.layers
-    hidden = [layers.Dense(units, "relu") for units in HIDDEN_UNITS]
+    hidden = [layers.Dense(units, "relu") for units in HIDDEN_UNITS["dnn"]]
     model = keras.Sequential(
         [keras.Input((28, 28, 1)), layers.Rescaling(1 / 255), layers.Flatten(), *hidden, layers.Dense(10)]
     )

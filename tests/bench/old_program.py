@@ -30,9 +30,8 @@ def convolution(x: tf.Tensor, name: str, filters: int, stride: int) -> tf.Tensor
 
 def logits_of(model: str, images: tf.Tensor) -> tf.Tensor:
     x = tf.reshape(images, [-1, 784])
-    if model == "dnn":
-        for number, units in enumerate(HIDDEN_UNITS):
-            x = dense(x, f"hidden{number}", units, relu=True)
+    for number, units in enumerate(HIDDEN_UNITS.get(model, ())):
+        x = dense(x, f"hidden{number}", units, relu=True)
     if model == "cnn":
         x = convolution(convolution(images, "conv1", 32, 1), "conv2", 64, 2)
         x = tf.reshape(tf.nn.max_pool2d(x, 2, 2, "VALID"), [-1, 7 * 7 * 64])

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
+from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE, Stopwatch, Workload, run
 from tf2dist.data import Arrays, Splits
 from tf2dist.model.models import build_model
 
-ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [300, 50, 50, 50]}, "cnn": {}}
+ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [*HIDDEN_UNITS["dnn"]]}, "cnn": {}}
 MAX_SCHEDULE = 100  # calls that are scheduled at a time
 
 

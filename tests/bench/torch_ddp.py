@@ -24,7 +24,7 @@ def network(model: str) -> nn.Module:
         )
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = 784
-    for units in HIDDEN_UNITS if model == "dnn" else ():
+    for units in HIDDEN_UNITS[model]:
         layers += [nn.Linear(inputs, units), nn.ReLU()]
         inputs = units
     return nn.Sequential(*layers, nn.Linear(inputs, 10))

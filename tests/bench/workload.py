@@ -12,8 +12,16 @@ from pathlib import Path
 import numpy as np
 
 BATCH_SIZE = 100
+DEEP_BATCH_SIZE = 16
 LEARNING_RATE = 0.01
-HIDDEN_UNITS = (300, 50, 50, 50)
+# The hidden layers of the models without convolutions. Those called "million" have about so many parameters.
+HIDDEN_UNITS: dict[str, tuple[int, ...]] = {
+    "softmax": (),
+    "dnn": (300, 50, 50, 50),
+    "2 million": (1024, 1024),
+    "12 million": (4096, 2048),
+    "50 million": (8192, 5376),
+}
 # In the race to an accuracy.
 NUM_VALIDATION = 5_000
 EVALUATE_EVERY = {"async": 300, "sync": 100}  # global steps, over as many examples
