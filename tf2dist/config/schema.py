@@ -127,6 +127,12 @@ class TrainConfig:
     eval_every_steps: int | None = option(
         None, *COUNT, help="interval of evaluations on the validation set, in global steps; null: only at the end"
     )
+    until_accuracy: float | None = option(
+        None, IS_FRACTION, help="end the training at the first of these evaluations with this accuracy, such as 0.97"
+    )
+    until_secs: float | None = option(
+        None, *SECS, help="end it at the first of these evaluations after so many seconds of training"
+    )
     steps_per_execution: int | None = option(
         None, *COUNT, help="number of steps in one call of TensorFlow; null: chosen automatically"
     )
@@ -245,6 +251,9 @@ class RunConfig:
     seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
     profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
     figure: bool = option(True, help="draw loss, metrics and staleness to run_dir/training.png at the end")
+    timeline: bool = option(
+        False, help="record when each worker's steps begin and end, in run_dir/timeline; makes small steps a bit slower"
+    )
     startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks at the start")
     watchdog_secs: float = option(
         120.0,
