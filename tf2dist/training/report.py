@@ -1,5 +1,6 @@
 """The leader's report: progress to the launcher, numbers to the writers, the result to summary.json."""
 
+import math
 import platform
 import time
 from dataclasses import asdict
@@ -213,6 +214,7 @@ class Reporter(NoReporter):
         summary = {
             "mode": config.mode,
             "model": config.model["name"],
+            "parameters": sum(math.prod(variable.shape) for variable in loop.model.trainable_variables),
             "optimizer": config.optimizer["name"],
             "data": config.data.name,
             "seed": config.seed,
