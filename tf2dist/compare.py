@@ -18,7 +18,7 @@ Options of the comparison, with their defaults:
                                         the folder; the same command with the same folder goes on where it was stopped
 
 All other options are those of python -m tf2dist, such as model=cnn or train.epochs=10, after which a run ends in any
-case; without optimizer= it is optimizer=momentum optimizer.learning_rate=0.03. Several values, as in
+case; without optimizer= it is optimizer=momentum optimizer.learning_rate=0.04. Several values, as in
 model=softmax,dnn or algorithm=plain,bounded, make contenders of each. An option that only some modes have is given to
 those alone. --config-dir and --config-name are as there.
 

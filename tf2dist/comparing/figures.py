@@ -16,6 +16,8 @@ MAX_PANELS = 12
 BELOW_TARGET = 0.3  # how much of the accuracy below the target is shown
 FAST_STEPS, SLOW_STEPS = 30, 3  # that the time line shows of the fastest and of the slowest worker
 MAX_SECS = 3.0
+NUM_WINDOWS, BUSY = 60, 0.9
+LONG_PART = 0.01  # of the width
 AFTER = 0.3  # the part of the recorded time after which the time line begins
 
 Value = Callable[[Point], float]
@@ -139,7 +141,15 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
     if not all(map(math.isfinite, typical)):
         return None
     secs = min(MAX_SECS, max(FAST_STEPS * min(typical), SLOW_STEPS * max(typical)), last - begin)
-    return (begin, begin + secs) if secs > 0 else None
+    if secs <= 0:
+        return None
+    # Evaluations interrupt the training, and so does the preparation of longer calls: the first window that has nearly
+    # as many steps of each worker as any.
+    begins = np.linspace(begin, last - secs, NUM_WINDOWS)
+    counts = np.array([[sum(at <= start < at + secs for start, _ in one) for one in steps] for at in begins])
+    parts = (counts / np.maximum(1, counts.max(axis=0))).min(axis=1)
+    at = float(begins[int(np.argmax(parts >= BUSY * parts.max()))])
+    return at, at + secs
 
 
 def draw_timeline(results: Sequence[Result], look: Look) -> Figure:
@@ -152,8 +162,11 @@ def draw_timeline(results: Sequence[Result], look: Look) -> Figure:
             shown = [step for step in steps if step[1] > begin and step[0] < end]
             axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=look.pale, lw=0)
             bars = [(1000 * (start - begin), 1000 * (stop - start)) for start, stop in shown]
-            # An edge in the colour of the paper tells a step from the next one.
-            axes.broken_barh(bars, (worker - 0.36, 0.72), facecolor=color, edgecolor=look.paper, lw=0.6)
+            # An edge in the colour of the paper tells a step from the next one, and would cover a short one.
+            for is_long in (False, True):
+                some = [bar for bar in bars if (bar[1] > LONG_PART * 1000 * (end - begin)) == is_long]
+                edge = look.paper if is_long else "none"
+                axes.broken_barh(some, (worker - 0.36, 0.72), facecolor=color, edgecolor=edge, lw=0.6 * is_long)
         axes.set_xlim(0, 1000 * (end - begin))
         axes.set_ylim(len(run.steps) - 0.5, -0.5)
         axes.set_yticks(range(len(run.steps)), [f"worker {number}" for number in range(len(run.steps))])

@@ -102,8 +102,6 @@ def draw_map(results: Sequence[Result], look: Look) -> Figure:
     axes.set_xlabel("delay of the slowest worker in each step")
     axes.set_ylabel("parameters of the model")
     won = [way for way in ways if any(one.contender.way == way for one in cells.values())]
-    for way in won:
-        axes.add_patch(Patch(color=look.color(ways.index(way)), label=way, visible=True, transform=axes.transAxes))
     set_title(axes, "First at the target", look)
-    set_legend(figure, axes, look)
+    set_legend(figure, [Patch(color=look.color(ways.index(way)), label=way) for way in won], look)
     return figure

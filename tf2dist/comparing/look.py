@@ -1,12 +1,16 @@
 """How the figures of a comparison look: light or dark, for a screen or for a phone."""
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
 
 # Of the ways of training in their order; told apart also by people who do not see all colours.
 LIGHT_COLORS = ("#2b6ca3", "#c2571a", "#2f7d4f", "#8a4fa0", "#a8324a", "#6b6b00", "#0f7c8c", "#555555")
@@ -47,18 +51,17 @@ class Look:
         return colors[number % len(colors)]
 
 
-LOOKS = {
-    "wide light": Look(),
-    "wide dark": Look(is_dark=True),
-    "narrow light": Look(is_narrow=True),
-    "narrow dark": Look(is_dark=True, is_narrow=True),
-}
+WIDE, NARROW = Look(), Look(is_narrow=True)
 Draw = Callable[[Look], Figure]
 
 
 def new_figure(look: Look, height: float, rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:
     """An empty figure and its axes, [rows][columns]; `height`: of a row, in inches."""
-    figure = Figure(figsize=(look.width, height * rows + 0.35), layout="constrained", facecolor=look.paper)
+    figure = Figure(
+        figsize=(look.width, height * rows + 0.35),
+        layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.06),
+        facecolor=look.paper,
+    )
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_facecolor(look.paper)
@@ -88,9 +91,10 @@ def _folded(text: str, chars: int) -> str:
     return "\n".join(lines[:3])
 
 
-def set_legend(figure: Figure, axes: Axes, look: Look) -> None:
-    """The legend of one of the axes, below all of them, where it covers nothing."""
-    handles, labels = axes.get_legend_handles_labels()
+def set_legend(figure: Figure, drawn: Axes | Sequence[Patch], look: Look) -> None:
+    """The legend of one of the axes, or of patches with labels, below all axes, where it covers nothing."""
+    handles: Sequence[Artist] = drawn.get_legend_handles_labels()[0] if isinstance(drawn, Axes) else drawn
+    labels = [str(handle.get_label()) for handle in handles]
     found = figure.legend(
         handles, labels, loc="outside lower left", ncols=1 if look.is_narrow else 3, frameon=False, fontsize=9
     )
@@ -98,17 +102,30 @@ def set_legend(figure: Figure, axes: Axes, look: Look) -> None:
         text.set(color=look.ink, parse_math=False)
 
 
-def as_svg(draw: Draw, look: Look) -> bytes:
-    """The figure as SVG, with its letters as shapes: a phone has other fonts."""
+def as_svgs(draw: Draw) -> dict[str, bytes]:
+    """The figure as SVG, wide and narrow, light and dark; its letters are shapes, since a phone has other fonts."""
+    found = {}
     # The same on every machine and at each time, whatever the user's matplotlibrc says.
     matplotlib.rcdefaults()
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"}), io.BytesIO() as buffer:
-        draw(look).savefig(buffer, format="svg", metadata={"Date": None})
-        return buffer.getvalue()
+    for name, look in (("wide", WIDE), ("narrow", NARROW)):
+        with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"}), io.BytesIO() as buffer:
+            draw(look).savefig(buffer, format="svg", metadata={"Date": None})
+            found[f"{name} light"] = buffer.getvalue()
+        found[f"{name} dark"] = _darkened(found[f"{name} light"])
+    return found
+
+
+def _darkened(svg: bytes) -> bytes:
+    """The same figure in dark colours: drawing it again would take ten times as long."""
+    light, dark = Look(), Look(is_dark=True)
+    pairs = [*zip(LIGHT_COLORS, DARK_COLORS, strict=True)]
+    pairs += [(getattr(light, name), getattr(dark, name)) for name in ("ink", "grid", "pale", "paper")]
+    changes = {before.encode(): after.encode() for before, after in pairs}
+    return re.sub(rb"#[0-9a-f]{6}", lambda found: changes.get(found[0], found[0]), svg)
 
 
 def as_png(draw: Draw) -> bytes:
     matplotlib.rcdefaults()
     with io.BytesIO() as buffer:
-        draw(LOOKS["wide light"]).savefig(buffer, format="png", dpi=PNG_DPI)
+        draw(WIDE).savefig(buffer, format="png", dpi=PNG_DPI)
         return buffer.getvalue()

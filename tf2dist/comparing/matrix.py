@@ -2,13 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from tf2dist.comparing.options import Options, backups_of
 from tf2dist.config.load import load
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.config.source import Source
 from tf2dist.config.sweeps import MAX_JOBS, expanded
 from tf2dist.data.location import NUM_TRAIN
@@ -83,13 +83,14 @@ def contenders_of(
             if not any(key in _keys_of_a_mode(kept) for kept in taken.values()):
                 load([*line, f"mode={options.modes[0]}"], None, source)  # raises the error that says why
         # By itself first, so that a mistake that concerns all contenders is told without one of them.
-        load([*taken[options.modes[0]], f"mode={options.modes[0]}", "cluster=local"], None, source)
+        mode = options.modes[0]
+        base = load([*_undelayed(taken[mode]), f"mode={mode}", "cluster=local"], None, source)
         for mode, delay_secs in product(options.modes, options.delays):
             kept = {None, *_keys_of_a_mode(taken[mode])}
             its = {key: value for key, value in varying.items() if _group(key) in kept}
             for backups in backups_of(options) if mode == "sync_replicas" else (None,):
                 try:
-                    one = _contender(options, mode, delay_secs, backups, taken[mode], its, source)
+                    one = _contender(options, mode, delay_secs, backups, taken[mode], its, base, source)
                     check(one.config)
                 except RequestError as error:
                     raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
@@ -111,7 +112,7 @@ def _keys_of_a_mode(line: tuple[str, ...]) -> set[str]:
 
 def _taken(line: tuple[str, ...], mode: str, source: Source) -> tuple[str, ...]:
     """The overrides without those of other modes, such as algorithm=bounded for mode=sync."""
-    common = [override for override in line if _group(override.partition("=")[0]) is None]
+    common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
     dropped = set()
     for key in _keys_of_a_mode(line):
         own = [override for override in line if _group(override.partition("=")[0]) == key]
@@ -122,6 +123,11 @@ def _taken(line: tuple[str, ...], mode: str, source: Source) -> tuple[str, ...]:
     return tuple(override for override in line if _group(override.partition("=")[0]) not in dropped)
 
 
+def _undelayed(line: Iterable[str]) -> list[str]:
+    """The overrides without the one that is refused where no worker is delayed."""
+    return [override for override in line if not override.startswith("simulate.distribution=")]
+
+
 def _contender(
     options: Options,
     mode: str,
@@ -129,8 +135,10 @@ def _contender(
     backups: int | None,
     line: tuple[str, ...],
     varying: dict[str, str],
+    base: RunConfig,
     source: Source,
 ) -> Contender:
+    """One contender; `base`: the configuration of its line, for what does not depend on the mode."""
     workers = options.workers
     batches = {"async": 1, "sync": workers}.get(mode, workers - (backups or 0))
     given = [*line, f"mode={mode}", "cluster=local", f"cluster.num_workers={workers}"]
@@ -138,12 +146,11 @@ def _contender(
         given.append(f"sync_replicas.replicas_to_aggregate={batches}")
     if delay_secs:
         given.append(f"simulate.delay_secs=[{','.join(['0'] * (workers - 1) + [f'{delay_secs:g}'])}]")
-    else:  # an option of the delays that there are not
-        given = [override for override in given if not override.startswith("simulate.distribution=")]
+    else:
+        given = _undelayed(given)
     if not any(override.startswith("figure=") for override in given):
         given.append("figure=false")
-    config = load([*given, *_length(options, given)], None, source)
-    every = max(1, round(_eval_every_examples(options, config) / (batches * config.train.batch_size_per_worker)))
+    every = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
     given += [*_length(options, given), f"train.eval_every_steps={every}", "timeline=true"]
     if options.until.kind in ("accuracy", "secs"):
         given.append(f"train.until_{options.until.kind}={options.until.value:g}")
@@ -184,9 +191,15 @@ def _eval_every_examples(options: Options, config: RunConfig) -> float:
 
 
 def _way(mode: str, backups: int | None, varying: dict[str, str]) -> str:
-    own = [f"{key}={value}" for key, value in varying.items() if _group(key)]
+    own = [f"{key}={value}" for key, value in varying.items() if _group(key) and value != _default(key)]
     spare = [] if backups is None else [f"{backups or 'no'} backup{'' if backups == 1 else 's'}"]
     return " ".join([mode, *([f"({', '.join([*spare, *own])})"] if spare or own else [])])
+
+
+def _default(key: str) -> str:
+    """The value with which a mode is what it is called, such as algorithm=plain."""
+    declared = OPTIONS.get(key) or OPTIONS.get(f"{key}.kind")
+    return declared.shown if declared else ""
 
 
 def _situation(delay_secs: float, varying: dict[str, str]) -> str:

@@ -85,7 +85,7 @@ class Options:
 
 
 # Without a choice of the user's: with momentum it shows what stale gradients cost, while Adam makes up for some of it.
-OPTIMIZER = ("optimizer=momentum", "optimizer.learning_rate=0.03")
+OPTIMIZER = ("optimizer=momentum", "optimizer.learning_rate=0.04")
 
 
 def split(arguments: list[str]) -> tuple[Options, list[str]]:

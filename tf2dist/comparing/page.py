@@ -25,7 +25,7 @@ class Picture:
     """One figure of the report.
 
     Attributes:
-        svgs: by the names in `look.LOOKS`.
+        svgs: see `look.as_svgs`.
         caption: what it shows, and how to read it.
     """
 
@@ -54,8 +54,9 @@ def page(
         "<h2>All contenders</h2>",
         _table(contender_columns(results), results),
         *(_figure(picture) for picture in pictures),
-        "<h2>All runs</h2>",
+        "<details><summary><h2>All runs</h2></summary>",
         _table(run_columns(), [(result, outcome) for result in results for outcome in result.outcomes]),
+        "</details>",
         *_list("What was not run", record["not_run"]),
         *_list("How it was measured", notes),
         f"<p>The command: <code>{_text(command)}</code></p>",
@@ -86,7 +87,7 @@ def _about(record: dict[str, Any]) -> str:
     return (
         f"{workers} worker{'s' if workers != 1 else ''} on one machine with {machine['processors']} processors, "
         f"{record['data']}, {record['optimizer']}, until {record['until']}, {seeds} seed{'s' if seeds != 1 else ''}. "
-        f"tf2dist {record['tf2dist']}, TensorFlow {versions.get('tensorflow', 'unknown')}, {record['written'][:16]}."
+        f"tf2dist {record['tf2dist']}, TensorFlow {versions.get('tensorflow', 'unknown')}, {record['written'][:16].replace('T', ' ')}."
     )
 
 
@@ -106,7 +107,10 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
         f'<span class="soft">{_text(one.figures)}</span></li>'
         for one in claims
     ]
-    return ["<h2>What the textbooks say, and what was measured</h2>", f'<ul class="card">{"".join(items)}</ul>']
+    return [
+        "<h2>What the textbooks say, and what was measured</h2>",
+        f'<div class="card"><ul class="claims">{"".join(items)}</ul></div>',
+    ]
 
 
 def _figure(picture: Picture) -> str:

@@ -26,7 +26,7 @@ def write_report(options: Options, arguments: list[str], results: Sequence[Resul
         OSError: one of them cannot be written.
     """
     # Imported here, since matplotlib takes a while and a wrong request should be answered at once.
-    from tf2dist.comparing.look import LOOKS, as_png, as_svg
+    from tf2dist.comparing.look import as_png, as_svgs
     from tf2dist.comparing.page import Picture, page
 
     its = list(results)
@@ -35,7 +35,7 @@ def write_report(options: Options, arguments: list[str], results: Sequence[Resul
     write_whole(folder / RECORD, as_json(record, indent=1) + "\n")
     pictures = []
     for name, title, caption, draw in _figures(options, its):
-        pictures.append(Picture(title, caption, {look: as_svg(draw, one) for look, one in LOOKS.items()}))
+        pictures.append(Picture(title, caption, as_svgs(draw)))
         write_whole(folder / f"{name}.png", as_png(draw))
     # What a program reads of it is what compare.json has, so both come from one record.
     text = page(json.loads(as_json(record)), verdict, its, pictures, how_it_was_measured(options, its))
@@ -64,7 +64,7 @@ def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
             (
                 "timeline",
                 "Who waits for whom",
-                "The steps of each worker, some time after the begin, in one run of each contender. A bar is a "
+                "The steps of each worker, in a stretch without an evaluation, of one run of each contender. A bar is a "
                 "step, with its simulated delay; the thin line between two bars is waiting for others, or for "
                 "the exchange.",
                 partial(figures.draw_timeline, results),
@@ -150,8 +150,8 @@ def how_it_was_measured(options: Options, results: Sequence[Result]) -> list[str
     ]
     if options.until.kind == "accuracy":
         found.append(
-            "The target counts at the first evaluation that reaches it; so the times are known to within the "
-            f"distance of two evaluations, about {_spacing(results)} examples."
+            "The target is reached between two evaluations, where the accuracy is taken as a straight line. They "
+            f"are about {_spacing(results)} examples apart."
         )
     if any(one.contender.delay_secs for one in results):
         found.append(

@@ -38,6 +38,15 @@ class Point:
     accuracy: float | None
 
 
+def _between(before: Point, after: Point, accuracy: float) -> Point:
+    """The point at which the straight line between two evaluations has an accuracy."""
+    low, high = before.accuracy or 0.0, after.accuracy or 0.0
+    part = (accuracy - low) / (high - low)
+    secs, examples = (one + part * (other - one) for one, other in
+                      ((before.secs, after.secs), (before.examples, after.examples)))  # fmt: skip
+    return Point(round(before.step + part * (after.step - before.step)), secs, examples, after.loss, accuracy)
+
+
 @dataclass(frozen=True)
 class Measured:
     """One run that is done.
@@ -70,9 +79,15 @@ class Measured:
         return (last.step - first.step) / secs, (last.examples - first.examples) / secs
 
     def reached(self, until: Until) -> Point | None:
-        """The evaluation that decides: the first with the accuracy, or the last within the steps or the seconds."""
+        """Where the target was reached, or the last evaluation within the steps or the seconds.
+
+        Between two evaluations the accuracy is taken as a straight line. Otherwise the one of two equal contenders
+        would be first whose evaluations happen to lie better.
+        """
         if until.kind == "accuracy":
-            return next((one for one in self.points if (one.accuracy or 0.0) >= until.value), None)
+            first = next((one for one in self.points if (one.accuracy or 0.0) >= until.value), None)
+            before = [one for one in self.points if first and one.step < first.step]
+            return _between(before[-1], first, until.value) if first and before else first
         if until.kind == "secs":
             return next((one for one in reversed(self.points) if one.secs <= until.value), None)
         return self.points[-1] if self.points else None

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from tf2dist.comparing.options import Until
 from tf2dist.comparing.results import Result, Spread
+from tf2dist.errors import NotFiniteError
 
 MUCH = 0.9  # a rate that is at least so much of another has been kept
 UNEQUAL = "Unequal workers: choose a mode that does not wait for the slowest; it is first."
+NOT_FINITE = NotFiniteError.exit_code
 Of = Callable[[Result], Spread | None]
 
 
@@ -50,7 +52,7 @@ def verdict_of(results: list[Result], until: Until) -> Verdict:
 
 
 def secs_text(spread: Spread) -> str:
-    return _text(spread, lambda value: f"{value:.1f}" if value < 99.95 else f"{value:,.0f}", " s")
+    return _text(spread, lambda value: f"{value:.2f}" if value < 9.995 else f"{value:,.1f}", " s")
 
 
 def count_text(spread: Spread) -> str:
@@ -70,8 +72,14 @@ def ranked(results: list[Result], of: Of, *, highest: bool = False) -> list[tupl
 
 
 def is_clear(first: Spread, second: Spread) -> bool:
-    """Whether all runs of one are on the same side of all runs of the other."""
-    return first.high < second.low or second.high < first.low
+    """Whether all runs of one are on the same side of all runs of the other; never of one run each."""
+    are_several = len(first.values) > 1 and len(second.values) > 1
+    return are_several and (first.high < second.low or second.high < first.low)
+
+
+def is_alone(*spreads: Spread) -> bool:
+    """Whether one of them comes from a single run, which proves no order."""
+    return any(len(spread.values) < 2 for spread in spreads)
 
 
 def _headline(results: list[Result], until: Until) -> str:
@@ -86,6 +94,8 @@ def _headline(results: list[Result], until: Until) -> str:
         order = _order(its, until)
         if not order:
             parts.append(f"With {names[0]}, no run has come to the target")
+        elif len(order) > 1 and is_alone(order[0][1], order[1][1]):
+            parts.append(f"With {names[0]}, {order[0][0].contender.way} is first, in one run each")
         elif len(order) > 1 and not is_clear(order[0][1], order[1][1]):
             parts.append(
                 f"With {names[0]}, {order[0][0].contender.way} and {order[1][0].contender.way} are about equal"
@@ -106,6 +116,10 @@ def _order(results: list[Result], until: Until) -> list[tuple[Result, Spread]]:
 
 def _situation(results: list[Result], until: Until) -> Iterator[str]:
     """The sentences about one situation."""
+    for one in results:
+        if failed := [outcome for outcome in one.outcomes if outcome.state == "failed"]:
+            why = "; the loss was not finite" if any(each.exit_code == NOT_FINITE for each in failed) else ""
+            yield f"{one.contender.way}: {len(failed)} of {len(one.outcomes)} runs failed{why}."
     if until.kind == "accuracy":
         goal = f"{until.value:g}"
         yield from _race(results, lambda one: one.secs, secs_text, f"In time, {{}} comes to {goal} first, after {{}}")
@@ -139,7 +153,9 @@ def _race(results: list[Result], of: Of, text: Callable[[Spread], str], begin: s
         for one, spread in others
     )
     doubt = ""
-    if others and not is_clear(best, others[0][1]):
+    if others and is_alone(best, others[0][1]):
+        doubt = " With one run each the order is open."
+    elif others and not is_clear(best, others[0][1]):
         doubt = f" The runs of {first.contender.way} and {others[0][0].contender.way} overlap, so their order is open."
     yield f"{begin.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
 
@@ -199,20 +215,20 @@ def _claim_about_staleness(even: list[Result]) -> Iterator[Claim]:
         if one.contender.way != "async" or not one.staleness:
             continue
         sync = next((other for other in even if other.contender.way == "sync"
-                     and other.contender.varying == one.contender.varying), None)  # fmt: skip
+                     and other.contender.situation == one.contender.situation), None)  # fmt: skip
         if not (sync and sync.examples and one.examples):
             continue
         figures = (
             f"{count_text(one.examples)} examples with a staleness of {one.staleness.mean:.1f} on average, and "
             f"{count_text(sync.examples)} with sync."
         )
-        if one.examples.mean <= sync.examples.mean:
+        is_more = one.examples.mean > sync.examples.mean
+        state = ("seen" if is_more else "not seen") if is_clear(one.examples, sync.examples) else "unclear"
+        if state == "not seen":
             figures += (
                 f" A synchronous step makes one update of {sync.contender.batches} batches. So async makes "
                 f"{sync.contender.batches} times as many updates of the same examples, which outweighs that here."
             )
-        is_more = one.examples.mean > sync.examples.mean
-        state = ("seen" if is_more else "not seen") if is_clear(one.examples, sync.examples) else "unclear"
         yield Claim(text, state, figures)
 
 
