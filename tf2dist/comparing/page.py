@@ -84,10 +84,11 @@ def _title(record: dict[str, Any]) -> str:
 def _about(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"] or {}
     workers, seeds = record["workers"], record["seeds"]
+    written = record["written"][:16].replace("T", " ")
     return (
         f"{workers} worker{'s' if workers != 1 else ''} on one machine with {machine['processors']} processors, "
         f"{record['data']}, {record['optimizer']}, until {record['until']}, {seeds} seed{'s' if seeds != 1 else ''}. "
-        f"tf2dist {record['tf2dist']}, TensorFlow {versions.get('tensorflow', 'unknown')}, {record['written'][:16].replace('T', ' ')}."
+        f"tf2dist {record['tf2dist']}, TensorFlow {versions.get('tensorflow', 'unknown')}, {written}."
     )
 
 

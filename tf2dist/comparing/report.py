@@ -64,8 +64,8 @@ def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
             (
                 "timeline",
                 "Who waits for whom",
-                "The steps of each worker, in a stretch without an evaluation, of one run of each contender. A bar is a "
-                "step, with its simulated delay; the thin line between two bars is waiting for others, or for "
+                "The steps of each worker, in one run of each contender, where there are few pauses for evaluations. A "
+                "bar is a step, with its simulated delay; the thin line between two bars is waiting for others, or for "
                 "the exchange.",
                 partial(figures.draw_timeline, results),
             )
