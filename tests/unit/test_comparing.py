@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.compared import compared, contenders, usual_secs
+from tests.conftest import REPOSITORY
 from tf2dist import compare
 from tf2dist.comparing.matrix import Contender, runs_of
+from tf2dist.comparing.options import READERS
 from tf2dist.comparing.report import write_report
 from tf2dist.comparing.results import Measured, Point, Result
 from tf2dist.comparing.running import earlier_plan, prepare_folder
@@ -264,3 +268,15 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
         one.measured = [Measured(run.run, run.summary, [], []) for run in one.measured]
     write_report(options, [], results, tmp_path)
     assert "no run has come to the target" in (tmp_path / "report.html").read_text()
+
+
+LINES = re.findall(r"^\$ python -m tf2dist\.compare(.*)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_commands_of_the_readme_are_accepted(line: str) -> None:
+    assert len(contenders(*shlex.split(line))[1]) > 2
+
+
+def test_the_help_names_every_option() -> None:
+    assert all(re.search(rf"^    {name}=", compare.__doc__ or "", re.MULTILINE) for name in READERS)

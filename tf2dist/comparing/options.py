@@ -120,13 +120,12 @@ def _check_name(key: str) -> None:
 
 def _check(options: Options, given: dict[str, Any]) -> None:
     """The rules between several options. Raises ConfigError."""
-    if "backups" in given and "sync_replicas" not in options.modes:
-        raise ConfigError(f"backups ({_shown(options.backups)}): is for mode sync_replicas; add it to modes")
-    if most := max(options.backups) if "sync_replicas" in options.modes else 0:
-        if "backups" not in given and most >= options.workers:
-            return  # `backups_of` takes none then
-        if most >= options.workers:
-            raise ConfigError(f"backups ({most}): must be less than the {options.workers} workers")
+    if "backups" not in given:
+        return
+    if "sync_replicas" not in options.modes:
+        raise ConfigError(f"backups ({_listed(options.backups)}): is for mode sync_replicas; add it to modes")
+    if max(options.backups) >= options.workers:
+        raise ConfigError(f"backups ({max(options.backups)}): must be less than the {options.workers} workers")
 
 
 def backups_of(options: Options) -> tuple[int, ...]:
@@ -134,8 +133,8 @@ def backups_of(options: Options) -> tuple[int, ...]:
     return tuple(number for number in options.backups if number < options.workers) or (0,)
 
 
-def _shown(values: tuple[Any, ...]) -> str:
-    return f"[{','.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)}]"
+def _listed(values: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, values))}]"
 
 
 def _words(key: str, text: str) -> list[str]:

@@ -118,7 +118,9 @@ def left_out(options: Options, results: Sequence[Result]) -> list[str]:
             "Step time and time to the target against the number of backup workers: give several, backups=[0,1]."
         )
     models = {run.summary.get("parameters") for one in results for run in one.measured}
-    if len(delays) < 2 or len(models) < 2:
+    if options.until.kind == "secs":
+        found.append("The map of which mode is first: give an accuracy or a number of steps as until.")
+    elif len(delays) < 2 or len(models) < 2:
         found.append(
             "The map of the slowest worker's delay against the size of the model: give several of both, as in "
             "delays=[0,0.02,0.05] model=softmax,dnn,cnn."

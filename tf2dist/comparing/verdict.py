@@ -167,7 +167,8 @@ def _claims(results: list[Result], until: Until) -> Iterator[Claim]:
     even = [one for one in plain if one.contender.delay_secs == 0]
     if delays[-1:] > [0.0]:
         uneven = [one for one in plain if one.contender.delay_secs == delays[-1]]
-        for slow in uneven:
+        # An algorithm may make workers wait on purpose, of which the textbooks say nothing.
+        for slow in (one for one in uneven if one.contender.config.algorithm.kind == "plain"):
             equal = _same_in(even, slow)
             if equal and slow.step_rate and equal.step_rate:
                 yield _claim_about_a_straggler(slow, equal, slow.step_rate, equal.step_rate)
