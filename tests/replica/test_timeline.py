@@ -52,20 +52,21 @@ def nodes_of(loop: Any) -> int:
     return sum(node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN for node in nodes)
 
 
-def test_without_the_option_nothing_is_in_the_graph(async_loop: MakeLoop, replicas_loop: MakeLoop) -> None:
-    for make in (async_loop, replicas_loop):
-        assert nodes_of(make(run_config())) == 0
-        assert nodes_of(make(config_of())) == 20, "each of the ten steps of a call has a begin and an end"
+@pytest.mark.parametrize("fixture", ["async_loop", "replicas_loop"])
+def test_without_the_option_nothing_is_in_the_graph(fixture: str, request: pytest.FixtureRequest) -> None:
+    make: MakeLoop = request.getfixturevalue(fixture)
+    assert nodes_of(make(run_config())) == 0
+    assert nodes_of(make(config_of())) == 20, "each of the ten steps of a call has a begin and an end"
 
 
-@pytest.mark.parametrize("mode", ["async", "sync_replicas"])
+@pytest.mark.parametrize("fixture", ["async_loop", "replicas_loop"])
 def test_the_steps_of_a_mode_with_ps(
-    mode: str, request: pytest.FixtureRequest, publishing: Callable[[RunConfig], None], tmp_path: Path
+    fixture: str, request: pytest.FixtureRequest, publishing: Callable[[RunConfig], None], tmp_path: Path
 ) -> None:
-    loop_of = request.getfixturevalue("async_loop" if mode == "async" else "replicas_loop")
+    make: MakeLoop = request.getfixturevalue(fixture)
     config = config_of([0.0, 0.0, 0.0, DELAY_SECS])
     publishing(config)
-    loop = loop_of(config)
+    loop = make(config)
     loop.train(40)
     steps = [steps_of(tmp_path, worker) for worker in range(4)]
     # More than were applied: updates beyond the end, or late ones, were computed too.

@@ -37,6 +37,7 @@ ALGORITHMS = ("plain", "staleness_aware", "delay_compensated", "bounded")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
+IS_ACCURACY = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
 IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
 ARE_DELAYS = Must(
     lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
@@ -128,7 +129,7 @@ class TrainConfig:
         None, *COUNT, help="interval of evaluations on the validation set, in global steps; null: only at the end"
     )
     until_accuracy: float | None = option(
-        None, IS_FRACTION, help="end the training at the first of these evaluations with this accuracy, such as 0.97"
+        None, IS_ACCURACY, help="end the training at the first of these evaluations with this accuracy, such as 0.97"
     )
     until_secs: float | None = option(
         None, *SECS, help="end it at the first of these evaluations after so many seconds of training"
