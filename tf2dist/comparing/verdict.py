@@ -10,6 +10,7 @@ from tf2dist.comparing.options import Until
 from tf2dist.comparing.results import Result, Spread
 from tf2dist.errors import NotFiniteError
 
+NEAR = 1.02  # a smaller ratio is no difference
 MUCH = 0.9  # a rate that is at least so much of another has been kept
 UNEQUAL = "Unequal workers: choose a mode that does not wait for the slowest; it is first."
 NOT_FINITE = NotFiniteError.exit_code
@@ -72,9 +73,9 @@ def ranked(results: list[Result], of: Of, *, highest: bool = False) -> list[tupl
 
 
 def is_clear(first: Spread, second: Spread) -> bool:
-    """Whether all runs of one are on the same side of all runs of the other; never of one run each."""
+    """Whether all runs of one are clearly on the same side of all runs of the other; never of one run each."""
     are_several = len(first.values) > 1 and len(second.values) > 1
-    return are_several and (first.high < second.low or second.high < first.low)
+    return are_several and (first.high * NEAR < second.low or second.high * NEAR < first.low)
 
 
 def is_alone(*spreads: Spread) -> bool:
@@ -156,7 +157,8 @@ def _race(results: list[Result], of: Of, text: Callable[[Spread], str], begin: s
     if others and is_alone(best, others[0][1]):
         doubt = " With one run each the order is open."
     elif others and not is_clear(best, others[0][1]):
-        doubt = f" The runs of {first.contender.way} and {others[0][0].contender.way} overlap, so their order is open."
+        pair = f"{first.contender.way} and {others[0][0].contender.way}"
+        doubt = f" The runs of {pair} overlap or are nearly equal, so their order is open."
     yield f"{begin.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
 
 
