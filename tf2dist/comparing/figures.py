@@ -63,7 +63,7 @@ def draw_accuracy(results: Sequence[Result], until: Until, look: Look) -> Figure
             if until.kind == "accuracy":
                 axes.axhline(until.value, color=look.ink, lw=0.8, ls=":")
                 axes.set_ylim(max(0.0, until.value - BELOW_TARGET), min(1.0, until.value + 0.04))
-            set_title(axes, name, look)
+            set_title(axes, name, look, columns)
     set_legend(figure, _fullest(flat), look)
     return figure
 
@@ -112,9 +112,8 @@ def draw_staleness(results: Sequence[Result], look: Look) -> Figure:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("staleness")
         axes.set_ylabel("updates")
-        set_title(
-            axes, f"{one.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average", look
-        )
+        title = f"{one.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
+        set_title(axes, title, look, columns)
     for axes in flat[len(its) :]:
         axes.set_axis_off()
     return figure

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from tf2dist.comparing.figures import ways_of
@@ -47,9 +46,9 @@ def draw_backups(results: Sequence[Result], look: Look) -> Figure:
     for axes in (by_step, by_target):
         axes.set_xlabel("backup workers")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(bottom=0)
-    set_title(by_step, "Time of a step", look)
-    set_title(by_target, "Time to the target", look)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    set_title(by_step, "Time of a step", look, columns)
+    set_title(by_target, "Time to the target", look, columns)
     set_legend(figure, by_step, look)
     return figure
 
@@ -82,21 +81,17 @@ def draw_map(results: Sequence[Result], look: Look) -> Figure:
     cells, ways = first_by_size(results), ways_of(results)
     sizes, delays = (sorted({place[axis] for place in cells}) for axis in (0, 1))
     figure, ((axes,),) = new_figure(look, 0.9 * len(sizes) + 0.9, 1, 1)
-    numbers = [
-        [ways.index(cells[size, delay].contender.way) if (size, delay) in cells else -1 for delay in delays]
-        for size in map(int, sizes)
-    ]
-    colors = ListedColormap([look.pale, *(look.color(number) for number in range(len(ways)))])
-    axes.imshow(
-        [[number + 1 for number in row] for row in numbers], cmap=colors, vmin=0, vmax=len(ways), aspect="auto",
-        origin="lower",
-    )  # fmt: skip
     for row, size in enumerate(map(int, sizes)):
         for column, delay in enumerate(delays):
             one = cells.get((size, delay))
+            # Shapes and not an image, so that the colours can be exchanged for the dark ones.
+            color = look.color(ways.index(one.contender.way)) if one else look.pale
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=look.paper, lw=2))
             text = f"{one.secs.mean:.1f} s" if one and one.secs else "none"
             axes.text(column, row, text, ha="center", va="center", fontsize=10, weight="bold",
                       color=look.paper if one else look.ink)  # fmt: skip
+    axes.set_xlim(-0.5, len(delays) - 0.5)
+    axes.set_ylim(-0.5, len(sizes) - 0.5)
     axes.grid(visible=False)
     axes.set_xticks(range(len(delays)), [f"{1000 * delay:g} ms" for delay in delays])
     axes.set_yticks(range(len(sizes)), [f"{size:,}" for size in map(int, sizes)])

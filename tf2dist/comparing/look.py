@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 LIGHT_COLORS = ("#2b6ca3", "#c2571a", "#2f7d4f", "#8a4fa0", "#a8324a", "#6b6b00", "#0f7c8c", "#555555")
 DARK_COLORS = ("#6fb1ea", "#f2995a", "#6fc88f", "#c795dd", "#ef7f93", "#cfcf5a", "#5ecbdc", "#bbbbbb")
 PNG_DPI = 110
+WIDE_CHARS, NARROW_CHARS = 96, 34  # of a title
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def new_figure(look: Look, height: float, rows: int, columns: int) -> tuple[Figu
     return figure, grid.tolist()
 
 
-def set_title(axes: Axes, text: str, look: Look) -> None:
-    """A title at the left; names of the user's with dollar signs are no formulas."""
-    axes.set_title(_folded(text, 40 if look.is_narrow else 60), loc="left", fontsize=10, color=look.ink,
-                   parse_math=False)  # fmt: skip
+def set_title(axes: Axes, text: str, look: Look, columns: int = 1) -> None:
+    """A title at the left, on as many lines as it needs beside others; names with dollar signs are no formulas."""
+    folded = _folded(text, NARROW_CHARS if look.is_narrow else WIDE_CHARS // columns)
+    axes.set_title(folded, loc="left", fontsize=10, color=look.ink, parse_math=False)
 
 
 def _folded(text: str, chars: int) -> str:
