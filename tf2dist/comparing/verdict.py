@@ -95,6 +95,8 @@ def _headline(results: list[Result], until: Until) -> str:
         order = _order(its, until)
         if not order:
             parts.append(f"With {names[0]}, no run has come to the target")
+        elif len(its) == 1:
+            parts.append(f"With {names[0]}, only {order[0][0].contender.way} was measured")
         elif len(order) > 1 and is_alone(order[0][1], order[1][1]):
             parts.append(f"With {names[0]}, {order[0][0].contender.way} is first, in one run each")
         elif len(order) > 1 and not is_clear(order[0][1], order[1][1]):
