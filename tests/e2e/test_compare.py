@@ -52,7 +52,8 @@ def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
     options = ["modes=[async]", "delays=[0]", "workers=1", "seeds=1", "until=0.6"]
     stdout, stderr = ended(start(tmp_path, *options), 0)
     assert "run 1 of 1: async, equal workers, seed 0" in stderr
-    assert stdout.splitlines() == ["With equal workers, only async was measured.", str(tmp_path / "all" / "report.html")]
+    headline = "With equal workers, only async was measured."
+    assert stdout.splitlines() == [headline, str(tmp_path / "all" / "report.html")]
     (contender,) = record(tmp_path)["contenders"]
     (run,) = contender["runs"]
     summary = json.loads((tmp_path / "all" / run["folder"] / "summary.json").read_text())
