@@ -1,80 +1,36 @@
 """Entry of the command: reads the request, refuses it in a line or runs it, and exits with the right code."""
 
-import contextlib
 import os
 import shutil
 import sys
-import time
 from dataclasses import replace
 from typing import NoReturn
 
 from tf2dist import __version__
 from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import exposure
-from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config import completion, keras_settings
 from tf2dist.config.arguments import parse
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
-from tf2dist.config.paths import settle_home
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.show import configuration, information
 from tf2dist.config.sweeps import sweep_of
 from tf2dist.data import location
-from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
-from tf2dist.launch.console import DRAIN_SECS, Console, result_lines
+from tf2dist.errors import TfDistError
+from tf2dist.launch.command import run_command
+from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.drawing import draw_result
-from tf2dist.launch.start import check_place, check_size, run_in_folder
-from tf2dist.launch.streams import prepare, say
+from tf2dist.launch.start import check_alone, check_place, run_in_folder
+from tf2dist.launch.streams import say
 from tf2dist.launch.sweep import run_sweep
-from tf2dist.launch.unblocked import Unblocked
 from tf2dist.signals import Signals
-
-MAX_LINE_CHARS = 300
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs one command line and exits: see `errors` for the codes."""
-    started_at = time.time()
-    prepare()
-    arguments = sys.argv[1:] if argv is None else argv
-    settle_home()
-    with Signals() as signals:
-        try:
-            code = run_and_report(arguments, started_at, signals)
-        except KeyboardInterrupt:  # a signal before there was anything to stop
-            code = report(Interrupted(signals.received[0]))
-    sys.exit(code)
-
-
-def run_and_report(arguments: list[str], started_at: float, signals: Signals) -> int:
-    """Runs one command line; prints its error, if there is one, and returns the exit code."""
-    try:
-        run(arguments, started_at, signals)
-    except TfDistError as error:
-        return report(error)
-    return 0
-
-
-def report(error: TfDistError) -> int:
-    """Writes the error's lines for the user; returns its exit code."""
-    text = brief(str(error)) if isinstance(error, RequestError) else str(error)
-    stream = Unblocked(sys.stderr)
-    with contextlib.suppress(OSError):  # nobody can read the error; the exit code remains
-        print(printable(f"tf2dist: error: {text}"), file=stream, flush=True)
-        stream.drain(DRAIN_SECS)
-    return error.exit_code
-
-
-def brief(text: str) -> str:
-    """At most three lines of at most `MAX_LINE_CHARS`, without control characters that a value may hold."""
-    lines = text.splitlines()
-    if len(lines) > 3:
-        lines = [*lines[:2], f"and {len(lines) - 2} more; python -m tf2dist.doctor with the same options shows all"]
-    lines = [printable(line) for line in lines]
-    half = MAX_LINE_CHARS // 2 - 2  # the option's name is at the beginning, the advice at the end
-    return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[:half]}...{line[-half:]}" for line in lines)
+    run_command(run, argv)
 
 
 def run(arguments: list[str], started_at: float, signals: Signals) -> None:
@@ -148,11 +104,3 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
         if text := draw_result(config, run_dir):
             console.warn(f"regression.png could not be drawn ({text}); the result is in {run_dir}/summary.json")
-
-
-def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
-    """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
-    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
-    location.check_batch_size(config, num_workers)
-    check_simulated(config, host_task)
-    check_size(config, host_task)

@@ -27,12 +27,13 @@ from tf2dist.model.source import Source, plain_model
 from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
-from tf2dist.training import stragglers
+from tf2dist.training import stragglers, timeline
 from tf2dist.training.asynchronous import serving
 from tf2dist.training.asynchronous.examples import publish
 from tf2dist.training.asynchronous.loop import AsyncLoop
 from tf2dist.training.epochs import EpochDriver
 from tf2dist.training.evaluator import Evaluator, follow
+from tf2dist.training.goal import Goal
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.replicas.loop import ReplicasLoop
@@ -78,6 +79,7 @@ def run_task(
 
     if task in cluster.training_tasks:
         stragglers.publish(config, cluster)
+        timeline.publish(config, run_dir)
 
     # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":
@@ -243,7 +245,7 @@ def drive(
         return evaluation
 
     # Train; save and evaluate wherever that is due.
-    target = loop.target_step
+    goal, target = Goal(config.train, splits, loop.broadcast), loop.target_step
     evaluate_every, save_every = config.train.eval_every_steps or target, config.checkpoint.every_steps or target
     while (step := loop.progress.global_step) < target:
         boundaries = [(step // every + 1) * every for every in (evaluate_every, save_every)]
@@ -253,8 +255,11 @@ def drive(
             saver.save(loop.snapshot)
             heartbeat.progress()
         stop_if(requested)
-        if step < target and step % evaluate_every == 0 and has_validation:
-            evaluate("validation")
+        is_due = step < target and step % evaluate_every == 0 and has_validation
+        if is_due and goal.is_reached(evaluate("validation"), reporter.training_secs):
+            target = loop.target_step = step
+            reporter.set_target(step)
+            saver.save(loop.snapshot)
 
     # The result.
     loop.finalize()

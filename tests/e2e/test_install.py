@@ -35,6 +35,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert where.startswith(str(site))
     assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "model=cnn", cwd=elsewhere, env=env)
     assert files(site / "tf2dist", "*.yaml") == {Path("conf", name) for name in files(REPOSITORY / "conf", "*.yaml")}
+    assert {Path("comparing", name) for name in ("report.css", "report.js")} <= files(site / "tf2dist", "*.*s")
     modules = files(REPOSITORY / "tf2dist", "*.py") | {Path("conf/__init__.py")}
     assert files(site / "tf2dist", "*.py") == modules, "a package that pyproject.toml does not name"
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
@@ -13,6 +14,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from tests.replica.small_runs import run_config
 from tf2dist.cluster.spec import Task
 from tf2dist.messages import Note, ToLauncher
+from tf2dist.model.evaluate import Evaluation
+from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
 
 
@@ -50,3 +53,32 @@ def test_tensorboard_shows_more_than_the_loss(
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[-2]["learning_rate"] == pytest.approx(rates[-1])
     assert "staleness" not in records[-1]
+
+
+def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the training stands still from the last update before an evaluation to its end."""
+    clock = [1000.0]
+    monkeypatch.setattr("tf2dist.training.report.time.time", lambda: clock[0])
+    evaluation = Evaluation({"loss": 0.5, "accuracy": 0.9}, 100)
+
+    def progress(step: int, secs: float) -> None:
+        clock[0] += secs
+        reporter.on_progress(Progress(step, (step,), step, 0.5, np.zeros(1)))
+
+    def evaluate(split: str, step: int, secs: float) -> None:
+        clock[0] += secs
+        reporter.on_evaluation(split, step, evaluation)
+
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", lambda message: None), 990.0) as reporter:
+        monkeypatch.setattr(reporter, "_shown", type("", (), {"since_last": lambda self, now: {"loss": 0.5}})(), False)
+        monkeypatch.setattr(reporter, "_filed", reporter._shown, False)
+        progress(1, 5.0)
+        progress(10, 2.0)
+        evaluate("validation", 10, 40.0)
+        progress(20, 3.0)
+        evaluate("validation", 20, 40.0)
+        evaluate("test", 20, 40.0)
+        progress(21, 1.0)
+        assert reporter.training_secs == pytest.approx(6.0)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["training_secs"] for row in records if "training_secs" in row] == [2.0, 5.0, 5.0]

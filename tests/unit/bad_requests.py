@@ -28,6 +28,13 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["train.steps=99999999999999999999"], "train.steps (99999999999999999999): must be at most 1,000,000,000,000"),
     (["train.steps=[5]"], "train.steps ([5]): must be a whole number"),
     (["train.steps={a: 1}"], "must be a whole number"),
+    (
+        ["train.until_accuracy=0.9"],
+        "train.until_accuracy (0.9): is looked at when the validation set is evaluated; add",
+    ),
+    (["train.until_accuracy=97", "train.eval_every_steps=5"], "must be more than 0 and at most 1, such as 0.97"),
+    (["train.until_secs=30"], "add train.eval_every_steps"),
+    (["train.until_secs=0", "train.eval_every_steps=5"], "train.until_secs (0.0): must be more than 0"),
     (["train.epochs=1e308"], "must be at most 1,000,000"),
     (["train.epochs=1" + "0" * 309], "must be a number of at most 308 digits; give fewer"),
     (["optimizer.learning_rate=1" + "0" * 309], "at most 308 digits"),

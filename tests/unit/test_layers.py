@@ -29,15 +29,15 @@ FLOORS: list[set[str]] = [
     {"data", "process"},
     {"model", "checkpoint", "control"},
     {"launch", "training"},
-    {"finished", "fitting"},
+    {"comparing", "finished", "fitting"},
     {"run"},
     {"task"},
-    {"cli", "doctor", "evaluate", "export", "predict", "testing"},
+    {"cli", "compare", "doctor", "evaluate", "export", "predict", "testing"},
     {"__main__"},
 ]
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "control", "launch", "cli", "doctor"),
-    *("evaluate", "export", "predict", "__main__", ""),
+    *("compare", "comparing", "evaluate", "export", "predict", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
 TWINS = ("training.synchronous", "training.asynchronous", "training.replicas")

@@ -11,6 +11,7 @@ from tf2dist.config.source import Source
 from tf2dist.config.sweeps import Job, sweep_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch import sweep as sweeps
+from tf2dist.launch.jobs import finished_summary
 from tf2dist.launch.sweep_table import Row, as_csv, as_table
 
 NO_FOLDER = Source()
@@ -96,9 +97,9 @@ def test_a_job_whose_weights_are_lost_is_not_done(tmp_path: Path) -> None:
     one, other = jobs("seed=1,2")
     finished(tmp_path, one)
     finished(tmp_path, other, saved_step=4)
-    assert sweeps._summary(tmp_path / "0")
-    assert sweeps._summary(tmp_path / "1") is None
-    assert sweeps._summary(tmp_path / "2") is None
+    assert finished_summary(tmp_path / "0")
+    assert finished_summary(tmp_path / "1") is None
+    assert finished_summary(tmp_path / "2") is None
 
 
 RESULT = {"test_accuracy": 0.97654, "test_loss": 0.08775, "steps_per_sec": 1234.5, "wall_secs": 12.34}

@@ -40,7 +40,13 @@ def check(config: RunConfig) -> None:
 def _length(config: RunConfig) -> list[Rule]:
     steps, epochs = config.train.steps, config.train.epochs
     must = f"train.steps is {steps}; give one of the two"
-    return [("train.epochs", epochs, epochs is None or steps is None, must)]
+    evaluates = config.train.eval_every_steps is not None
+    needs_evaluations = "is looked at when the validation set is evaluated; add train.eval_every_steps"
+    goals = {"train.until_accuracy": config.train.until_accuracy, "train.until_secs": config.train.until_secs}
+    return [
+        ("train.epochs", epochs, epochs is None or steps is None, must),
+        *((name, value, value is None or evaluates, needs_evaluations) for name, value in goals.items()),
+    ]
 
 
 def _mode(config: RunConfig) -> list[Rule]:

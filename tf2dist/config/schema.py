@@ -37,6 +37,7 @@ ALGORITHMS = ("plain", "staleness_aware", "delay_compensated", "bounded")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
+IS_ACCURACY = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
 IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
 ARE_DELAYS = Must(
     lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
@@ -126,6 +127,12 @@ class TrainConfig:
     log_every_steps: int = option(100, *COUNT, help="interval of a worker's log lines, in its own steps")
     eval_every_steps: int | None = option(
         None, *COUNT, help="interval of evaluations on the validation set, in global steps; null: only at the end"
+    )
+    until_accuracy: float | None = option(
+        None, IS_ACCURACY, help="end the training at the first of these evaluations with this accuracy, such as 0.97"
+    )
+    until_secs: float | None = option(
+        None, *SECS, help="end it at the first of these evaluations after so many seconds of training"
     )
     steps_per_execution: int | None = option(
         None, *COUNT, help="number of steps in one call of TensorFlow; null: chosen automatically"
@@ -245,6 +252,9 @@ class RunConfig:
     seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
     profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
     figure: bool = option(True, help="draw loss, metrics and staleness to run_dir/training.png at the end")
+    timeline: bool = option(
+        False, help="record when each worker's steps begin and end, in run_dir/timeline; makes small steps a bit slower"
+    )
     startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks at the start")
     watchdog_secs: float = option(
         120.0,

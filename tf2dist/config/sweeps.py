@@ -70,7 +70,7 @@ def sweep_of(overrides: list[str], tf_config: str | None, source: Source, check:
     folder = _folder(own["hydra.sweep.dir"]) if "hydra.sweep.dir" in own else None
     jobs = []
     # All jobs are checked before the first one starts: a mistake in the last must not be found hours later.
-    for number, (line, varying) in enumerate(_expanded(rest, source)):
+    for number, (line, varying) in enumerate(expanded(rest, source)):
         place = _job_folder(own.get("hydra.sweep.subdir", JOB_FOLDER), number, line)
         try:
             config = load(list(line), None, source)
@@ -137,7 +137,7 @@ def _job_folder(text: str, number: int, overrides: tuple[str, ...]) -> str:
     return filled
 
 
-def _expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+def expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
     with opened(source) as hydra:
         parser = OverridesParser.create(config_loader=hydra.config_loader)

@@ -25,6 +25,7 @@ OF_THE_HOST = (
     "run_dir",
     "profile",
     "figure",
+    "timeline",
     "startup_timeout_secs",
     "grace_secs",
     "data.dir",

@@ -21,6 +21,8 @@ ARGUMENT_OF = {
     "train.epochs": "epochs",
     "train.steps": "epochs and steps_per_epoch",
     "train.eval_every_steps": "validation_freq",
+    "train.until_accuracy": "callbacks",
+    "train.until_secs": "callbacks",
 }
 # What the function of `data=load` does instead of these arguments.
 INSTEAD = {

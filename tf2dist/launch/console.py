@@ -67,6 +67,11 @@ class Console:
             self._print_last_line()
             self._print(text)
 
+    def whole(self, done: float, total: int, text: str) -> None:
+        """On a terminal: shows how far several runs are together, of which `done` are done, and what goes on."""
+        if self._live:
+            self._live.update(self._task, total=total, completed=done, description=printable(text))
+
     def note(self, text: str) -> None:
         """Prints a line that stays visible, on a terminal too."""
         self._print(text)

@@ -22,7 +22,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
-FOLDERS = ("logs", "checkpoints", "tensorboard")
+FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline")
 
 
 def make_run_dir(config: RunConfig) -> Path:

@@ -7,11 +7,13 @@ from typing import Any
 
 from tf2dist.cluster.addresses import check_not_public
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
+from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
+from tf2dist.data import location
 from tf2dist.errors import ConfigError
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
@@ -45,6 +47,14 @@ def run_in_folder(
     if text := why_not_private(run_dir):
         console.warn(text)
     return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+
+
+def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
+    """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
+    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
+    location.check_batch_size(config, num_workers)
+    check_simulated(config, host_task)
+    check_size(config, host_task)
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:

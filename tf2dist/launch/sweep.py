@@ -4,11 +4,8 @@ A job that fails, even one that the system kills, does not affect the others. Th
 resumed: jobs that are done are not run again, and one that was stopped goes on from its checkpoint.
 """
 
-import contextlib
-import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +18,8 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, Sweep, new_folder
 from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, TfDistError
-from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.console import Console
+from tf2dist.launch.jobs import finished_summary, run_job
 from tf2dist.launch.run_dir import locked, why_not_private
 from tf2dist.launch.streams import say
 from tf2dist.launch.sweep_table import Row, as_csv, as_table
@@ -31,12 +28,7 @@ from tf2dist.signals import Signals
 OPTION = "hydra.sweep.dir"
 OVERRIDES = ".hydra/overrides.yaml"  # in the folder of each job, as Hydra has them
 CONFIG = ".hydra/config.yaml"
-POLL_SECS = 0.1
 MAX_NAMED = 8
-# The command of a job. If the sweep is killed, the kernel sends the job SIGTERM, so that it saves and ends in order.
-RUN = (
-    "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
-)
 
 
 class JobsFailed(TfDistError):
@@ -102,12 +94,12 @@ class _Running:
         row = self.rows[job.number]
         place = self.folder / job.folder
         count = f"{job} ({job.number + 1} of {len(self.rows)})"
-        if row.finish(_summary(place), 0):
+        if row.finish(finished_summary(place), 0):
             self.console.note(f"{count}: is done already")
         else:
             self.console.note(count)
             code = self._run_command(job, place)
-            if not row.finish(_summary(place), code):
+            if not row.finish(finished_summary(place), code):
                 row.fail(code, is_stopped=bool(self.received))
         # Written after each job: a sweep that is killed leaves the results that it has.
         try:
@@ -125,18 +117,7 @@ class _Running:
         except OSError as error:
             self.console.warn(f"{place} cannot be written ({error.strerror}); make room, or name another directory")
             return ConfigError.exit_code
-        command = code_command(RUN, str(os.getpid()), *self.flags, *job.overrides, f"run_dir={place}")
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
-        passed_on = 0
-        # Ctrl-C also reaches the job directly, from the terminal; the job takes the two for one request, see `signals`.
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(POLL_SECS)
-                # A shell gives the same code for a process that a signal has killed.
-                return code if code >= 0 else 128 - code
-            for number in self.received[passed_on:]:
-                process.send_signal(number)
-            passed_on = len(self.received)
+        return run_job([*self.flags, *job.overrides, f"run_dir={place}"], self.received)
 
     def print_table(self) -> None:
         """Prints the results of all jobs."""
@@ -147,17 +128,6 @@ class _Running:
             pass  # the reader has left; the exit code still says how the jobs went
         except OSError as error:
             self.console.warn(f"the table could not be printed ({error.strerror}); it is in {self.folder}/sweep.csv")
-
-
-def _summary(place: Path) -> dict[str, Any] | None:
-    """The result of a job that is done and has saved its weights; None for any other."""
-    try:
-        with files.open_to_read(place / "summary.json") as file:
-            summary = json.load(file)
-        # Without the weights of its last step a job is resumed, so that it can save them.
-        return summary if summary["global_step"] == summary.get("saved_step", summary["global_step"]) else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def _check_folder(place: Path, job: Job) -> None:

@@ -1,5 +1,6 @@
 """The leader's report: progress to the launcher, numbers to the writers, the result to summary.json."""
 
+import math
 import platform
 import time
 from dataclasses import asdict
@@ -63,7 +64,13 @@ def simulated(config: RunConfig) -> dict[str, Any]:
 
 
 class NoReporter:
-    """The reporter of a task that is not the leader: it does nothing."""
+    """The reporter of a task that is not the leader: it does nothing.
+
+    Attributes:
+        training_secs: from the first step to the last progress, without the evaluations and the pauses for them.
+    """
+
+    training_secs = 0.0
 
     def set_target(self, step: int) -> None:
         """Tells the reporter that the run ends at another step than planned."""
@@ -125,6 +132,7 @@ class Reporter(NoReporter):
         self._first_at: float | None = None  # the time of the first report, at which the start-up ends
         self._previous: tuple[float, Progress] | None = None  # at the last report, unless an evaluation followed
         self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between reports of progress
+        self._last_at = self._paused_secs = 0.0  # the time of the last report of any kind, and all time of evaluations
         self._sent_at = self._written_at = 0.0
 
     def __exit__(self, *_: object) -> None:
@@ -155,6 +163,7 @@ class Reporter(NoReporter):
             self._steps += step - before.global_step
             self._examples += progress.examples - before.examples
         self._previous = (now, progress)
+        self._last_at, self.training_secs = now, now - self._first_at - self._paused_secs
 
         # The launcher's display, and the files, each at its own pace; the last step always goes to both.
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
@@ -171,12 +180,17 @@ class Reporter(NoReporter):
             self._write(step, scalars)
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        self._previous = None
+        # From the last progress on: a pause begins when the last update of the step has been applied.
+        now = time.time()
+        self._paused_secs += now - (self._last_at or now)
+        self._last_at, self._previous = now, None
         name, value = evaluation.headline
         print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
         if step != self.target_step:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
         scalars = prefixed(split, evaluation)
+        if self._first_at:  # not the evaluator, which trains nothing
+            scalars["training_secs"] = round(self.training_secs, 4)
         self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})
 
     def _write(self, step: int, values: Values) -> None:
@@ -200,6 +214,7 @@ class Reporter(NoReporter):
         summary = {
             "mode": config.mode,
             "model": config.model["name"],
+            "parameters": sum(math.prod(variable.shape) for variable in loop.model.trainable_variables),
             "optimizer": config.optimizer["name"],
             "data": config.data.name,
             "seed": config.seed,

@@ -22,6 +22,7 @@ from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import asked_to_stop
 from tf2dist.process.tf_internals import publish_functions
 from tf2dist.training.call_size import MAX_STEPS, steps_of_a_call
+from tf2dist.training.timeline import Recorded
 
 TOKEN = "tf2dist.straggle"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
@@ -92,7 +93,7 @@ class Sleeper:
 
 
 class Stragglers(Protocol):
-    """The simulated delays in the graph of a step.
+    """What the graph of a step has around its computation: the simulated delays, and the recording of its times.
 
     Attributes:
         max_steps: of a call, so that no worker takes much longer for it than `call_size.CALL_SECS`.
@@ -109,6 +110,9 @@ class Stragglers(Protocol):
             number: of the step among those of this call, from 1.
         """
 
+    def computed(self, outputs: list[tf.Tensor], worker: Any) -> list[tf.Tensor]:
+        """The outputs of a step's computation, before they are sent."""
+
 
 class NoStragglers:
     """Nothing is simulated; see `Stragglers`."""
@@ -118,8 +122,11 @@ class NoStragglers:
     def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
         return inputs
 
+    def computed(self, outputs: list[tf.Tensor], worker: Any) -> list[tf.Tensor]:
+        return outputs
 
-class SimulatedStragglers:
+
+class SimulatedStragglers(NoStragglers):
     """The delays of the options; see `Stragglers`. Each worker must have called `publish`.
 
     Args:
@@ -143,8 +150,9 @@ class SimulatedStragglers:
 
 
 def stragglers_of(config: RunConfig, offsets: list[int]) -> Stragglers:
-    """See `SimulatedStragglers`."""
-    return SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
+    """See `SimulatedStragglers`, and `Recorded` for the option timeline."""
+    made = SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
+    return Recorded(made) if config.timeline else made
 
 
 def publish(config: RunConfig, cluster: Cluster) -> None:

@@ -45,7 +45,7 @@ class AsyncStep:
         config: of the run.
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
-        stragglers: the delays that are simulated.
+        stragglers: the delays that are simulated, and the recording of the steps' times.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -130,6 +130,7 @@ class AsyncStep:
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(leaf) for leaf in batch]
                     pushes, loss = self._compute(pulled, on_device, worker)
+                pushes = self.stragglers.computed(pushes, worker)
                 if number < num_steps:
                     pulled = self._exchange(pushes, indices, limit, worker)
                 else:

@@ -34,7 +34,7 @@ class ReplicasStep:
         deciding, following: the servers.
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
-        stragglers: the delays that are simulated.
+        stragglers: the delays that are simulated, and the recording of the steps' times.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -101,7 +101,8 @@ class ReplicasStep:
                 pulled = self.stragglers.delayed(pulled, worker, before[0], number)
                 with tf.device(ACCELERATOR):
                     on_device = [tf.identity(leaf) for leaf in batch]
-                    (first, *others), loss = self._compute(pulled, on_device, share, worker)
+                    pushes, loss = self._compute(pulled, on_device, share, worker)
+                first, *others = self.stragglers.computed(pushes, worker)
                 losses.append(loss)
                 # The deciding ps must not take a gradient of which another ps has no part.
                 laid = [server.lay_down(push, worker) for server, push in zip(self.following, others, strict=True)]

@@ -28,7 +28,7 @@ class SyncStep:
 
     Attributes:
         applied: the updates applied in the whole run, int64.
-        stragglers: the delays that are simulated.
+        stragglers: the delays that are simulated, and the recording of the steps' times.
 
     Args:
         step: the step of this worker's own model.
@@ -104,9 +104,8 @@ class SyncStep:
         output = self._compute(trainable, state, leaves, place, share)
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
-        return self._reduced(
-            self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
-        )
+        packed = self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
+        return self._reduced(*self.stragglers.computed([packed], self._workers.index))
 
     def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
         if self._all_reduce is None:

@@ -1,0 +1,89 @@
+"""Comparisons whose runs have been made up, with the files that real runs leave."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tf2dist.comparing.matrix import Contender, contenders_of, runs_of
+from tf2dist.comparing.options import Options, split
+from tf2dist.comparing.results import Result, results_of
+from tf2dist.comparing.running import RUNS, Outcome
+from tf2dist.config.source import Source
+from tf2dist.launch.start import check_alone
+
+Secs = Callable[[Contender, int], float]  # of an example, from the contender and the seed
+NUM_EXAMPLES = 40_000
+
+
+def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
+    options, rest = split(list(arguments))
+    return options, contenders_of(options, rest, Source(), check_alone)
+
+
+def compared(
+    folder: Path, *arguments: str, secs_per_example: Secs, failed: tuple[str, ...] = (), **summary: Any
+) -> tuple[Options, list[Result]]:
+    """The results of runs that reach an accuracy of 1 - 4000 / examples.
+
+    Args:
+        arguments: of the comparison.
+        failed: the folders of runs that have failed.
+        summary: further content of each summary.json.
+    """
+    options, all_contenders = contenders(*arguments)
+    outcomes = []
+    for run in runs_of(all_contenders, options.seeds):
+        if run.folder in failed:
+            outcomes.append(Outcome(run, "failed", 3))
+            continue
+        outcomes.append(Outcome(run, "done", 0))
+        its = secs_per_example(run.contender, run.seed)
+        _write_run(folder / RUNS / run.folder, run.contender, its, options.workers, summary)
+    return options, results_of(outcomes, folder, options.until)
+
+
+def _write_run(
+    run_dir: Path, contender: Contender, secs_per_example: float, workers: int, more: dict[str, Any]
+) -> None:
+    batch = 100 * contender.batches
+    steps = NUM_EXAMPLES // batch
+    (run_dir / "timeline").mkdir(parents=True)
+    summary: dict[str, Any] = {
+        "global_step": steps,
+        "examples_seen": steps * batch,
+        "parameters": 7850 if contender.config.model["name"] == "softmax" else 300_000,
+        "data": "mnist",
+        "optimizer": "momentum",
+        "startup_secs": 5.0,
+        "wall_secs": 20.0,
+        "test_accuracy": 0.95,
+        "workers": [{"index": worker, "local_steps": steps // workers} for worker in range(workers)],
+        "versions": {"tensorflow": "2.21.0"},
+    }
+    if contender.mode == "async":
+        summary |= {"staleness": {"mean": 1.5}, "staleness_counts": [90, 200, 30, 0, 1]}
+    (run_dir / "summary.json").write_text(json.dumps(summary | more))
+    rows = [
+        {
+            "step": step,
+            "time": 1e9,
+            "secs": 5.0 + step,
+            "task": "worker-0",
+            "validation_loss": 0.5,
+            "validation_accuracy": max(0.1, 1 - 4000 / (step * batch)),
+            "training_secs": step * batch * secs_per_example,
+        }
+        for step in range(max(1, steps // 10), steps + 1, max(1, steps // 10))
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gap = batch * secs_per_example
+    for worker in range(workers):
+        lines = [f"{1e9 + step * gap:.6f},{1e9 + step * gap + (worker + 1) * gap / 4:.6f}\n" for step in range(60)]
+        (run_dir / "timeline" / f"worker-{worker}.csv").write_text("".join(lines))
+
+
+def usual_secs(contender: Contender, seed: int) -> float:
+    """Sync is fastest with equal workers and slowest with a slow one; seeds differ by 1 %."""
+    secs = {"sync": 1e-4, "async": 2e-4, "sync_replicas": 3e-4}[contender.mode]
+    return (secs + (contender.delay_secs / 100 if contender.mode == "sync" else 0.0)) * (1 + seed / 100)

@@ -1,0 +1,119 @@
+"""Comparisons as a user starts them: measured, resumed after a stop, and with runs that fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tf2dist.compare", *SMALL, *arguments],
+        cwd=folder,
+        env=dict(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    """The stdout and stderr of the comparison; asserts that it has ended with this code."""
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == code, stdout + stderr
+    return stdout, stderr
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "all" / "compare.json").read_text())
+    return found
+
+
+def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
+    """With a single contender: its run ends at the accuracy, with exact counts."""
+    options = ["modes=[async]", "delays=[0]", "workers=1", "seeds=1", "until=0.6"]
+    stdout, stderr = ended(start(tmp_path, *options), 0)
+    assert "run 1 of 1: async, equal workers, seed 0" in stderr
+    headline = "With equal workers, only async was measured."
+    assert stdout.splitlines() == [headline, str(tmp_path / "all" / "report.html")]
+    (contender,) = record(tmp_path)["contenders"]
+    (run,) = contender["runs"]
+    summary = json.loads((tmp_path / "all" / run["folder"] / "summary.json").read_text())
+    assert summary["global_step"] == summary["target_step"] == summary["updates_applied"] == summary["saved_step"]
+    *before, last = (one["accuracy"] for one in run["evaluations"])
+    assert last >= 0.6
+    assert all(one < 0.6 for one in before)
+    assert run["evaluations"][-1]["step"] == summary["global_step"]
+    assert contender["staleness_counts"] == [summary["global_step"]], "one worker alone is never stale"
+    # Without the start of TensorFlow, which takes seconds.
+    assert 0 < run["training_secs"] < summary["wall_secs"] - summary["startup_secs"]
+    assert {path.name for path in (tmp_path / "all").glob("*.png")} >= {"accuracy.png", "staleness.png"}
+
+    again, stderr = ended(start(tmp_path, *options), 0)
+    assert "async, equal workers, seed 0: is done already" in stderr
+    assert again == stdout
+
+
+@pytest.mark.slow
+def test_a_comparison_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    options = ["modes=[sync,async]", "delays=[0,0.02]", "workers=2", "seeds=1", "until=60steps"]
+    process = start(tmp_path, *options)
+    second = tmp_path / "all" / "runs" / "sync-delay0.02-seed0"
+    wait_until(lambda: (second / "metrics.jsonl").exists(), process, 120)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = ended(process, 130)
+    assert stderr.splitlines()[-1].endswith(f"; the same command with compare_dir={tmp_path / 'all'} goes on")
+    assert stdout == ""
+    states = [run["state"] for one in record(tmp_path)["contenders"] for run in one["runs"]]
+    assert states == ["done", "stopped", "stopped", "stopped"]
+    first = (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes()
+
+    _, stderr = ended(start(tmp_path, *options), 0)
+    assert stderr.count("is done already") == 1
+    assert (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes() == first
+    found = record(tmp_path)
+    assert [run["state"] for one in found["contenders"] for run in one["runs"]] == ["done"] * 4
+    by_name = {one["name"]: one for one in found["contenders"]}
+    slow = by_name["sync, one worker 20 ms slower"]["steps_per_sec"]["mean"]
+    assert slow < 50, "no step is shorter than the delay"
+    for one in found["contenders"]:
+        (run,) = one["runs"]
+        times = list((tmp_path / "all" / run["folder"] / "timeline").glob("worker-*.csv"))
+        assert len(times) == 2
+        assert run["global_step"] == 60
+    (claim,) = [one for one in found["verdict"]["claims"] if one["claim"].startswith("sync: every step")]
+    assert claim["state"] == "seen"
+    _, stderr = ended(start(tmp_path, *options[:-1], "until=70steps"), 2)
+    assert "is of another comparison (" in stderr
+    assert "train.steps=60 there, " in stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_does_not_affect_the_others(tmp_path: Path) -> None:
+    options = ["modes=[sync]", "delays=[0]", "workers=1", "seeds=1", "until=20steps"]
+    _, stderr = ended(start(tmp_path, *options, "optimizer.learning_rate=1e38,0.1"), 3)
+    assert "has failed with exit code 3 (" in stderr
+    assert "the loss is " in stderr
+    assert "1 of 2 runs failed: sync, equal workers, optimizer.learning_rate=1e+38, seed 0 (exit code 3)" in stderr
+    found = record(tmp_path)
+    assert [run["state"] for one in found["contenders"] for run in one["runs"]] == ["failed", "done"]
+    told = [line for one in found["verdict"]["situations"] for line in one["sentences"]]
+    assert "sync: 1 of 1 runs failed; the loss was not finite." in told

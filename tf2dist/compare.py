@@ -1,0 +1,70 @@
+"""``python -m tf2dist.compare [NAME=VALUE ...]``
+
+Trains the same model in several modes, with equal workers and with a slow one, and says which is first. Each contender
+runs as a command of its own, in turns with the others. The folder of the comparison gets report.html, which any
+browser shows without a network, its pictures as PNG, and compare.json with everything for programs.
+
+Options of the comparison, with their defaults:
+
+    modes=[sync,async,sync_replicas]    what is compared
+    delays=[0,0.05]                     by how many seconds each step of the last worker takes longer
+    backups=[1]                         with sync_replicas: how many workers a step does not wait for; of several
+                                        numbers each is a contender
+    workers=3                           all on this machine
+    seeds=2                             how often each contender trains, with another seed each time
+    until=0.95                          where a run ends: at this validation accuracy; or until=2000steps, until=30s
+    eval_every_examples=N               training examples between two evaluations; by default an eighth of the data
+    compare_dir=outputs/DATE_TIME-compare
+                                        the folder; the same command with the same folder goes on where it was stopped
+
+All other options are those of python -m tf2dist, such as model=cnn or train.epochs=10, after which a run ends in any
+case; without optimizer= it is optimizer=momentum optimizer.learning_rate=0.04. Several values, as in
+model=softmax,dnn or algorithm=plain,bounded, make contenders of each. An option that only some modes have is given to
+those alone. --config-dir and --config-name are as there.
+
+    python -m tf2dist.compare                                                     in less than five minutes
+    python -m tf2dist.compare 'delays=[0,0.02,0.05]' model=softmax,dnn,cnn        a map of which mode is first
+    python -m tf2dist.compare modes=sync_replicas 'backups=[0,1,2]' workers=4     what backup workers bring
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+from tf2dist import signals as handling
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Compares what the command line asks for, and exits."""
+    handling.end_at_once()
+    from tf2dist.launch.command import run_command  # importing takes a while, and signals may come meanwhile
+
+    run_command(run, argv)
+
+
+def run(arguments: list[str], started_at: float, signals: handling.Signals) -> None:
+    """Compares, and prints the verdict and the folder.
+
+    Raises:
+        RequestError: the request is wrong; nothing has been run.
+        ComparisonFailed: at least one run failed; all were tried.
+        Interrupted: by a signal; the runs that are done are kept.
+    """
+    from tf2dist.comparing.comparison import compare
+    from tf2dist.config.arguments import parse
+    from tf2dist.errors import ConfigError
+    from tf2dist.launch.streams import say
+
+    request = parse(arguments)
+    if request.action == "--help":
+        say((__doc__ or "").strip(), sys.stdout)
+        return
+    if request.action != "--run":
+        raise ConfigError(f"{request.action}: is not for a comparison; see --help")
+    if os.environ.get("TF_CONFIG"):
+        raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
+    compare(arguments, request.overrides, request.source, signals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A whole comparison, from its options to its report."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tf2dist.comparing.matrix import Contender, contenders_of, runs_of, with_data
+from tf2dist.comparing.options import Options, split
+from tf2dist.comparing.report import REPORT, write_report
+from tf2dist.comparing.results import results_of
+from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
+from tf2dist.config.source import Source
+from tf2dist.data import location
+from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
+from tf2dist.launch.console import Console
+from tf2dist.launch.run_dir import locked
+from tf2dist.launch.start import check_alone
+from tf2dist.launch.streams import say
+from tf2dist.signals import Signals
+
+MAX_NAMED = 4
+
+
+class ComparisonFailed(TfDistError):
+    """Some runs failed; the exit code is that of the first of them."""
+
+    def __init__(self, failed: list[Outcome], num_runs: int, folder: Path) -> None:
+        which = "; ".join(f"{one.run} (exit code {one.exit_code})" for one in failed[:MAX_NAMED])
+        which += "; ..." if len(failed) > MAX_NAMED else ""
+        super().__init__(
+            f"{len(failed)} of {num_runs} runs failed: {which}; "
+            f"the same command with {OPTION}={folder} tries them again"
+        )
+        self.exit_code = failed[0].exit_code or 1
+
+
+def compare(arguments: list[str], overrides: list[str], source: Source, signals: Signals) -> None:
+    """Runs a comparison and writes its report.
+
+    Args:
+        arguments: of the command line, as they were given.
+        overrides: those among them that are not flags.
+
+    Raises:
+        RequestError: the request is wrong; nothing has been run.
+        ComparisonFailed: at least one run failed; all were tried.
+        Interrupted: by a signal; the runs that are done are kept.
+    """
+    console = Console()
+    options, rest = split(overrides)
+    if options.folder:
+        earlier_plan(options.folder)  # before data are downloaded
+    contenders = _with_resolved_data(options, rest, source, console)
+    runs = list(runs_of(contenders, options.seeds))
+    folder = options.folder or new_folder()
+    prepare_folder(folder, runs)
+    with locked(folder, OPTION), signals.held() as received:
+        outcomes = run_all(runs, folder, source.flags(), received, console)
+        # A second signal asks to end at once.
+        headline = "" if len(received) > 1 else _report(options, arguments, outcomes, folder, console)
+    if received:
+        raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
+    if headline:
+        _say(f"{headline}\n{folder / REPORT}", console)
+    if failed := [one for one in outcomes if one.state == "failed"]:
+        raise ComparisonFailed(failed, len(outcomes), folder)
+
+
+def _with_resolved_data(options: Options, rest: list[str], source: Source, console: Console) -> list[Contender]:
+    """The contenders, after the data were found, downloaded, or replaced by others: by one process, before all runs."""
+    contenders = contenders_of(options, rest, source, check_alone)
+    for name in dict.fromkeys(one.config.data.name for one in contenders):
+        config = next(one.config for one in contenders if one.config.data.name == name)
+        if options.until.kind == "accuracy" and name == "parabola":
+            raise ConfigError(f"until ({options.until}): data=parabola has no classes; give until=2000steps")
+        found = location.resolve(replace(config.data), console.warn)
+        if found.name != name:
+            return contenders_of(options, with_data(rest, found.name), source, check_alone)
+    return contenders
+
+
+def _report(options: Options, arguments: list[str], outcomes: list[Outcome], folder: Path, console: Console) -> str:
+    """Writes the report of what was measured; returns the verdict, "" if there is none."""
+    results = results_of(outcomes, folder, options.until)
+    if not any(one.measured for one in results):
+        return ""
+    try:
+        return write_report(options, arguments, results, folder)
+    except OSError as error:
+        raise TrainingError(
+            f"the report could not be written ({error.strerror or error}); make room, and give the same command with "
+            f"{OPTION}={folder} again"
+        ) from None
+
+
+def _say(text: str, console: Console) -> None:
+    try:
+        say(text, sys.stdout)
+    except BrokenPipeError:
+        pass  # the reader has left; the report is there all the same
+    except OSError as error:
+        console.warn(f"the verdict could not be printed ({error.strerror})")

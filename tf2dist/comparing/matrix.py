@@ -1,0 +1,235 @@
+"""The contenders of a comparison, and their runs in the order in which they take turns."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from tf2dist.comparing.options import Options, backups_of
+from tf2dist.config.load import load
+from tf2dist.config.schema import OPTIONS, RunConfig
+from tf2dist.config.source import Source
+from tf2dist.config.sweeps import MAX_JOBS, expanded
+from tf2dist.data.location import NUM_TRAIN
+from tf2dist.errors import ConfigError, RequestError
+
+# Options that only some modes take: a contender of another mode runs without them.
+OF_A_MODE = ("algorithm", "cluster.all_reduce", "cluster.num_ps", "cluster.placement", "cluster.min_part_bytes")
+EVALUATIONS_PER_PASS, EVALUATIONS_PER_RUN = 8, 12
+BATCHES_PER_EVALUATION = 20  # of each worker, for data of unknown size
+MAX_NAME_CHARS = 120  # of a run's folder
+SECS_EPOCHS = 10_000  # more passes than any number of seconds is meant for
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of training in one situation.
+
+    Attributes:
+        way: the mode, its number of backup workers and its algorithm: what is compared.
+        situation: the delay and the other options that are varied: in each the ways are compared with each other.
+        backups: None for the other modes.
+        varying: the values of the options that have several.
+        overrides: of its command line, without the seed.
+        batches: in each global step.
+    """
+
+    way: str
+    situation: str
+    mode: str
+    delay_secs: float
+    backups: int | None
+    varying: dict[str, str]
+    overrides: tuple[str, ...]
+    batches: int
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        return f"{self.way}, {self.situation}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a contender; `folder`: its name in the folder of the comparison."""
+
+    contender: Contender
+    seed: int
+    folder: str
+
+    @property
+    def overrides(self) -> list[str]:
+        return [*self.contender.overrides, f"seed={self.seed}"]
+
+    def __str__(self) -> str:
+        return f"{self.contender.name}, seed {self.seed}"
+
+
+def contenders_of(
+    options: Options, overrides: list[str], source: Source, check: Callable[[RunConfig], None]
+) -> list[Contender]:
+    """All contenders, each with its checked configuration.
+
+    Raises:
+        RequestError: an option is wrong, or no mode takes it.
+    """
+    found: dict[tuple[str, str], Contender] = {}
+    for line, varying in expanded(overrides, source):
+        if "seed" in varying:
+            raise ConfigError(f"seed ({varying['seed']}): the runs of a contender have seeds in a row; give seeds=3")
+        taken = {mode: _taken(line, mode, source) for mode in options.modes}
+        for key in _keys_of_a_mode(line):
+            if not any(key in _keys_of_a_mode(kept) for kept in taken.values()):
+                load([*line, f"mode={options.modes[0]}"], None, source)  # raises the error that says why
+        # By itself first, so that a mistake that concerns all contenders is told without one of them.
+        mode = options.modes[0]
+        base = load([*_undelayed(taken[mode]), f"mode={mode}", "cluster=local"], None, source)
+        for mode, delay_secs in product(options.modes, options.delays):
+            kept = {None, *_keys_of_a_mode(taken[mode])}
+            its = {key: value for key, value in varying.items() if _group(key) in kept}
+            for backups in backups_of(options) if mode == "sync_replicas" else (None,):
+                try:
+                    one = _contender(options, mode, delay_secs, backups, taken[mode], its, base, source)
+                    check(one.config)
+                except RequestError as error:
+                    raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
+                found.setdefault((one.way, one.situation), one)
+    if len(found) * options.seeds > MAX_JOBS:
+        raise ConfigError(f"the comparison would have more than {MAX_JOBS:,} runs; give fewer values")
+    return list(found.values())
+
+
+def _group(key: str) -> str | None:
+    """The option among `OF_A_MODE` to which an option belongs."""
+    key = key.lstrip("+")
+    return next((one for one in OF_A_MODE if key == one or key.startswith(f"{one}.")), None)
+
+
+def _keys_of_a_mode(line: tuple[str, ...]) -> set[str]:
+    return {group for override in line if (group := _group(override.partition("=")[0]))}
+
+
+def _taken(line: tuple[str, ...], mode: str, source: Source) -> tuple[str, ...]:
+    """The overrides without those of other modes, such as algorithm=bounded for mode=sync."""
+    common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
+    dropped = set()
+    for key in _keys_of_a_mode(line):
+        own = [override for override in line if _group(override.partition("=")[0]) == key]
+        try:
+            load([*common, *own, f"mode={mode}", "cluster=local"], None, source)
+        except ConfigError:
+            dropped.add(key)
+    return tuple(override for override in line if _group(override.partition("=")[0]) not in dropped)
+
+
+def _undelayed(line: Iterable[str]) -> list[str]:
+    """The overrides without the one that is refused where no worker is delayed."""
+    return [override for override in line if not override.startswith("simulate.distribution=")]
+
+
+def _contender(
+    options: Options,
+    mode: str,
+    delay_secs: float,
+    backups: int | None,
+    line: tuple[str, ...],
+    varying: dict[str, str],
+    base: RunConfig,
+    source: Source,
+) -> Contender:
+    """One contender; `base`: the configuration of its line, for what does not depend on the mode."""
+    workers = options.workers
+    batches = {"async": 1, "sync": workers}.get(mode, workers - (backups or 0))
+    given = [*line, f"mode={mode}", "cluster=local", f"cluster.num_workers={workers}"]
+    if backups:
+        given.append(f"sync_replicas.replicas_to_aggregate={batches}")
+    if delay_secs:
+        given.append(f"simulate.delay_secs=[{','.join(['0'] * (workers - 1) + [f'{delay_secs:g}'])}]")
+    else:
+        given = _undelayed(given)
+    if not any(override.startswith("figure=") for override in given):
+        given.append("figure=false")
+    every = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
+    given += [*_length(options, given), f"train.eval_every_steps={every}", "timeline=true"]
+    if options.until.kind in ("accuracy", "secs"):
+        given.append(f"train.until_{options.until.kind}={options.until.value:g}")
+    return Contender(
+        way=_way(mode, backups, varying),
+        situation=_situation(delay_secs, varying),
+        mode=mode,
+        delay_secs=delay_secs,
+        backups=backups,
+        varying=varying,
+        overrides=tuple(override for override in given if not override.startswith("seed=")),
+        batches=batches,
+        config=load(given, None, source),
+    )
+
+
+def _length(options: Options, given: list[str]) -> list[str]:
+    """The override for the longest that a run may take."""
+    has_epochs = any(override.startswith("train.epochs=") for override in given)
+    if options.until.kind == "steps":
+        if has_epochs:
+            raise ConfigError(f"train.epochs: until={options.until} is the end of the runs; leave one of them out")
+        return [f"train.steps={options.until.value:g}"]
+    if options.until.kind == "secs" and not has_epochs:
+        return [f"train.epochs={SECS_EPOCHS}"]
+    return []
+
+
+def _eval_every_examples(options: Options, config: RunConfig) -> float:
+    if options.eval_every_examples:
+        return options.eval_every_examples
+    batch = config.train.batch_size_per_worker
+    if options.until.kind == "steps":
+        return options.until.value * batch / EVALUATIONS_PER_RUN
+    if size := NUM_TRAIN.get(config.data.name):
+        return (size - config.data.num_validation) / EVALUATIONS_PER_PASS
+    return BATCHES_PER_EVALUATION * batch * options.workers
+
+
+def _way(mode: str, backups: int | None, varying: dict[str, str]) -> str:
+    own = [f"{key}={value}" for key, value in varying.items() if _group(key) and value != _default(key)]
+    spare = [] if backups is None else [f"{backups or 'no'} backup{'' if backups == 1 else 's'}"]
+    return " ".join([mode, *([f"({', '.join([*spare, *own])})"] if spare or own else [])])
+
+
+def _default(key: str) -> str:
+    """The value with which a mode is what it is called, such as algorithm=plain."""
+    declared = OPTIONS.get(key) or OPTIONS.get(f"{key}.kind")
+    return declared.shown if declared else ""
+
+
+def _situation(delay_secs: float, varying: dict[str, str]) -> str:
+    slow = f"one worker {1000 * delay_secs:g} ms slower" if delay_secs else "equal workers"
+    return ", ".join([slow, *(f"{key}={value}" for key, value in varying.items() if not _group(key))])
+
+
+def runs_of(contenders: list[Contender], seeds: int) -> Iterator[Run]:
+    """Round by round: every contender once with each seed.
+
+    Every second round goes backwards, so that a machine that becomes slower or faster favours no contender.
+    """
+    for number in range(seeds):
+        order = contenders if number % 2 == 0 else contenders[::-1]
+        for one in order:
+            seed = one.config.seed + number
+            yield Run(one, seed, f"{_folder_name(one)}-seed{seed}")
+
+
+def _folder_name(contender: Contender) -> str:
+    parts = [contender.mode, f"delay{contender.delay_secs:g}"]
+    if contender.backups is not None:
+        parts.append(f"backups{contender.backups}")
+    parts += [f"{key}{value}" for key, value in contender.varying.items()]
+    wanted = "-".join(parts)
+    name = re.sub(r"[^A-Za-z0-9_.+-]+", "_", wanted)[:MAX_NAME_CHARS]
+    # Two values may differ only in what a file name cannot have.
+    return name if name == wanted else f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"
+
+
+def with_data(overrides: list[str], name: str) -> list[str]:
+    """The overrides for other data, which replaces the data of all runs."""
+    return [*(one for one in overrides if one.partition("=")[0].partition(".")[0] != "data"), f"data={name}"]

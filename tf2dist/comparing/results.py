@@ -1,0 +1,255 @@
+"""What the runs of a comparison have measured, read from their directories."""
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from tf2dist import files
+from tf2dist.comparing.matrix import Contender, Run
+from tf2dist.comparing.options import Until
+from tf2dist.comparing.running import RUNS, Outcome
+from tf2dist.launch.jobs import finished_summary
+
+WARM_UP = 0.25  # the part of the training, in steps, that is not counted for the rate
+MIN_STEPS = 5  # of a worker, for its time line
+TIMELINE = "timeline"  # the folder in a run directory
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation on the validation set.
+
+    Attributes:
+        secs: of training before it: without the start, the evaluations and the pauses for them.
+        examples: that the updates before it have used.
+        accuracy: None for a model without one.
+    """
+
+    step: int
+    secs: float
+    examples: float
+    loss: float
+    accuracy: float | None
+
+
+def _between(before: Point, after: Point, accuracy: float) -> Point:
+    """The point at which the straight line between two evaluations has an accuracy."""
+    low, high = before.accuracy or 0.0, after.accuracy or 0.0
+    part = (accuracy - low) / (high - low)
+    secs, examples = (one + part * (other - one) for one, other in
+                      ((before.secs, after.secs), (before.examples, after.examples)))  # fmt: skip
+    return Point(round(before.step + part * (after.step - before.step)), secs, examples, after.loss, accuracy)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run that is done.
+
+    Attributes:
+        points: in order of their steps.
+        steps: of each worker's time line: when each began and ended, in seconds of the host's clock.
+    """
+
+    run: Run
+    summary: dict[str, Any]
+    points: list[Point]
+    steps: list[list[tuple[float, float]]]
+
+    @property
+    def secs(self) -> float:
+        """The training, in seconds."""
+        return self.points[-1].secs if self.points else math.nan
+
+    @property
+    def rated(self) -> tuple[float, float]:
+        """Global steps and examples a second, after the warm-up; not numbers if there were too few evaluations."""
+        if not self.points:
+            return math.nan, math.nan
+        last = self.points[-1]
+        first = next((one for one in self.points if one.step >= WARM_UP * last.step), last)
+        secs = last.secs - first.secs
+        if secs <= 0:
+            return math.nan, math.nan
+        return (last.step - first.step) / secs, (last.examples - first.examples) / secs
+
+    def reached(self, until: Until) -> Point | None:
+        """Where the target was reached, or the last evaluation within the steps or the seconds.
+
+        Between two evaluations the accuracy is taken as a straight line. Otherwise the one of two equal contenders
+        would be first whose evaluations happen to lie better.
+        """
+        if until.kind == "accuracy":
+            first = next((one for one in self.points if (one.accuracy or 0.0) >= until.value), None)
+            before = [one for one in self.points if first and one.step < first.step]
+            return _between(before[-1], first, until.value) if first and before else first
+        if until.kind == "secs":
+            return next((one for one in reversed(self.points) if one.secs <= until.value), None)
+        return self.points[-1] if self.points else None
+
+    @property
+    def best_accuracy(self) -> float:
+        return max((one.accuracy for one in self.points if one.accuracy is not None), default=math.nan)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The same measurement of several runs."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterator[float] | list[float]) -> "Spread | None":
+        found = tuple(value for value in values if math.isfinite(value))
+        return cls(found) if found else None
+
+    @property
+    def mean(self) -> float:
+        return mean(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+
+@dataclass
+class Result:
+    """All runs of one contender.
+
+    Attributes:
+        outcomes: of all its runs.
+        measured: those that are done.
+        secs, examples: to the target; None unless all runs that are done have reached it.
+        accuracy: the best of each run, or that at the end of the steps or seconds.
+        step_rate, example_rate: global steps and examples a second, after the warm-up.
+        staleness: the mean of each run; None for modes without.
+        start: the seconds from the command to the first step.
+    """
+
+    contender: Contender
+    until: Until
+    outcomes: list[Outcome] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+
+    def _at_target(self) -> list[Point | None]:
+        return [one.reached(self.until) for one in self.measured]
+
+    @property
+    def secs(self) -> Spread | None:
+        found = self._at_target()
+        return Spread.of([one.secs for one in found if one]) if all(found) else None
+
+    @property
+    def examples(self) -> Spread | None:
+        found = self._at_target()
+        return Spread.of([one.examples for one in found if one]) if all(found) else None
+
+    @property
+    def num_reached(self) -> int:
+        return sum(one is not None for one in self._at_target())
+
+    @property
+    def accuracy(self) -> Spread | None:
+        if self.until.kind == "accuracy":
+            return Spread.of([one.best_accuracy for one in self.measured])
+        return Spread.of([one.accuracy for one in self._at_target() if one and one.accuracy is not None])
+
+    @property
+    def step_rate(self) -> Spread | None:
+        return Spread.of([one.rated[0] for one in self.measured])
+
+    @property
+    def example_rate(self) -> Spread | None:
+        return Spread.of([one.rated[1] for one in self.measured])
+
+    @property
+    def staleness(self) -> Spread | None:
+        return Spread.of([one.summary["staleness"]["mean"] for one in self.measured if one.summary.get("staleness")])
+
+    @property
+    def dropped(self) -> Spread | None:
+        """The part of the gradients that came too late, with mode=sync_replicas."""
+        found = []
+        for one in self.measured:
+            workers = one.summary["workers"]
+            if all("dropped" in each for each in workers):
+                pushed = sum(each["dropped"] + each["aggregated"] for each in workers)
+                found.append(sum(each["dropped"] for each in workers) / max(1, pushed))
+        return Spread.of(found)
+
+    @property
+    def start(self) -> Spread | None:
+        return Spread.of([one.summary["startup_secs"] for one in self.measured])
+
+    def staleness_counts(self) -> list[int]:
+        """How often 0, 1, 2, ... occurred in all runs together; empty for modes without."""
+        counts: list[int] = []
+        for one in self.measured:
+            its = one.summary.get("staleness_counts", [])
+            counts += [0] * (len(its) - len(counts))
+            for number, count in enumerate(its):
+                counts[number] += count
+        return counts
+
+
+def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Result]:
+    """The results of all contenders, in the order of their first runs."""
+    found: dict[str, Result] = {}
+    for outcome in outcomes:
+        contender = outcome.run.contender
+        result = found.setdefault(contender.name, Result(contender, until))
+        result.outcomes.append(outcome)
+        run_dir = folder / RUNS / outcome.run.folder
+        if outcome.state == "done" and (summary := finished_summary(run_dir)):
+            result.measured.append(measure(outcome.run, run_dir, summary))
+    return list(found.values())
+
+
+def measure(run: Run, run_dir: Path, summary: dict[str, Any]) -> Measured:
+    """Reads what a run has left; a file that is missing or damaged leaves out what it would tell."""
+    per_step = summary["examples_seen"] / max(1, summary["global_step"])
+    return Measured(run, summary, list(_points(run_dir / "metrics.jsonl", per_step)), _steps(run_dir / TIMELINE))
+
+
+def _points(path: Path, examples_per_step: float) -> Iterator[Point]:
+    seen = -1
+    with contextlib.suppress(OSError), files.open_to_read(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a full disk has cut it off
+                row = json.loads(line)
+                if "validation_loss" not in row or "training_secs" not in row or row["step"] <= seen:
+                    continue
+                seen, accuracy = int(row["step"]), row.get("validation_accuracy")
+                secs, loss = float(row["training_secs"]), row["validation_loss"]
+                yield Point(seen, secs, seen * examples_per_step, math.nan if loss is None else loss, accuracy)
+
+
+def _steps(folder: Path) -> list[list[tuple[float, float]]]:
+    """The steps of each worker, in the order of their numbers; fewer workers if a file is missing."""
+    found = []
+    with contextlib.suppress(OSError):
+        names = sorted(folder.glob("worker-*.csv"), key=lambda path: int(path.stem.removeprefix("worker-")))
+        for path in names:
+            steps = []
+            with files.open_to_read(path) as file:
+                for line in file.read().decode(errors="replace").splitlines():
+                    with contextlib.suppress(ValueError):  # the process was killed while it wrote
+                        begun_at, ended_at = line.split(",")
+                        steps.append((float(begun_at), float(ended_at)))
+            found.append(sorted(steps))
+    return found
+
+
+def typical_secs(steps: list[tuple[float, float]]) -> float:
+    """The median time from the begin of a step to the begin of the next one; not a number if there are too few."""
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
+    return median(gaps) if len(gaps) >= MIN_STEPS else math.nan
