@@ -114,7 +114,7 @@ def fit(
         )
     else:
         given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-        refusals.check_mode_of_stream(mode)
+        refusals.check_mode_of_stream(mode, config.algorithm.kind)
         refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
         config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
         # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.

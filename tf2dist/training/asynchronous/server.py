@@ -53,6 +53,7 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
+        pulled_others: the sizes of what they return beside the variables; see `_others`.
 
     Args:
         device: of the ps.
@@ -66,6 +67,8 @@ class ParameterServer:
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
     """
+
+    pulled_others: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class ParameterServer:
         self.device, self._earlier_updates = device, earlier_updates
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self.pull_layout = PullLayout(self.variables)
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others)
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -152,7 +155,11 @@ class ParameterServer:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
             values = [v.value.read_value() for v in self.variables]
-        return self.pull_layout.pack(values, applied)
+        return self.pull_layout.pack(values, applied, *self._others(applied))
+
+    def _others(self, applied: PackedCount) -> list[tf.Tensor]:
+        """What is pulled beside the variables; other algorithms override this."""
+        return []
 
     def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
@@ -189,11 +196,14 @@ class ParameterServer:
         gradients = self._algorithm.gradients(gradients, pulled, self.trainable)
         with self._algorithm.update(staleness):
             self.optimizer.apply(gradients, self.trainable)
-        for update, term in zip(self._state_updates, terms, strict=True):
-            update(term)
+        self._change_state(terms, added)
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
+
+    def _change_state(self, terms: list[tf.Tensor], added: tf.Tensor) -> None:
+        for update, term in zip(self._state_updates, terms, strict=True):
+            update(term)
 
     def _counts(self) -> tf.Tensor:
         """Everything the coordinator watches, float64: admitted, and the heads of the counters."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
@@ -73,7 +74,7 @@ class AsyncStep:
         self.config, self.sharding = config, sharding
         self.stragglers = stragglers_of(config, offsets)
         self._step = step
-        self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
+        self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         everything = [*self._step.trainable, *self._step.state]
         self.servers = [
@@ -107,6 +108,10 @@ class AsyncStep:
         """For the summary of the run: what the ps know beside the counters."""
         return {}
 
+    def random_states(self, updates: int) -> dict[str, np.ndarray]:
+        """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
+        return self._step.random_states(updates)
+
     def train_function(self, num_steps: int) -> Any:
         """``function(*source, limit)``: `num_steps` steps, of which those above `limit` updates are refused.
 
@@ -131,7 +136,7 @@ class AsyncStep:
                     on_device = [tf.identity(leaf) for leaf in batch]
                     pushes, loss = self._compute(pulled, on_device, worker)
                 if number < num_steps:
-                    pulled = self._exchange(pushes, indices, limit, worker)
+                    pulled = self._exchange(pushes, indices, limit, worker, number)
                 else:
                     self._push(pushes, indices, limit, worker)
                 losses.append(loss)
@@ -151,9 +156,9 @@ class AsyncStep:
         return limit
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor
+        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[tf.Tensor]:
-        """Pushes to each ps; returns what the next step pulls."""
+        """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
         return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
 
     def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
