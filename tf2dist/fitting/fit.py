@@ -44,8 +44,9 @@ def fit(
 ) -> Result:
     """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
 
-    An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker, with
-    mode="sync" it is one batch of each worker, with mode="sync_replicas" as many batches as are aggregated.
+    An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker, or
+    several with algorithm=downpour; with mode="sync" it is one batch of each worker, with mode="sync_replicas" as many
+    batches as are aggregated.
 
     Args:
         model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
