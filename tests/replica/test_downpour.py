@@ -230,7 +230,7 @@ def test_pushes_of_one_batch_are_plain_training(async_loop: MakeLoop) -> None:
 
 def examples_of(loop: Any, worker: int, steps: int) -> int:
     """The examples of a worker's first updates, by the definition of the input."""
-    size, workers = loop.sharding.batch_size, loop.sharding.num_shards
+    size, workers = int(loop.sharding.batch_size), int(loop.sharding.num_shards)
     full, rest = divmod(EXAMPLES, size * workers)
     share = rest // workers + (worker < rest % workers)
     passes, more = divmod(steps, full + 1)

@@ -75,22 +75,14 @@ class DownpourServer(ParameterServer):
         # From a table: the power that TensorFlow computes may differ in its last digit.
         return tf.gather(tf.constant(decay ** np.arange(self._n_push + 1), dtype), batches)
 
-    def trace_push(self, decays: dict[int, float]) -> None:
-        self._decays = decays
-        super().trace_push(decays)
-
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
-        # A schedule asks the optimizer for the number of the update.
-        self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
-        return [tf.reshape(tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32), [1])]
+        return [tf.reshape(self.learning_rate(applied), [1])]
 
     def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Returns something to wait for: the next push of the worker may come without a pull in between."""
         super()._push(pushed, indices, limit)
         return tf.constant(True)
 
-    def _change_state(self, terms: list[tf.Tensor], added: tf.Tensor) -> None:
+    def _factor(self, decay: float, dtype: tf.DType, added: tf.Tensor) -> tf.Tensor:
         batches = tf.cast(tf.math.ceil(added[EXAMPLES] / self._batch_size), tf.int32)
-        changing = self._push_layout.variables[len(self.trainable) :]
-        for variable, update, term in zip(changing, self._state_updates, terms, strict=True):
-            update(term, self.power(self._decays[id(variable)], batches, term.dtype))
+        return self.power(decay, batches, dtype)

@@ -70,15 +70,15 @@ class DownpourStep(AsyncStep):
             self._gradients = tf.function(self._compute_batch, autograph=False, jit_compile=True)
         pulled = [server.pull_layout.spec for server in self.servers]
         compute = as_one_node(self._compute_step)
-        return compute.get_concrete_function(pulled, self._step.layout.batched(None), tf.TensorSpec([], tf.int64))
+        return compute.get_concrete_function(pulled, self.step.layout.batched(None), tf.TensorSpec([], tf.int64))
 
     def _compute_batch(
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor], place: tf.Tensor
     ) -> Gradients:
-        output = self._step(trainable, state, leaves, place)
-        for variable, new, old in zip(self._step.state, output.state, state, strict=True):
+        output = self.step(trainable, state, leaves, place)
+        for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                self._decays[id(variable)] = decay_of(new, old)
+                self.decays[id(variable)] = decay_of(new, old)
         gradients = [tf.convert_to_tensor(gradient) for gradient in output.gradients]
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
@@ -91,28 +91,28 @@ class DownpourStep(AsyncStep):
 
         The latter only where a step may come without a pull before it. Second, the mean of the losses of the batches.
         """
-        values, counts = self._unpack(pulled)
+        values, counts = self.unpack(pulled)
         rates = self._rates(pulled)
-        trainable, state = self._inputs(values)
+        trainable, state = self.inputs(values)
         first = step_place(worker, counts[0].value() * self.config.algorithm.n_push)
         batches, gradients, new_state, sums = self._accrued(trainable, state, leaves, rates, first)
 
-        pushed = dict(zip(map(id, self._step.trainable), gradients, strict=True))
-        for variable, new, old in zip(self._step.state, new_state, state, strict=True):
-            if decay := self._decays.get(id(variable)):
+        pushed = dict(zip(map(id, self.step.trainable), gradients, strict=True))
+        for variable, new, old in zip(self.step.state, new_state, state, strict=True):
+            if decay := self.decays.get(id(variable)):
                 new = new - self.servers[0].power(decay, batches, old.dtype) * old
             pushed[id(variable)] = new
         sums = tf.concat([sums[:1] / tf.cast(batches, tf.float32), sums[1:]], 0)
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
-            layout = server.push_layout(self._decays)
+            layout = server.push_layout(self.decays)
             pushes.append(layout.pack([pushed[id(v)] for v in layout.variables], count, sums))
         if self.config.algorithm.updates_per_fetch == 1:
             return pushes, sums[0]
 
         changed = zip(trainable, gradients, rates, strict=True)
-        own = dict(zip(map(id, self._step.trainable), self._moved(changed), strict=True))
-        own |= zip(map(id, self._step.state), new_state, strict=True)
+        own = dict(zip(map(id, self.step.trainable), self._moved(changed), strict=True))
+        own |= zip(map(id, self.step.state), new_state, strict=True)
         return [*pushes, *self._repacked(pulled, own, counts)], sums[0]
 
     def _accrued(
@@ -141,7 +141,7 @@ class DownpourStep(AsyncStep):
             added = [gradient + one for gradient, one in zip(gradients, found, strict=True)]
             return number + 1, added, state, sums + more
 
-        none = tf.constant(0), list(map(tf.zeros_like, trainable)), state, tf.zeros([2 + self._step.metrics.size])
+        none = tf.constant(0), list(map(tf.zeros_like, trainable)), state, tf.zeros([2 + self.step.metrics.size])
         batches, gradients, state, sums = tf.while_loop(
             lambda number, *_: number * size < num_examples, add_batch, none
         )
@@ -157,7 +157,7 @@ class DownpourStep(AsyncStep):
         rates: Values = {}
         for server, vector in zip(self.servers, pulled, strict=True):
             rates |= dict.fromkeys(map(id, server.trainable), tf.squeeze(server.rate(vector)))
-        return [rates[id(v)] for v in self._step.trainable]
+        return [rates[id(v)] for v in self.step.trainable]
 
     def _repacked(self, pulled: list[tf.Tensor], own: Values, counts: list[PackedCount]) -> list[tf.Tensor]:
         """What each ps would give if it had applied the update of this worker, and no other."""
