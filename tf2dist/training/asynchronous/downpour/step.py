@@ -79,7 +79,8 @@ class DownpourStep(AsyncStep):
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 self.decays[id(variable)] = decay_of(new, old)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in output.gradients]
+        # The loop demands shapes that do not change, and a gradient of a look-up has the form of its rows.
+        gradients = [tf.ensure_shape(one, value.shape) for one, value in zip(output.gradients, trainable, strict=True)]
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
         return self.servers[0].clipping.clipped(gradients), output.state, output.sums
