@@ -99,7 +99,7 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
     config = run_config("dnn", hidden_units=[8])
     config.algorithm = AlgorithmConfig(kind="delay_compensated")
     graphs = async_loop(config)._graphs
-    leaves = [tf.zeros([50, *spec.shape[1:]], spec.dtype) for spec in graphs._step.layout.batched(None)]
+    leaves = [tf.zeros([50, *spec.shape[1:]], spec.dtype) for spec in graphs.step.layout.batched(None)]
     for server in graphs.servers:
         for number, variable in enumerate(server.trainable):
             variable.assign(tf.fill(variable.shape, 0.5 + number))

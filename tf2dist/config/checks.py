@@ -3,7 +3,7 @@
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
-from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
+from tf2dist.config.schema import MAX_PUSHES, OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
@@ -25,6 +25,7 @@ def check(config: RunConfig) -> None:
         *_local(config),
         *_first_weights(config),
         *_algorithm(config),
+        *_downpour(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
         *argument_rules("optimizer", config.optimizer, builtin),
@@ -140,13 +141,31 @@ def _first_weights(config: RunConfig) -> list[Rule]:
 
 def _algorithm(config: RunConfig) -> list[Rule]:
     """Refuses the options of another algorithm than the chosen one."""
-    owners = {"strength": "delay_compensated", "bound": "bounded"}
+    owners = {"strength": "delay_compensated", "bound": "bounded", "n_push": "downpour", "n_fetch": "downpour"}
     rules: list[Rule] = []
     for key, owner in owners.items():
         name, value = f"algorithm.{key}", getattr(config.algorithm, key)
         holds = config.algorithm.kind == owner or value == OPTIONS[name].default
         rules.append((name, value, holds, f"is for algorithm={owner}; add that"))
     return rules
+
+
+def _downpour(config: RunConfig) -> list[Rule]:
+    """The rules about the options of algorithm=downpour together."""
+    n_push, n_fetch, size = config.algorithm.n_push, config.algorithm.n_fetch, config.train.steps_per_execution
+    if config.algorithm.kind != "downpour" or n_push < 1 or n_fetch == 0:
+        return []
+    updates, rest = divmod(n_fetch or n_push, n_push)
+    is_whole = "must be a multiple of algorithm.n_push, which is {}: the gradients of a push come from one fetch"
+    # The steps between two fetches are unrolled in one call, since each call begins with a fetch.
+    is_short = f"must be at most {MAX_PUSHES} times algorithm.n_push, which is {n_push}"
+    fits = size is None or rest > 0 or updates == 0 or size % updates == 0
+    must = f"must be a multiple of {updates}, the steps from one fetch to the next, since each call begins with a fetch"
+    return [
+        ("algorithm.n_fetch", n_fetch, not rest, is_whole.format(n_push)),
+        ("algorithm.n_fetch", n_fetch, updates <= MAX_PUSHES, is_short),
+        ("train.steps_per_execution", size, fits, must),
+    ]
 
 
 def _simulated(config: RunConfig) -> list[Rule]:

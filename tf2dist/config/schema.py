@@ -33,11 +33,13 @@ from tf2dist.config.pause import Pause, is_pause
 
 MODES = ("async", "sync", "sync_replicas")
 PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
-ALGORITHMS = ("plain", "staleness_aware", "delay_compensated", "bounded")
+ALGORITHMS = ("plain", "staleness_aware", "delay_compensated", "bounded", "downpour")
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
 IS_ACCURACY = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
+MAX_PUSH = 1000  # batches of an update, whose examples a worker holds in memory all together
+MAX_PUSHES = 50  # from one fetch to the next, unrolled in one call
 IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
 ARE_DELAYS = Must(
     lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
@@ -191,6 +193,25 @@ class AlgorithmConfig:
     bound: int = option(
         4, *COUNT, help="algorithm=bounded: how many of its own steps a worker may be ahead of the slowest"
     )
+    n_push: int = option(
+        4, between(1, MAX_PUSH), help="algorithm=downpour: the batches that a worker takes for each push"
+    )
+    n_fetch: int | None = option(
+        None,
+        *COUNT,
+        help="algorithm=downpour: the batches that it takes from one fetch to the next, a multiple of "
+        "algorithm.n_push; null: as many as that",
+    )
+
+    @property
+    def batches_per_update(self) -> int:
+        """How many batches of a worker make an update."""
+        return self.n_push if self.kind == "downpour" else 1
+
+    @property
+    def updates_per_fetch(self) -> int:
+        """algorithm=downpour: how many pushes a worker makes from one fetch to the next."""
+        return (self.n_fetch or self.n_push) // self.n_push
 
 
 @dataclass(kw_only=True, slots=True)

@@ -88,14 +88,17 @@ def check_stream(load: Any, **others: Any) -> None:
             raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
 
 
-def check_mode_of_stream(mode: str) -> None:
+def check_mode_of_stream(mode: str, algorithm: str) -> None:
     """Refuses `data=load` where the workers' positions in their streams would not be known after a resume.
 
     Raises:
-        FitError: naming the mode.
+        FitError: naming the mode, or the algorithm.
     """
     if mode == "sync_replicas":
         raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
+    # It cuts the examples of an update into batches, and those of a stream come as batches of any size.
+    if algorithm == "downpour":
+        raise FitError("data: algorithm=downpour trains on arrays; give x and y, or another algorithm")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:

@@ -109,6 +109,7 @@ class Run:
         if self.config.mode == "sync_replicas":
             return aggregated_sharding_of(self.config, self.splits, self.plan, self.num_workers).updates_per_epoch
         batch_size, is_sync = self.config.train.batch_size_per_worker, self.config.mode == "sync"
+        batch_size *= self.config.algorithm.batches_per_update
         return sharding_of(
             self.splits, self.plan, batch_size, self.num_workers, self.config.seed, whole_batch_loss=is_sync
         ).updates_per_epoch

@@ -73,7 +73,7 @@ class AsyncLoop:
         self.new_optimizer = graphs.new_optimizer
         self.restored_from, self.start = prepared.restored_from, prepared.start
         self.metrics = step.metrics
-        self._random_states = step.random_states
+        self._random_states = graphs.random_states
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 

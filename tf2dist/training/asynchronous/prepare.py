@@ -67,7 +67,8 @@ def prepare(
         ConfigError: the run or the model cannot be trained asynchronously.
     """
     # The plan of the run. A mistake in it is told before any other host is called.
-    num_workers, batch_size = cluster.num_workers, config.train.batch_size_per_worker
+    num_workers = cluster.num_workers
+    batch_size = config.train.batch_size_per_worker * config.algorithm.batches_per_update
     sharding = sharding_of(splits, source.plan, batch_size, num_workers, config.seed, whole_batch_loss=False)
     resumed = start if isinstance(start, Snapshot) else None
     last_step = target_step(config, source.plan, sharding, resumed)

@@ -38,7 +38,7 @@ class Scheduler:
     ) -> None:
         self._coordinator, self._graphs = coordinator, graphs
         self._num_workers, self._grace_secs = cluster.num_workers, grace_secs
-        self.num_steps = num_steps or 1
+        self.num_steps = self._fitting(num_steps or 1)
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
         begun_at = time.monotonic()
@@ -113,6 +113,10 @@ class Scheduler:
 
     def release(self) -> None:
         """Lets no call in flight wait for others; here none does."""
+
+    def _fitting(self, num_steps: int) -> int:
+        """The number of steps that a call may have in place of this one; other algorithms override this."""
+        return num_steps
 
     def quiet_secs(self) -> float:
         return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)

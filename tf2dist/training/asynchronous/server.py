@@ -18,7 +18,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
-from tf2dist.training.asynchronous.atomic import StateUpdate, make_atomic, state_update
+from tf2dist.training.asynchronous.atomic import make_atomic, state_update
 from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
 
@@ -53,6 +53,7 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
+        pulled_others: the sizes of what they return beside the variables; see `_others`.
 
     Args:
         device: of the ps.
@@ -66,6 +67,8 @@ class ParameterServer:
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
     """
+
+    pulled_others: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class ParameterServer:
         self.device, self._earlier_updates = device, earlier_updates
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self.pull_layout = PullLayout(self.variables)
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others)
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -124,7 +127,7 @@ class ParameterServer:
         """
         self._push_layout = self.push_layout(decays)
         changing = self._push_layout.variables[len(self.trainable) :]
-        self._state_updates: list[StateUpdate] = [state_update(v.value, decays[id(v)]) for v in changing]
+        self._state_updates = [(state_update(v.value, decays[id(v)]), decays[id(v)]) for v in changing]
         signature = (
             self._push_layout.spec,
             tf.TensorSpec([self.counters.added, 1], tf.int64),
@@ -152,7 +155,16 @@ class ParameterServer:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
             values = [v.value.read_value() for v in self.variables]
-        return self.pull_layout.pack(values, applied)
+        return self.pull_layout.pack(values, applied, *self._others(applied))
+
+    def _others(self, applied: PackedCount) -> list[tf.Tensor]:
+        """What is pulled beside the variables; other algorithms override this."""
+        return []
+
+    def learning_rate(self, applied: PackedCount) -> tf.Tensor:
+        """In a graph of the ps: the rate of the update that follows these, float32 []."""
+        self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
+        return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
     def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
@@ -189,11 +201,15 @@ class ParameterServer:
         gradients = self._algorithm.gradients(gradients, pulled, self.trainable)
         with self._algorithm.update(staleness):
             self.optimizer.apply(gradients, self.trainable)
-        for update, term in zip(self._state_updates, terms, strict=True):
-            update(term)
+        for (update, decay), term in zip(self._state_updates, terms, strict=True):
+            update(term, self._factor(decay, term.dtype, added))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
+
+    def _factor(self, decay: float, dtype: tf.DType, added: tf.Tensor) -> tf.Tensor | None:
+        """The factor of the old state in an update that adds these numbers to the counters; None for `decay` itself."""
+        return None
 
     def _counts(self) -> tf.Tensor:
         """Everything the coordinator watches, float64: admitted, and the heads of the counters."""

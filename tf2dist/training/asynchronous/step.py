@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
@@ -43,6 +44,8 @@ class AsyncStep:
 
     Attributes:
         config: of the run.
+        step: of the model.
+        decays: of the state that a step changes, by id of the variable; see `recurrence`.
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
@@ -72,16 +75,16 @@ class AsyncStep:
         self.earlier_updates = earlier_updates
         self.config, self.sharding = config, sharding
         self.stragglers = stragglers_of(config, offsets)
-        self._step = step
-        self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
+        self.step = step
+        self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
-        everything = [*self._step.trainable, *self._step.state]
+        everything = [*self.step.trainable, *self.step.state]
         self.servers = [
             self._new_server(
                 number,
                 device,
-                [v for v in self._step.trainable if v.value.device == device],
-                [v for v in self._step.state if v.value.device == device],
+                [v for v in self.step.trainable if v.value.device == device],
+                [v for v in self.step.state if v.value.device == device],
                 self.new_optimizer,
                 config.optimizer["name"],
                 sharding.num_shards,
@@ -94,10 +97,10 @@ class AsyncStep:
         ]
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
-        self._decays: dict[int, float] = {}  # of what the step changes; known once it has been traced
+        self.decays: dict[int, float] = {}
         self._compute = self._traced_compute()
         for server in self.servers:
-            server.trace_push(self._decays)
+            server.trace_push(self.decays)
 
     def _new_server(self, number: int, *arguments: Any) -> ParameterServer:
         """The ps with this number, from 0; `arguments`: those of `ParameterServer`."""
@@ -106,6 +109,10 @@ class AsyncStep:
     def facts(self) -> dict[str, Any]:
         """For the summary of the run: what the ps know beside the counters."""
         return {}
+
+    def random_states(self, updates: int) -> dict[str, np.ndarray]:
+        """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
+        return self.step.random_states(updates)
 
     def train_function(self, num_steps: int) -> Any:
         """``function(*source, limit)``: `num_steps` steps, of which those above `limit` updates are refused.
@@ -132,7 +139,7 @@ class AsyncStep:
                     pushes, loss = self._compute(pulled, on_device, worker)
                 pushes = self.stragglers.computed(pushes, worker)
                 if number < num_steps:
-                    pulled = self._exchange(pushes, indices, limit, worker)
+                    pulled = self._exchange(pushes, indices, limit, worker, number)
                 else:
                     self._push(pushes, indices, limit, worker)
                 losses.append(loss)
@@ -152,9 +159,9 @@ class AsyncStep:
         return limit
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor
+        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[tf.Tensor]:
-        """Pushes to each ps; returns what the next step pulls."""
+        """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
         return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
 
     def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
@@ -172,9 +179,9 @@ class AsyncStep:
         """
 
         def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-            values, _ = self._unpack([server.pull() for server in self.servers])
-            examples = evaluated_examples(number, tf.range(first, last), self._step.layout)
-            return self._step.evaluate(*self._inputs(values), examples)
+            values, _ = self.unpack([server.pull() for server in self.servers])
+            examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
+            return self.step.evaluate(*self.inputs(values), examples)
 
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
@@ -186,31 +193,31 @@ class AsyncStep:
         else:
             compute = as_one_node(self._compute_step)
         pulled = [server.pull_layout.spec for server in self.servers]
-        return compute.get_concrete_function(pulled, self._step.layout.batched(None), tf.TensorSpec([], tf.int64))
+        return compute.get_concrete_function(pulled, self.step.layout.batched(None), tf.TensorSpec([], tf.int64))
 
     def _compute_step(
         self, pulled: list[tf.Tensor], leaves: list[tf.Tensor], worker: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
-        values, counts = self._unpack(pulled)
-        trainable, state = self._inputs(values)
-        output = self._step(trainable, state, leaves, step_place(worker, counts[0].value()))
+        values, counts = self.unpack(pulled)
+        trainable, state = self.inputs(values)
+        output = self.step(trainable, state, leaves, step_place(worker, counts[0].value()))
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
-        changes = {id(v): gradient for v, gradient in zip(self._step.trainable, gradients, strict=True)}
-        for variable, new, old in zip(self._step.state, output.state, state, strict=True):
+        changes = {id(v): gradient for v, gradient in zip(self.step.trainable, gradients, strict=True)}
+        for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                self._decays[id(variable)] = decay = decay_of(new, old)
+                self.decays[id(variable)] = decay = decay_of(new, old)
                 changes[id(variable)] = new - tf.cast(decay, old.dtype) * old if decay else new
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
-            layout = server.push_layout(self._decays)
+            layout = server.push_layout(self.decays)
             back = [values[id(v)] for v in layout.pulled]
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums, back))
         return pushes, output.sums[0]
 
-    def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
+    def unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
         """The values of all variables, and the count of each ps."""
         values: Values = {}
         counts = []
@@ -220,8 +227,8 @@ class AsyncStep:
             counts.append(count)
         return values, counts
 
-    def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return [values[id(v)] for v in self._step.trainable], [values[id(v)] for v in self._step.state]
+    def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        return [values[id(v)] for v in self.step.trainable], [values[id(v)] for v in self.step.state]
 
     def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""

@@ -1,6 +1,6 @@
 """The two vectors that a worker and a parameter server exchange. Only this module knows their layout.
 
-    pulled    the values of all variables, the ps's count of updates
+    pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate
     pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds
 
 All of it is float32, which counts exactly only up to 2^24. So a count, a float64, travels as the two float32 that have
@@ -77,18 +77,24 @@ class PullLayout:
 
     Args:
         variables: those whose values are pulled.
+        others: the sizes of what is pulled beside them.
     """
 
-    def __init__(self, variables: list[keras.Variable]) -> None:
-        self._packing = Packing(variables)
-        self.spec = tf.TensorSpec([self._packing.size + COUNT], tf.float32)
+    def __init__(self, variables: list[keras.Variable], *others: int) -> None:
+        self._packing, self._others = Packing(variables), others
+        self.spec = tf.TensorSpec([self._packing.size + COUNT + sum(others)], tf.float32)
 
-    def pack(self, values: list[tf.Tensor], applied: PackedCount) -> tf.Tensor:
-        return self._packing.pack(values, applied.bits)
+    def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> tf.Tensor:
+        return self._packing.pack(values, applied.bits, *others)
 
     def unpack(self, vector: tf.Tensor) -> Pulled:
-        values, (bits,) = self._packing.unpack(vector, COUNT)
+        values, (bits, *_) = self._packing.unpack(vector, COUNT, *self._others)
         return Pulled(values, PackedCount(bits))
+
+    def others(self, vector: tf.Tensor) -> list[tf.Tensor]:
+        """What was pulled beside the values, float32."""
+        _, (_, *others) = self._packing.unpack(vector, COUNT, *self._others)
+        return others
 
 
 class PushLayout:

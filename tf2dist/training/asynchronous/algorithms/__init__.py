@@ -12,6 +12,7 @@ ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
     "staleness_aware": lambda config: StalenessAware(),
     "delay_compensated": lambda config: DelayCompensated(config.strength),
     "bounded": lambda config: Algorithm(),  # it changes when a worker pulls, not what a ps does; see `twins`
+    "downpour": lambda config: Algorithm(),  # what is pushed is another sum of gradients; see `twins`
 }
 
 

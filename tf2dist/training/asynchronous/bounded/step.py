@@ -43,7 +43,7 @@ class BoundedStep(AsyncStep):
             return tf.where(count.value() < 0, tf.zeros_like(limit), limit)
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor
+        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[tf.Tensor]:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
             return self._after_first(self.gated.exchange(pushes[0], indices, limit, worker))
