@@ -25,6 +25,7 @@ def check(config: RunConfig) -> None:
         *_local(config),
         *_first_weights(config),
         *_algorithm(config),
+        *_parts(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
         *argument_rules("optimizer", config.optimizer, builtin),
@@ -141,6 +142,12 @@ def _algorithm(config: RunConfig) -> list[Rule]:
         holds = config.algorithm.kind == owner or value == OPTIONS[name].default
         rules.append((name, value, holds, f"is for algorithm={owner}; add that"))
     return rules
+
+
+def _parts(config: RunConfig) -> list[Rule]:
+    name, value = "cluster.min_part_bytes", config.cluster.min_part_bytes
+    holds = config.cluster.placement == "partitioned" or value == OPTIONS[name].default
+    return [(name, value, holds, "is for cluster.placement=partitioned; add that")]
 
 
 def _simulated(config: RunConfig) -> list[Rule]:

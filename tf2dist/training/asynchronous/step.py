@@ -21,6 +21,7 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
+from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.counters import TOTALS
@@ -32,7 +33,6 @@ from tf2dist.training.asynchronous.vectors import PackedCount
 from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
-Values = dict[int, tf.Tensor]  # by id of the variable
 
 
 class AsyncStep:
@@ -75,13 +75,13 @@ class AsyncStep:
         self._step = step
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
-        everything = [*self._step.trainable, *self._step.state]
+        trainable, state = all_parts(step.trainable), all_parts(step.state)
         self.servers = [
             self._new_server(
                 number,
                 device,
-                [v for v in self._step.trainable if v.value.device == device],
-                [v for v in self._step.state if v.value.device == device],
+                [v for v in trainable if v.value.device == device],
+                [v for v in state if v.value.device == device],
                 self.new_optimizer,
                 config.optimizer["name"],
                 sharding.num_shards,
@@ -90,7 +90,7 @@ class AsyncStep:
                 earlier_updates,
                 algorithm_of(config.algorithm),
             )
-            for number, device in enumerate(sorted({v.value.device for v in everything}))
+            for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
@@ -197,11 +197,12 @@ class AsyncStep:
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
-        changes = {id(v): gradient for v, gradient in zip(self._step.trainable, gradients, strict=True)}
+        changes = cut(self._step.trainable, gradients)
         for variable, new, old in zip(self._step.state, output.state, state, strict=True):
             if new is not old:
-                self._decays[id(variable)] = decay = decay_of(new, old)
-                changes[id(variable)] = new - tf.cast(decay, old.dtype) * old if decay else new
+                decay = decay_of(new, old)
+                self._decays |= {id(part): decay for part in parts_of(variable)}
+                changes |= cut([variable], [new - tf.cast(decay, old.dtype) * old if decay else new])
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
             layout = server.push_layout(self._decays)
@@ -210,7 +211,7 @@ class AsyncStep:
         return pushes, output.sums[0]
 
     def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
-        """The values of all variables, and the count of each ps."""
+        """The values of all parts of variables, and the count of each ps."""
         values: Values = {}
         counts = []
         for server, vector in zip(self.servers, pulled, strict=True):
@@ -220,7 +221,7 @@ class AsyncStep:
         return values, counts
 
     def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return [values[id(v)] for v in self._step.trainable], [values[id(v)] for v in self._step.state]
+        return join(self._step.trainable, values), join(self._step.state, values)
 
     def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
