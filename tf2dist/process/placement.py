@@ -1,6 +1,7 @@
 """Which parameter server holds which variable, or which part of it."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 from tf2dist.config.schema import ClusterConfig
 from tf2dist.process.parts import all_parts
 from tf2dist.process.tf_internals import PartitionedVariable
+
+PACKET = 16  # the most elements that a processor's instruction takes at once: 512 bits of float32
 
 
 @contextlib.contextmanager
@@ -81,30 +84,31 @@ class _Partitioner:
         # Once for all parts, since an initializer may draw other numbers the next time. On a CPU, as on the ps.
         with tf.device("CPU:0"):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-        chosen = self._balance.least_loaded(self._num_parts(value))
-        if len(chosen) < 2:
+        chosen = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
+        ends = ends_of_parts(value.shape, len(chosen))
+        if len(ends) < 2:
             return next_creator(**kwargs | {"initial_value": value})
         parts = []
-        for ps, part in zip(chosen, _rows(value, len(chosen)), strict=True):
+        for ps, first, last in zip(chosen, [0, *ends], ends, strict=False):
             with self._balance.choosing(ps):
-                parts.append(next_creator(**kwargs | {"initial_value": part, "shape": part.shape}))
+                shape = [last - first, *value.shape[1:]]
+                parts.append(next_creator(**kwargs | {"initial_value": value[first:last], "shape": shape}))
         return PartitionedVariable(parts)
 
-    def _num_parts(self, value: tf.Tensor) -> int:
-        """So many, or as many as there are ps; 1 for a variable that is not cut."""
-        if not value.shape.rank:
-            return 1
-        return max(1, min(_bytes_of(value) // self._min_part_bytes, int(value.shape[0])))
 
+def ends_of_parts(shape: tf.TensorShape, wanted: int) -> list[int]:
+    """The row after the last one of each part, for as many parts as wanted, or fewer.
 
-def _rows(value: tf.Tensor, number: int) -> Iterator[tf.Tensor]:
-    """So many parts along the first axis; the first ones have one row more if it cannot be divided."""
-    rows, left = divmod(value.shape[0], number)
-    first = 0
-    for part in range(number):
-        last = first + rows + (part < left)
-        yield value[first:last]
-        first = last
+    Each part but the last has a multiple of `PACKET` elements. TensorFlow's kernels compute an array packet by packet,
+    and what is left at its end one by one, where a square root may be rounded in another way. With this each element is
+    in a packet if it would be in one of the whole variable.
+    """
+    if not shape.rank:
+        return []
+    rows_at_once = PACKET // math.gcd(PACKET, shape[1:].num_elements())
+    groups = -(-shape[0] // rows_at_once)
+    number = min(wanted, groups)
+    return [min(shape[0], groups * part // number * rows_at_once) for part in range(1, number + 1)]
 
 
 def print_bytes(variables: list[keras.Variable], optimizers: list[keras.Optimizer], num_ps: int) -> None:

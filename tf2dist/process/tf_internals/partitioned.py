@@ -35,8 +35,11 @@ class PartitionedVariable:
         self._unique_id = f"partitioned_{id(self)}"
 
     @property
-    def _distribute_strategy(self) -> tf.distribute.Strategy:
-        return attribute(tf, self.parts[0], "_distribute_strategy", tf.distribute.Strategy)
+    def _distribute_strategy(self) -> tf.distribute.Strategy | None:
+        found: tf.distribute.Strategy | None = attribute(
+            tf, self.parts[0], "_distribute_strategy", tf.distribute.Strategy | None
+        )
+        return found
 
     def read_value(self) -> tf.Tensor:
         return tf.concat([part.read_value() for part in self.parts], 0)
