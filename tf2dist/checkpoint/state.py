@@ -22,6 +22,7 @@ from tf2dist.process.tf_internals import trained_variables
 from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
+UNNAMED = r"^variable_\d+$"  # as Keras names the second variable and those after it
 MAX_NAMES = 6  # of variables in a message
 COUNTERS = ("iteration", "learning_rate")  # not saved: the global step gives the one, the configuration the other
 
@@ -74,7 +75,8 @@ def _slots(
             for owner, slot in zip(owners, values, strict=True):
                 yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
     for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
-        yield f"{number}/{slot.name}", slot, None
+        # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps anew.
+        yield f"{number}/{re.sub(UNNAMED, 'variable', slot.name)}", slot, None
 
 
 def values(named: Named) -> dict[str, np.ndarray]:
