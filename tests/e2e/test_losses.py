@@ -70,6 +70,16 @@ def test_the_loss_of_each_role_in_turn(command: Command, mode: str, signum: sign
     lose_each_role(command, mode, signum)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync_replicas"])
+def test_the_loss_of_each_role_with_cut_variables(command: Command, mode: str) -> None:
+    """The kernel of 784 rows lies on two ps, one of which is lost; what is restored must fit together."""
+    more = ["cluster.num_ps=2", "cluster.placement=partitioned", "cluster.min_part_bytes=10000"]
+    lose_each_role(command, mode, signal.SIGKILL, *more)
+    log = (command.folder / "run" / "logs" / "chief-0.log").read_text()
+    assert re.search(r"^ps-1: 15,\d{3} bytes of the model", log, re.MULTILINE)
+
+
 def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: str) -> dict[str, Any]:
     """A lost worker beside a ps is restarted alone; for any other task all restart from the last checkpoint."""
     process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}", *more)

@@ -1,28 +1,52 @@
 """The placement of variables on ps changes neither the results of a run nor its checkpoints."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replica import test_optimizers
+from tests.replica.given import Recording, weights_of
 from tests.replica.small_runs import run_config
+from tests.replica.test_epochs import BATCH, config_of, drive
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
+from tf2dist.process.parts import all_parts, joined, parts_of
+from tf2dist.process.placement import ends_of_parts
+from tf2dist.process.tf_internals import fresh_names
+from tf2dist.training.hooks import Change
 
 MakeLoop = Callable[..., Any]
+STATE = ("model/", "optimizer/")
 
 
-def placed(placement: str) -> RunConfig:
-    config = run_config("dnn", "adam", hidden_units=[30, 20])
+def placed(placement: str, optimizer: str = "adam") -> RunConfig:
+    config = run_config("dnn", optimizer, steps_per_execution=5, hidden_units=[30, 20])
     config.cluster.placement = placement
+    if placement == "partitioned":
+        config.cluster.min_part_bytes = 1000
     return config
 
 
-def tasks_of(loop: Any) -> dict[str, int]:
+def ps_of(variable: keras.Variable) -> int | None:
+    task: int | None = tf.DeviceSpec.from_string(variable.value.device).task
+    return task
+
+
+def tasks_of(loop: Any) -> dict[str, int | None]:
     """The number of the ps on which each variable lies."""
-    return {variable.path: tf.DeviceSpec.from_string(variable.value.device).task for variable in loop.model.variables}
+    return {variable.path: ps_of(variable) for variable in loop.model.variables}
+
+
+def told_bytes(captured: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in captured.readouterr().out.splitlines() if line.startswith("ps-")]
 
 
 def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
@@ -31,22 +55,72 @@ def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
     """The first kernel is larger than all other variables; dealt out in turn, all kernels would be on the same ps."""
     found = tasks_of(async_loop(placed("balanced")))
     assert list(found.values()) == [0, 1, 1, 1, 1, 1], found
-    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("ps-")]
+    told = told_bytes(capfd)
     for ps, num_bytes in enumerate((94_080, 3_440)):
         assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
 
 
+def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixture[str]) -> None:
+    loop = async_loop(placed("partitioned"))
+    found = [(ps_of(part), part.shape.as_list()) for part in all_parts(loop.model.variables)]
+    hidden1 = [(0, [392, 30]), (1, [392, 30]), (0, [30])]
+    # The part with 16 of 30 rows goes to the ps that has no bias yet.
+    assert found == [*hidden1, (1, [16, 20]), (0, [14, 20]), (0, [20]), (1, [20, 10]), (0, [10])]
+    told = told_bytes(capfd)
+    for ps, num_bytes in enumerate((48_400, 49_120)):
+        assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
+    config = placed("partitioned")
+    config.optimizer["clipnorm"] = 1.0
+    with pytest.raises(ConfigError, match=r"optimizer \(adam\): with cluster.placement=partitioned sequential"):
+        async_loop(config)
+    assert not any(len(parts_of(variable)) > 1 for variable in async_loop(placed("partitioned"), 1, 1).model.variables)
+
+
 def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> None:
-    """A run that is resumed with the other placement ends with the results of a run on a single ps."""
+    """A run that is resumed with another placement ends with the results of a run on a single ps."""
     snapshot = None
-    for placement, num_ps, until_step in (("balanced", 2, 15), ("round_robin", 2, 25), ("balanced", 2, 35)):
-        loop = async_loop(placed(placement), num_workers=1, num_ps=num_ps, start=snapshot)
+    for placement, until_step in (("partitioned", 15), ("balanced", 25), ("partitioned", 35)):
+        loop = async_loop(placed(placement), num_workers=1, start=snapshot)
         loop.train(until_step)
         snapshot = taken(loop)
+    evaluated = loop.evaluate("validation")
     whole = async_loop(placed("round_robin"), num_workers=1, num_ps=1)
     whole.train(35)
     assert snapshot is not None
-    assert_same_arrays(snapshot, taken(whole), ("model/", "optimizer/"))
+    assert_same_arrays(snapshot, taken(whole), STATE)
+    assert evaluated == whole.evaluate("validation")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["staleness_aware", "delay_compensated", "bounded"])
+def test_algorithms_with_cut_variables(async_loop: MakeLoop, algorithm: str) -> None:
+    ends = {}
+    for placement in ("partitioned", "round_robin"):
+        config = placed(placement)
+        config.algorithm.kind = algorithm
+        loop = async_loop(config, num_workers=1)
+        loop.train(20)
+        ends[placement] = taken(loop)
+    assert_same_arrays(ends["partitioned"], ends["round_robin"], STATE)
+
+
+def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
+    """With a callback that changes weights, and moving averages that become the weights at the end."""
+    ends: dict[str, list[Snapshot]] = {}
+    for placement in ("partitioned", "round_robin"):
+        config = placed(placement, "momentum")
+        config.mode, config.optimizer["use_ema"] = "sync_replicas", True
+        loop = replicas_loop(config, num_workers=1)
+        loop.train(5)
+        loop.apply(Change(arrays={"model/hidden1/kernel": np.full([784, 30], 0.01, np.float32)}))
+        changed = taken(loop)
+        loop.train(10)
+        trained = loop.arrays()
+        loop.finalize()
+        assert np.any(loop.arrays()["model/hidden1/kernel"] != trained["model/hidden1/kernel"]), "there are averages"
+        ends[placement] = [changed, taken(loop), Snapshot(10, loop.arrays(), changed.facts)]
+    for one, other in zip(*ends.values(), strict=True):
+        assert_same_arrays(one, other, STATE)
 
 
 @pytest.mark.slow
@@ -56,7 +130,150 @@ def test_sync_replicas_accepts_a_placement(replicas_loop: MakeLoop) -> None:
         config = placed(placement)
         config.mode = "sync_replicas"
         loop = replicas_loop(config, num_workers=1, num_ps=2)
-        assert sum(tasks_of(loop).values()) == {"balanced": 5, "round_robin": 3}[placement]
+        assert sum(task or 0 for task in tasks_of(loop).values()) == {"balanced": 5, "round_robin": 3}[placement]
         loop.train(10)
         ends[placement] = taken(loop)
-    assert_same_arrays(ends["balanced"], ends["round_robin"], ("model/", "optimizer/"))
+    assert_same_arrays(ends["balanced"], ends["round_robin"], STATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["async_loop", "replicas_loop"])
+def test_everything_is_cut(make: str, request: pytest.FixtureRequest) -> None:
+    """Variables that are not trained, too, and the states of random generators; the initial values stay the same."""
+    ends, first = {}, {}
+    for placement in ("partitioned", "round_robin"):
+        config = run_config("cnn", "adam", batch_norm=True, dropout=0.2, steps_per_execution=5)
+        config.cluster.placement, config.mode = (
+            placement,
+            make.replace("_loop", "").replace("replicas", "sync_replicas"),
+        )
+        config.cluster.min_part_bytes = 4 if placement == "partitioned" else config.cluster.min_part_bytes
+        loop = request.getfixturevalue(make)(config, num_workers=1)
+        first[placement] = taken(loop)
+        loop.train(10)
+        ends[placement] = taken(loop)
+    for found in (first, ends):
+        assert_same_arrays(found["partitioned"], found["round_robin"], STATE)
+
+
+def fresh(make: Callable[[], keras.Model]) -> keras.Model:
+    with fresh_names():
+        return make()
+
+
+REFUSED = {"Adafactor", "Lamb", "Muon", "own", "clipnorm"}
+CASES = [*test_optimizers.MADE, *test_optimizers.EXCLUSIONS]
+FIRST = ("without a layer", "own")  # `make slow` has the rest
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FIRST)]
+)
+def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishing: Any) -> None:
+    """Equal to the last bit, or refused."""
+    source, config = test_optimizers.given(name), config_of(BATCH)
+    source.make = functools.partial(fresh, source.make)
+    publishing(source.load())
+    config.cluster.placement, config.cluster.min_part_bytes = "partitioned", 100
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match=r"with cluster.placement=partitioned .* use cluster.placement=balanced"):
+            async_loop(config, 1, source=source)
+        return
+    loop = async_loop(config, 1, source=source)
+    assert any(len(parts_of(variable)) > 1 for variable in loop.model.trainable_variables)
+    drive(loop, config, source, Recording())
+    found = weights_of(loop.model), taken(loop)
+    config.cluster.placement = "balanced"
+    whole = async_loop(config, 1, source=source)
+    drive(whole, config, source, Recording())
+    for one, other in zip(found[0], weights_of(whole.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_arrays(found[1], taken(whole), STATE)
+
+
+def updated(kind: type[keras.optimizers.Optimizer], shape: list[int], cuts: list[int]) -> np.ndarray:
+    """A variable after some updates of it, or of its parts with an optimizer each."""
+    draw = np.random.default_rng(0)
+    value = draw.standard_normal(shape).astype(np.float32)
+    variables = [keras.Variable(part) for part in np.split(value, cuts)]
+    made = [kind(0.02) for _ in variables]
+    for optimizer, variable in zip(made, variables, strict=True):
+        optimizer.build([variable])
+    for _ in range(3):
+        gradient = draw.standard_normal(shape).astype(np.float32)
+        for optimizer, variable, part in zip(made, variables, np.split(gradient, cuts), strict=True):
+            optimizer.apply([tf.constant(part)], [variable])
+    return np.concatenate([variable.numpy() for variable in variables])
+
+
+@pytest.mark.parametrize(
+    "kind", [*ELEMENTWISE, keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon]
+)
+def test_which_optimizers_work_element_by_element(kind: type[keras.optimizers.Optimizer]) -> None:
+    shape = tf.TensorShape([39, 21])
+    *cuts, end = ends_of_parts(shape, 2)
+    assert (cuts, end) == ([16], 39)
+    found, whole = updated(kind, shape.as_list(), cuts), updated(kind, shape.as_list(), [])
+    assert np.array_equal(found, whole) == (kind in ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "ends"),
+    [
+        ([], 3, []),
+        ([1], 3, [1]),
+        ([40], 9, [16, 32, 40]),  # 16 float32 are the most that a kernel takes at once
+        ([4, 16], 9, [1, 2, 3, 4]),
+        ([10, 8], 3, [2, 6, 10]),
+        ([100, 32], 3, [33, 66, 100]),
+        ([5, 0], 1, [5]),
+    ],
+)
+def test_where_a_variable_is_cut(shape: list[int], wanted: int, ends: list[int]) -> None:
+    assert ends_of_parts(tf.TensorShape(shape), wanted) == ends
+
+
+def cut_variable() -> keras.Variable:
+    return joined([keras.Variable([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]), keras.Variable([[6.0, 7.0]], name="last")])
+
+
+def test_a_cut_variable_is_used_as_a_whole() -> None:
+    variable = cut_variable()
+    whole = np.arange(8.0).reshape(4, 2)
+    for found in (
+        variable,
+        variable.numpy(),
+        tf.convert_to_tensor(variable),
+        variable.value,
+        variable + 0,
+        np.array(variable),
+    ):
+        np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(2 * variable.value[1:] - tf.constant(1.0), 2 * whole[1:] - 1)
+    first, last = parts_of(variable)
+    assert (first.name, first.path, first.shape, last.shape) == (variable.name, variable.path, (3, 2), (1, 2))
+    assert [id(part) for part in parts_of(variable)] == [id(first), id(last)]
+    for value in (-whole, tf.constant(whole, tf.float32)):
+        variable.assign(value)
+        np.testing.assert_array_equal(np.concatenate([first, last]), value)
+
+
+def test_what_needs_a_whole_variable_is_refused() -> None:
+    variable = cut_variable()
+    check_parts("it", keras.optimizers.Lamb(), [keras.Variable([1.0])])
+    check_parts("it", keras.optimizers.Adam(global_clipnorm=1.0, clipvalue=None), parts_of(variable))
+
+    class Own(keras.optimizers.SGD):
+        """An optimizer of a user's own."""
+
+    for optimizer, told in (
+        (keras.optimizers.Lamb(), r"Lamb may need the whole of it in an update; use cluster.placement=balanced"),
+        (Own(), "Own may need the whole of it"),
+        (keras.optimizers.Adam(clipnorm=1.0), "clipnorm needs the norm of its whole gradient; use"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^optimizer \(it\): .* is cut over several ps, and {told}"):
+            check_parts("it", optimizer, parts_of(variable))
+    constrained = cut_variable()
+    constrained.constraint = keras.constraints.MaxNorm(1.0)
+    with pytest.raises(ConfigError, match=r"^model: .* the constraint of .* needs the whole of it; use"):
+        check_parts("it", keras.optimizers.SGD(), parts_of(constrained))

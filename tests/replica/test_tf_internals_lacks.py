@@ -107,6 +107,12 @@ LACKS = [
         "_use_weight_decay",
         lambda _: tf_internals.undecayed(built(), [keras.Variable(0.0)]),
     ),
+    Lack(
+        "a model that was trained before could not be built with cut variables",
+        lambda: tf.Variable([0.0]),
+        "_distribute_strategy",
+        lambda part: tf_internals.PartitionedVariable([part])._distribute_strategy,
+    ),
     Lack("each update would read the learning rate", built, "_learning_rate", tf_internals.fix_learning_rate),
     Lack(
         "stale updates would count as much as others",

@@ -140,6 +140,14 @@ BAD = [
         ["mode=sync", "cluster.placement=balanced"],
         "cluster.placement (balanced): is for modes with a ps; leave it out",
     ),
+    (
+        ["mode=sync", "cluster.placement=partitioned"],
+        "cluster.placement (partitioned): is for modes with a ps; leave it out",
+    ),
+    (
+        ["cluster.placement=balanced", "cluster.min_part_bytes=1000"],
+        "cluster.min_part_bytes (1000): is for cluster.placement=partitioned; add that",
+    ),
     (["cluster.all_reduce=tensorflow"], "cluster.all_reduce (tensorflow): is for mode=sync; leave it out"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],
@@ -181,7 +189,8 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
-    (["cluster.placement=greedy"], "cluster.placement (greedy): must be round_robin or balanced"),
+    (["cluster.placement=greedy"], "cluster.placement (greedy): must be one of round_robin, balanced, partitioned"),
+    (["cluster.placement=partitioned", "cluster.min_part_bytes=0"], "cluster.min_part_bytes (0): must be at least 1"),
     (["cluster.all_reduce=nccl"], "cluster.all_reduce (nccl): must be auto or tensorflow"),
     (["model=null"], "model (null): must be one of"),
     (["mode=null"], "mode (null): must be one of"),

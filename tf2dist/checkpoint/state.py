@@ -17,10 +17,12 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.process.parts import Part, joined, parts_of
 from tf2dist.process.tf_internals import trained_variables
 from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
+UNNAMED = r"^variable_\d+$"  # as Keras names the second variable and those after it
 MAX_NAMES = 6  # of variables in a message
 COUNTERS = ("iteration", "learning_rate")  # not saved: the global step gives the one, the configuration the other
 
@@ -42,15 +44,25 @@ def named_variables(model: keras.Model, variables: list[keras.Variable], optimiz
         if name in named:
             raise ConfigError(f"model: two variables are called {variable.path}; give their layers different names")
         named[name] = [variable]
-    names = {id(both[0]): name.removeprefix("model/") for name, both in named.items()}
+    names = {
+        id(owner): name.removeprefix("model/")
+        for name, (variable,) in named.items()
+        for owner in (variable, *parts_of(variable))
+    }
+    of_parts: dict[str, dict[int, keras.Variable]] = {}  # by the number of the part
     for optimizer in optimizers:
-        for name, slot in _slots(optimizer, names):
-            named.setdefault(f"optimizer/{name}", []).append(slot)
-    return named
+        for name, slot, owner in _slots(optimizer, names):
+            if isinstance(owner, Part):
+                of_parts.setdefault(f"optimizer/{name}", {})[owner.number] = slot
+            else:
+                named.setdefault(f"optimizer/{name}", []).append(slot)
+    return named | {name: [joined([slots[n] for n in sorted(slots)])] for name, slots in of_parts.items()}
 
 
-def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, keras.Variable]]:
-    """The variables of an optimizer, named after the variable of the model that each belongs to.
+def _slots(
+    optimizer: keras.Optimizer, names: dict[int, str]
+) -> Iterator[tuple[str, keras.Variable, keras.Variable | None]]:
+    """The variables of an optimizer, named after the variable of the model to which each belongs, and that variable.
 
     A Keras optimizer keeps its slots in lists in the order of the variables that it was built with. Their
     own names may be ambiguous: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
@@ -61,9 +73,10 @@ def _slots(optimizer: keras.Optimizer, names: dict[int, str]) -> Iterator[tuple[
     for attribute, values in vars(optimizer).items():
         if isinstance(values, list) and len(values) == len(owners) and all(id(value) in left for value in values):
             for owner, slot in zip(owners, values, strict=True):
-                yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot))
+                yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
     for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
-        yield f"{number}/{slot.name}", slot
+        # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps anew.
+        yield f"{number}/{re.sub(UNNAMED, 'variable', slot.name)}", slot, None
 
 
 def values(named: Named) -> dict[str, np.ndarray]:

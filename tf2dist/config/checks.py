@@ -26,6 +26,7 @@ def check(config: RunConfig) -> None:
         *_first_weights(config),
         *_algorithm(config),
         *_downpour(config),
+        *_parts(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
         *argument_rules("optimizer", config.optimizer, builtin),
@@ -166,6 +167,12 @@ def _downpour(config: RunConfig) -> list[Rule]:
         ("algorithm.n_fetch", n_fetch, updates <= MAX_PUSHES, is_short),
         ("train.steps_per_execution", size, fits, must),
     ]
+
+
+def _parts(config: RunConfig) -> list[Rule]:
+    name, value = "cluster.min_part_bytes", config.cluster.min_part_bytes
+    holds = config.cluster.placement == "partitioned" or value == OPTIONS[name].default
+    return [(name, value, holds, "is for cluster.placement=partitioned; add that")]
 
 
 def _simulated(config: RunConfig) -> list[Rule]:

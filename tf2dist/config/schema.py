@@ -83,9 +83,14 @@ class ClusterConfig:
     )
     placement: str = option(
         "round_robin",
-        one_of("round_robin", "balanced"),
+        one_of("round_robin", "balanced", "partitioned"),
         help="modes with ps; round_robin: variables go to the parameter servers in turn; balanced: each to the one "
-        "with the fewest bytes so far",
+        "with the fewest bytes so far; partitioned: the same, with large ones cut over several",
+    )
+    min_part_bytes: int = option(
+        256 << 10,
+        *COUNT,
+        help="cluster.placement=partitioned: smallest size of a part; variables of less than two parts are not cut",
     )
 
 

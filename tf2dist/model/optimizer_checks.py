@@ -6,7 +6,16 @@ from typing import Any
 import keras
 
 from tf2dist.errors import ConfigError, first_line, kind_of
+from tf2dist.process.parts import Part
 
+# Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
+# be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns
+# (Adafactor), and a class of a user's own may do either.
+ELEMENTWISE = (
+    *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adagrad),
+    *(keras.optimizers.RMSprop, keras.optimizers.Nadam, keras.optimizers.Adadelta, keras.optimizers.Adamax),
+    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.ScheduleFreeAdamW),
+)
 PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
 
 
@@ -62,6 +71,24 @@ def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
             f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
             "added up on the parameter servers; use clipnorm, or mode=sync"
         )
+
+
+def check_parts(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> None:
+    """Refuses what needs a whole variable, of which a ps has only a part."""
+    parts = [variable for variable in variables if isinstance(variable, Part)]
+    if not parts:
+        return
+    way_out = "use cluster.placement=balanced"
+    what = f"with cluster.placement=partitioned {parts[0].path} is cut over several ps, and"
+    # The exact type: a subclass may have another update.
+    if type(optimizer) not in ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer ({name}): {what} {type(optimizer).__name__} may need the whole of it in an update; {way_out}"
+        )
+    if optimizer.clipnorm:
+        raise ConfigError(f"optimizer ({name}): {what} clipnorm needs the norm of its whole gradient; {way_out}")
+    if constrained := [part.path for part in parts if part.constraint is not None]:
+        raise ConfigError(f"model: {what} the constraint of {constrained[0]} needs the whole of it; {way_out}")
 
 
 def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:

@@ -16,6 +16,7 @@ from tf2dist.model.models import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
+from tf2dist.process.parts import all_parts
 from tf2dist.process.tf_internals import config_of, undecayed
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
@@ -149,7 +150,8 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     optimizer = model.optimizer
     check_optimizer(name, optimizer)
     config = config_of(optimizer)
-    excluded = [model.trainable_variables[index] for index in undecayed(optimizer, model.trainable_variables)]
+    undecayed_ones = undecayed(optimizer, model.trainable_variables)
+    excluded = all_parts([model.trainable_variables[index] for index in undecayed_ones])
 
     def copy(total_steps: int) -> keras.Optimizer:
         # A copy of the configuration, since `from_config` may replace entries of the one that it is given.

@@ -1,37 +1,114 @@
-"""Which parameter server holds which variable."""
+"""Which parameter server holds which variable, or which part of it."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf2dist.config.schema import ClusterConfig
+from tf2dist.process.parts import all_parts
+from tf2dist.process.tf_internals import PartitionedVariable
+
+PACKET = 16  # the most elements that a processor's instruction takes at once: 512 bits of float32
+
 
 @contextlib.contextmanager
-def placed(strategy: tf.distribute.ParameterServerStrategy, placement: str, num_ps: int) -> Iterator[None]:
+def placed(strategy: tf.distribute.ParameterServerStrategy, config: ClusterConfig, num_ps: int) -> Iterator[None]:
     """In the context, variables are created on the parameter servers; their values do not depend on where they lie.
 
     Args:
-        placement: "round_robin", on each ps in turn; or "balanced", in the order of their creation each on the ps whose
-            variables have the fewest bytes so far, as TensorFlow 1 had it in `GreedyLoadBalancingStrategy`.
+        config: its `placement` is "round_robin": on each ps in turn; or "balanced": in the order of their creation each
+            on the ps whose variables have the fewest bytes so far, as TensorFlow 1 had it in
+            `GreedyLoadBalancingStrategy`; or "partitioned": the same, with large ones cut, as TensorFlow's
+            `MinSizePartitioner` cuts them.
     """
-    if placement == "round_robin":  # the strategy's own
+    if config.placement == "round_robin":  # the strategy's own
         with strategy.scope():
             yield
         return
-    loads = [0] * num_ps
+    balance = _Balance(num_ps)
+    # The strategy's creator calls the outer one on the device that it has chosen; the inner device counts.
+    with tf.variable_creator_scope(balance.place), strategy.scope():
+        if config.placement == "balanced":
+            yield
+            return
+        # Before the strategy's creator, which takes whatever the outer one returns for a variable of its own kind.
+        with tf.variable_creator_scope(_Partitioner(balance, config.min_part_bytes).create):
+            yield
 
-    def on_least_loaded(next_creator: Any, **kwargs: Any) -> tf.Variable:
-        ps = loads.index(min(loads))
+
+class _Balance:
+    """Gives variables to the ps that have the fewest bytes so far."""
+
+    def __init__(self, num_ps: int) -> None:
+        self._loads = [0] * num_ps
+        self._chosen: int | None = None
+
+    def least_loaded(self, number: int) -> list[int]:
+        """So many ps, or all of them."""
+        return sorted(range(len(self._loads)), key=self._loads.__getitem__)[:number]
+
+    @contextlib.contextmanager
+    def choosing(self, ps: int) -> Iterator[None]:
+        """In the block, variables go to this ps."""
+        self._chosen = ps
+        try:
+            yield
+        finally:
+            self._chosen = None
+
+    def place(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
+        ps = self.least_loaded(1)[0] if self._chosen is None else self._chosen
         with tf.device(f"/job:ps/task:{ps}/device:CPU:0"):
             variable = next_creator(**kwargs)
-        loads[ps] += _bytes_of(variable)
+        self._loads[ps] += _bytes_of(variable)
         return variable
 
-    # The strategy's creator calls the outer one on the device that it has chosen; the inner device counts.
-    with tf.variable_creator_scope(on_least_loaded), strategy.scope():
-        yield
+
+class _Partitioner:
+    """Cuts variables along their first axis, into parts of at least `min_part_bytes` on as many ps."""
+
+    def __init__(self, balance: _Balance, min_part_bytes: int) -> None:
+        self._balance, self._min_part_bytes = balance, min_part_bytes
+
+    def create(self, next_creator: Any, **kwargs: Any) -> tf.Variable | PartitionedVariable:
+        # The slots of an optimizer that has trained the model before want to lie beside their variable.
+        if isinstance(kwargs.get("colocate_with"), PartitionedVariable):
+            del kwargs["colocate_with"]
+        initial = kwargs.get("initial_value")
+        if initial is None or not tf.executing_eagerly():
+            return next_creator(**kwargs)
+        # Once for all parts, since an initializer may draw other numbers the next time. On a CPU, as on the ps.
+        with tf.device("CPU:0"):
+            value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
+        chosen = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
+        ends = ends_of_parts(value.shape, len(chosen))
+        if len(ends) < 2:
+            return next_creator(**kwargs | {"initial_value": value})
+        parts = []
+        for ps, first, last in zip(chosen, [0, *ends], ends, strict=False):
+            with self._balance.choosing(ps):
+                shape = [last - first, *value.shape[1:]]
+                parts.append(next_creator(**kwargs | {"initial_value": value[first:last], "shape": shape}))
+        return PartitionedVariable(parts)
+
+
+def ends_of_parts(shape: tf.TensorShape, wanted: int) -> list[int]:
+    """The row after the last one of each part, for as many parts as wanted, or fewer.
+
+    Each part but the last has a multiple of `PACKET` elements. TensorFlow's kernels compute an array packet by packet,
+    and what is left at its end one by one, where a square root may be rounded in another way. With this each element is
+    in a packet if it would be in one of the whole variable.
+    """
+    if not shape.rank:
+        return []
+    rows_at_once = PACKET // math.gcd(PACKET, shape[1:].num_elements())
+    groups = -(-shape[0] // rows_at_once)
+    number = min(wanted, groups)
+    return [min(shape[0], groups * part // number * rows_at_once) for part in range(1, number + 1)]
 
 
 def print_bytes(variables: list[keras.Variable], optimizers: list[keras.Optimizer], num_ps: int) -> None:
@@ -41,7 +118,7 @@ def print_bytes(variables: list[keras.Variable], optimizers: list[keras.Optimize
         variables: those of the model that belong to its state.
         optimizers: one for each ps that has variables.
     """
-    of_model = _bytes_of_each(variables)
+    of_model = _bytes_of_each(all_parts(variables))
     of_optimizers = _bytes_of_each([slot for optimizer in optimizers for slot in optimizer.variables])
     for ps in range(num_ps):
         own = of_model.get(ps, 0)
@@ -57,5 +134,5 @@ def _bytes_of_each(variables: list[keras.Variable]) -> dict[int, int]:
     return found
 
 
-def _bytes_of(variable: tf.Variable) -> int:
+def _bytes_of(variable: tf.Variable | tf.Tensor) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)

@@ -32,9 +32,11 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     use_coordination_service,
     wait_at_barrier,
 )
+from tf2dist.process.tf_internals.partitioned import PartitionedVariable
 from tf2dist.process.tf_internals.probes import missing
 
 __all__ = [
+    "PartitionedVariable",
     "as_one_node",
     "build_metrics",
     "config_of",

@@ -35,6 +35,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     this_context,
     use_coordination_service,
 )
+from tf2dist.process.tf_internals.partitioned import PartitionedVariable
 
 
 def missing() -> list[str]:
@@ -124,6 +125,18 @@ def _excluded_are_found() -> bool:
     return undecayed(optimizer, variables) == [1]
 
 
+def _parts_are_taken() -> bool:
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope() as strategy:
+        value = PartitionedVariable([tf.Variable([1.0]), tf.Variable([2.0])])
+        with tf.variable_creator_scope(lambda *_, **__: value):
+            variable = keras.Variable("zeros", shape=[2])
+        # An optimizer places the slots of a variable beside it, and knows those that it leaves out.
+        with strategy.extended.colocate_vars_with(value):
+            optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay([variable])
+    return variable.value is value and undecayed(optimizer, [variable]) == [0]
+
+
 def _seeds_are_found() -> bool:
     model = keras.Sequential([keras.Input([1]), keras.Sequential([keras.layers.Dropout(0.5)])])
     return [id(seed) for seed in seeds_of(model)] == [id(variable) for variable in model.variables]
@@ -170,6 +183,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
+    (keras, "Variable._initialize"): _parts_are_taken,
     (keras, "Layer._seed_generators"): _seeds_are_found,
     (keras, "Trainer._symbolic_build"): _metrics_are_built,
     (keras, "CompileLoss._flat_losses"): _losses_are_found,

@@ -78,7 +78,7 @@ def prepare(
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
-    scope = placed(strategy, config.cluster.placement, cluster.num_ps)
+    scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
     check_assigned(source.name, step.trace)
     check_losses(source.name, step, num_replicas=1)
@@ -92,10 +92,9 @@ def prepare(
     print_bytes(step.variables, [server.optimizer for server in graphs.servers], cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
-    variables = [variable for server in graphs.servers for variable in server.variables]
-    named = named_variables(step.model, variables, [server.optimizer for server in graphs.servers])
+    named = named_variables(step.model, step.variables, [server.optimizer for server in graphs.servers])
     if step.earlier_optimizer is not None:
-        take_over(named, step.model, variables, step.earlier_optimizer)
+        take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)
     for server in graphs.servers:
         server.restore(origin.counts)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.model.optimizer_checks import check_clipping
+from tf2dist.model.optimizer_checks import check_clipping, check_parts
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
@@ -98,6 +98,7 @@ class ParameterServer:
             self.counters = Counters(num_workers, num_metrics)
             self.optimizer = make_optimizer()
             check_clipping(name, self.optimizer)
+            check_parts(name, self.optimizer, trainable)
             self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self._number = UpdateNumber()

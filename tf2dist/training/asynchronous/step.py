@@ -22,6 +22,7 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
+from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.counters import TOTALS
@@ -33,7 +34,6 @@ from tf2dist.training.asynchronous.vectors import PackedCount
 from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
-Values = dict[int, tf.Tensor]  # by id of the variable
 
 
 class AsyncStep:
@@ -78,13 +78,13 @@ class AsyncStep:
         self.step = step
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
-        everything = [*self.step.trainable, *self.step.state]
+        trainable, state = all_parts(step.trainable), all_parts(step.state)
         self.servers = [
             self._new_server(
                 number,
                 device,
-                [v for v in self.step.trainable if v.value.device == device],
-                [v for v in self.step.state if v.value.device == device],
+                [v for v in trainable if v.value.device == device],
+                [v for v in state if v.value.device == device],
                 self.new_optimizer,
                 config.optimizer["name"],
                 sharding.num_shards,
@@ -93,7 +93,7 @@ class AsyncStep:
                 earlier_updates,
                 algorithm_of(config.algorithm),
             )
-            for number, device in enumerate(sorted({v.value.device for v in everything}))
+            for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
@@ -205,11 +205,12 @@ class AsyncStep:
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
             gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
-        changes = {id(v): gradient for v, gradient in zip(self.step.trainable, gradients, strict=True)}
+        changes = cut(self.step.trainable, gradients)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                self.decays[id(variable)] = decay = decay_of(new, old)
-                changes[id(variable)] = new - tf.cast(decay, old.dtype) * old if decay else new
+                decay = decay_of(new, old)
+                self.note_decay(variable, decay)
+                changes |= cut([variable], [new - tf.cast(decay, old.dtype) * old if decay else new])
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
             layout = server.push_layout(self.decays)
@@ -217,8 +218,12 @@ class AsyncStep:
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums, back))
         return pushes, output.sums[0]
 
+    def note_decay(self, variable: keras.Variable, decay: float) -> None:
+        """Notes in `decays` how the update of a variable of the state depends on its value."""
+        self.decays |= {id(part): decay for part in parts_of(variable)}
+
     def unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
-        """The values of all variables, and the count of each ps."""
+        """The values of all parts of variables, and the count of each ps."""
         values: Values = {}
         counts = []
         for server, vector in zip(self.servers, pulled, strict=True):
@@ -228,7 +233,8 @@ class AsyncStep:
         return values, counts
 
     def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return [values[id(v)] for v in self.step.trainable], [values[id(v)] for v in self.step.state]
+        """The values of the trainable variables, and of the state."""
+        return join(self.step.trainable, values), join(self.step.state, values)
 
     def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
+from tf2dist.model.optimizer_checks import check_parts
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.atomic import make_atomic
 from tf2dist.training.asynchronous.server import UpdateNumber
@@ -52,6 +53,7 @@ class ModelPart:
                     f"optimizer ({name}): with mode=sync_replicas and several ps global_clipnorm cannot clip, since "
                     "each ps has a part of the gradients; use clipnorm, or cluster.num_ps=1"
                 )
+            check_parts(name, self.optimizer, trainable)
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self._number = UpdateNumber()
             count_updates_in(self.optimizer, self._number)

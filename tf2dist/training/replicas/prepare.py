@@ -78,7 +78,7 @@ def prepare(
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
-    scope = placed(strategy, config.cluster.placement, cluster.num_ps)
+    scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
     _check(source.name, step, replicas)
     origin = Origin.of(resumed, sharding)

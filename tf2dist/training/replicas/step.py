@@ -16,10 +16,11 @@ from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
+from tf2dist.process.parts import Values, all_parts, cut, join
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.progress_line import print_progress
-from tf2dist.training.asynchronous.step import ACCELERATOR, Values
+from tf2dist.training.asynchronous.step import ACCELERATOR
 from tf2dist.training.replicas.feeds import SharedArrayFeed
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.servers import DecidingServer, FollowingServer
@@ -65,12 +66,13 @@ class ReplicasStep:
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
-        devices = sorted({v.value.device for v in [*step.trainable, *step.state]})
+        trainable, state = all_parts(step.trainable), all_parts(step.state)
+        devices = sorted({v.value.device for v in [*trainable, *state]})
         self.parts = [
             ModelPart(
                 device,
-                [v for v in step.trainable if v.value.device == device],
-                [v for v in step.state if v.value.device == device],
+                [v for v in trainable if v.value.device == device],
+                [v for v in state if v.value.device == device],
                 self.new_optimizer,
                 len(devices) == 1,
                 config.optimizer["name"],
@@ -149,12 +151,12 @@ class ReplicasStep:
         values, first = self._unpack(pulled)
         trainable, state = self._inputs(values)
         output = self._step(trainable, state, leaves, step_place(worker, first.step.value()), share)
-        gradients = {id(v): gradient for v, gradient in zip(self._step.trainable, output.gradients, strict=True)}
+        gradients = cut(self._step.trainable, output.gradients)
         # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.
-        changes = {
-            id(v): tf.cast(new - old, tf.float32) * share
-            for v, new, old in zip(self._step.state, output.state, state, strict=True)
-        }
+        changes = cut(
+            self._step.state,
+            [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
+        )
         pushes = []
         for server in self.servers:
             of_state = [changes[id(v)] for v in server.part.state]
@@ -163,7 +165,7 @@ class ReplicasStep:
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
     def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, Pulled]:
-        """The values of all variables, and what the deciding ps has told."""
+        """The values of all parts of variables, and what the deciding ps has told."""
         found = [server.pull_layout.unpack(vector) for server, vector in zip(self.servers, pulled, strict=True)]
         values: Values = {}
         for server, each in zip(self.servers, found, strict=True):
@@ -171,7 +173,7 @@ class ReplicasStep:
         return values, found[0]
 
     def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return [values[id(v)] for v in self._step.trainable], [values[id(v)] for v in self._step.state]
+        return join(self._step.trainable, values), join(self._step.state, values)
 
     def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""

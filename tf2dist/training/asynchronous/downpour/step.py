@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.step import step_place
+from tf2dist.process.parts import Values, cut, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.downpour.servers import DownpourServer
-from tf2dist.training.asynchronous.step import AsyncStep, Values
+from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.asynchronous.vectors import PackedCount
 
 Gradients = tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]  # of a batch, with its new state and its sums
@@ -78,7 +79,7 @@ class DownpourStep(AsyncStep):
         output = self.step(trainable, state, leaves, place)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                self.decays[id(variable)] = decay_of(new, old)
+                self.note_decay(variable, decay_of(new, old))
         # The loop demands shapes that do not change, and a gradient of a look-up has the form of its rows.
         gradients = [tf.ensure_shape(one, value.shape) for one, value in zip(output.gradients, trainable, strict=True)]
         if self.servers[0].global_clipnorm:
@@ -98,11 +99,11 @@ class DownpourStep(AsyncStep):
         first = step_place(worker, counts[0].value() * self.config.algorithm.n_push)
         batches, gradients, new_state, sums = self._accrued(trainable, state, leaves, rates, first)
 
-        pushed = dict(zip(map(id, self.step.trainable), gradients, strict=True))
+        pushed = cut(self.step.trainable, gradients)
         for variable, new, old in zip(self.step.state, new_state, state, strict=True):
-            if decay := self.decays.get(id(variable)):
+            if decay := self.decays.get(id(parts_of(variable)[0])):
                 new = new - self.servers[0].power(decay, batches, old.dtype) * old
-            pushed[id(variable)] = new
+            pushed |= cut([variable], [new])
         sums = tf.concat([sums[:1] / tf.cast(batches, tf.float32), sums[1:]], 0)
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
@@ -112,8 +113,7 @@ class DownpourStep(AsyncStep):
             return pushes, sums[0]
 
         changed = zip(trainable, gradients, rates, strict=True)
-        own = dict(zip(map(id, self.step.trainable), self._moved(changed), strict=True))
-        own |= zip(map(id, self.step.state), new_state, strict=True)
+        own = cut(self.step.trainable, self._moved(changed)) | cut(self.step.state, new_state)
         return [*pushes, *self._repacked(pulled, own, counts)], sums[0]
 
     def _accrued(
@@ -158,7 +158,8 @@ class DownpourStep(AsyncStep):
         rates: Values = {}
         for server, vector in zip(self.servers, pulled, strict=True):
             rates |= dict.fromkeys(map(id, server.trainable), tf.squeeze(server.rate(vector)))
-        return [rates[id(v)] for v in self.step.trainable]
+        # The parts of a variable lie on several ps, whose optimizers have the same rate.
+        return [rates[id(parts_of(v)[0])] for v in self.step.trainable]
 
     def _repacked(self, pulled: list[tf.Tensor], own: Values, counts: list[PackedCount]) -> list[tf.Tensor]:
         """What each ps would give if it had applied the update of this worker, and no other."""

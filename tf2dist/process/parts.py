@@ -1,0 +1,90 @@
+"""The parts of variables that are cut over the parameter servers; a variable that is not cut is its own only part.
+
+A model has whole variables. What lies on a ps, what an optimizer there updates, and what is sent are parts.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf2dist.process.tf_internals import PartitionedVariable
+
+Values = dict[int, tf.Tensor]  # by id of the part
+
+
+class Part(keras.Variable):
+    """Some rows of a variable, on one ps.
+
+    Its name and path are those of the whole, by which optimizers name their slots and leave out variables.
+
+    Attributes:
+        number: among the parts of the variable.
+    """
+
+    number: int
+
+    def __init__(self, whole: keras.Variable, number: int) -> None:
+        value = whole.value.parts[number]
+        with _over(value):
+            super().__init__(_unused, value.shape, value.dtype, trainable=whole.trainable, name=whole.name)
+        self.number, self._path_of_whole = number, whole.path
+        self.constraint = whole.constraint
+
+    @property
+    def path(self) -> str:
+        return str(self._path_of_whole)
+
+
+def parts_of(variable: keras.Variable) -> list[keras.Variable]:
+    """The parts of a variable in order, always the same objects; the variable itself if it is not cut."""
+    value = variable.value
+    if not isinstance(value, PartitionedVariable):
+        return [variable]
+    if value.variables is None:
+        value.variables = [Part(variable, number) for number in range(len(value.parts))]
+    return value.variables
+
+
+def all_parts(variables: list[keras.Variable]) -> list[keras.Variable]:
+    return [part for variable in variables for part in parts_of(variable)]
+
+
+def joined(parts: list[keras.Variable]) -> keras.Variable:
+    """One variable, which is read and assigned as a whole, of several that follow each other along the first axis."""
+    value = PartitionedVariable([part.value for part in parts])
+    with _over(value):
+        return keras.Variable(_unused, value.shape, value.dtype, trainable=False, name=parts[0].name)
+
+
+def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
+    """In a graph: the values of whole variables from those of their parts."""
+    found = []
+    for variable in variables:
+        first, *others = [values[id(part)] for part in parts_of(variable)]
+        found.append(tf.concat([first, *others], 0) if others else first)
+    return found
+
+
+def cut(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
+    """In a graph: tensors in the shapes of whole variables, such as gradients, cut for the parts."""
+    found: Values = {}
+    for variable, tensor in zip(variables, tensors, strict=True):
+        parts = parts_of(variable)
+        cuts = tf.split(tensor, [part.shape[0] for part in parts]) if len(parts) > 1 else [tensor]
+        found.update({id(part): each for part, each in zip(parts, cuts, strict=True)})
+    return found
+
+
+@contextlib.contextmanager
+def _over(value: tf.Variable | PartitionedVariable) -> Iterator[None]:
+    """A Keras variable that is made in the block takes `value` instead of a new variable of TensorFlow."""
+    with tf.variable_creator_scope(lambda next_creator, **kwargs: value):
+        yield
+
+
+def _unused(*arguments: Any, **more: Any) -> tf.Tensor:
+    """The initializer of a variable that gets none."""
+    raise AssertionError("a Keras variable has made a value of its own")
