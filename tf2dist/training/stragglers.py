@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +27,7 @@ TOKEN = "tf2dist.straggle"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
 TAIL = 30  # an exponential delay is more than 30 means longer than expected once in 10^13 steps
 
+Inputs = TypeVar("Inputs")  # tensors in any structure
 # TensorFlow holds Python functions by weak references only.
 _published: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
 
@@ -100,7 +101,7 @@ class Stragglers(Protocol):
 
     max_steps: int
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Inputs, worker: Any, counted: tf.Tensor, number: int) -> Inputs:
         """The inputs of a step's computation, after the delay of this step, which begins when all of them are there.
 
         Args:
@@ -115,7 +116,7 @@ class NoStragglers:
 
     max_steps = MAX_STEPS
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Inputs, worker: Any, counted: tf.Tensor, number: int) -> Inputs:
         return inputs
 
 
@@ -132,14 +133,15 @@ class SimulatedStragglers:
         longest_secs = max(simulated.delay_secs, default=0.0)
         self.max_steps = steps_of_a_call(longest_secs) if longest_secs else MAX_STEPS
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Inputs, worker: Any, counted: tf.Tensor, number: int) -> Inputs:
         with tf.device("CPU:0"):
             first = tf.gather(tf.constant(self._offsets, tf.int64), worker)
             step = first + tf.cast(counted, tf.int64) + number
-            with tf.control_dependencies(inputs):
+            with tf.control_dependencies(tf.nest.flatten(inputs)):
                 waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
             with tf.control_dependencies(waited):
-                return [tf.identity(each) for each in inputs]
+                found: Inputs = tf.nest.map_structure(tf.identity, inputs)
+                return found
 
 
 def stragglers_of(config: RunConfig, offsets: list[int]) -> Stragglers:
