@@ -75,8 +75,8 @@ def server_of(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterSer
     return ParameterServer("CPU:0", [weight], [], make, arguments["name"], num_workers=1, num_metrics=4)
 
 
-def update_of(server: ParameterServer, gradient: tf.Tensor) -> tf.Tensor:
-    """The vector that a worker pushes: the same gradient for all weights of a ps."""
+def update_of(server: ParameterServer, gradient: tf.Tensor) -> list[tf.Tensor]:
+    """The buckets that a worker pushes: the same gradient for all weights of a ps."""
     layout, never = server.push_layout({}), PackedCount.of(tf.constant(0.0, tf.float64))
     return layout.pack(
         [tf.fill(variable.shape, gradient) for variable in layout.variables],
@@ -103,7 +103,7 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     server = server_of(keras.Variable([1.0, 2.0]), arguments)
     server.trace_push({})
     signature = (
-        server.push_layout({}).spec,
+        server.push_layout({}).specs,
         tf.TensorSpec([server.counters.added, 1], tf.int64),
         tf.TensorSpec([], tf.int64),
     )

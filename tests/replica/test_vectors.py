@@ -1,10 +1,11 @@
-"""The vectors that a worker and a ps exchange arrive as they were sent."""
+"""What a worker and a ps exchange arrives as it was sent."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf2dist.model.packing import LARGE_BYTES
 from tf2dist.training.asynchronous.counters import ONES
 from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
 
@@ -15,8 +16,15 @@ def variables() -> list[keras.Variable]:
     return [
         keras.Variable(np.array([[0.1, -2.5, 3.0]], np.float32)),
         keras.Variable(np.array(41), dtype="int64"),
+        keras.Variable(np.arange(LARGE_BYTES // 4, dtype=np.float32).reshape(8, -1)),
         keras.Variable(np.array([0.5, 1.25]), dtype="bfloat16"),
+        keras.Variable(np.arange(LARGE_BYTES // 8), dtype="int64"),
     ]
+
+
+def assert_fits(specs: list[tf.TensorSpec], buckets: list[tf.Tensor]) -> None:
+    assert all(spec.is_compatible_with(bucket) for spec, bucket in zip(specs, buckets, strict=True))
+    assert [bucket.shape.rank for bucket in buckets] == [1, 2, 1], "the small ones in one vector, the large ones alone"
 
 
 def assert_equal(found: list[tf.Tensor], expected: list[tf.Tensor]) -> None:
@@ -29,9 +37,9 @@ def assert_equal(found: list[tf.Tensor], expected: list[tf.Tensor]) -> None:
 def test_pulled_values_arrive_unchanged(count: int) -> None:
     layout = PullLayout(variables())
     values = [variable.value.read_value() for variable in variables()]
-    vector = layout.pack(values, PackedCount.of(tf.constant(count, tf.float64)))
-    assert layout.spec.is_compatible_with(vector)
-    pulled = layout.unpack(vector)
+    buckets = layout.pack(values, PackedCount.of(tf.constant(count, tf.float64)))
+    assert_fits(layout.specs, buckets)
+    pulled = layout.unpack(buckets)
     assert_equal(pulled.values, values)
     assert int(pulled.applied.value()) == count
 
@@ -41,9 +49,9 @@ def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int) -> None:
     pull, push = PullLayout(variables()), PushLayout(variables(), len(ONES) + 3, variables()[:1])
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
-    vector = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])
-    assert push.spec.is_compatible_with(vector)
-    changes, sent_back, pulled_at, added = push.unpack(vector)
+    buckets = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])
+    assert_fits(push.specs, buckets)
+    changes, sent_back, pulled_at, added = push.unpack(buckets)
     assert_equal(changes, values)
     assert_equal(sent_back, values[:1])
     assert (pulled_at.dtype, int(pulled_at)) == (tf.int64, count)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +28,7 @@ TOKEN = "tf2dist.straggle"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
 TAIL = 30  # an exponential delay is more than 30 means longer than expected once in 10^13 steps
 
+Tensors = TypeVar("Tensors")  # tensors in any structure
 # TensorFlow holds Python functions by weak references only.
 _published: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
 
@@ -101,7 +102,7 @@ class Stragglers(Protocol):
 
     max_steps: int
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         """The inputs of a step's computation, after the delay of this step, which begins when all of them are there.
 
         Args:
@@ -110,7 +111,7 @@ class Stragglers(Protocol):
             number: of the step among those of this call, from 1.
         """
 
-    def computed(self, outputs: list[tf.Tensor], worker: Any) -> list[tf.Tensor]:
+    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         """The outputs of a step's computation, before they are sent."""
 
 
@@ -119,10 +120,10 @@ class NoStragglers:
 
     max_steps = MAX_STEPS
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         return inputs
 
-    def computed(self, outputs: list[tf.Tensor], worker: Any) -> list[tf.Tensor]:
+    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         return outputs
 
 
@@ -139,19 +140,20 @@ class SimulatedStragglers(NoStragglers):
         longest_secs = max(simulated.delay_secs, default=0.0)
         self.max_steps = steps_of_a_call(longest_secs) if longest_secs else MAX_STEPS
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         with tf.device("CPU:0"):
             first = tf.gather(tf.constant(self._offsets, tf.int64), worker)
             step = first + tf.cast(counted, tf.int64) + number
-            with tf.control_dependencies(inputs):
+            with tf.control_dependencies(tf.nest.flatten(inputs)):
                 waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
             with tf.control_dependencies(waited):
-                return [tf.identity(each) for each in inputs]
+                found: Tensors = tf.nest.map_structure(tf.identity, inputs)
+                return found
 
 
 def stragglers_of(config: RunConfig, offsets: list[int]) -> Stragglers:
     """See `SimulatedStragglers`, and `Recorded` for the option timeline."""
-    made = SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
+    made: Stragglers = SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
     return Recorded(made) if config.timeline else made
 
 

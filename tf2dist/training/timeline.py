@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FOLDER = "timeline"
 TOKEN = "tf2dist.timeline"
 FLUSH_SECS = 0.5  # a worker's process may be killed at the end of the run
+Tensors = TypeVar("Tensors")  # in any structure
 MAX_STEPS = 20_000  # of each worker: some hundred kilobytes
 
 # TensorFlow holds Python functions by weak references only.
@@ -81,20 +82,21 @@ class Recorded:
     def __init__(self, inner: "Stragglers") -> None:
         self._inner, self.max_steps = inner, inner.max_steps
 
-    def delayed(self, inputs: list[tf.Tensor], worker: Any, counted: tf.Tensor, number: int) -> list[tf.Tensor]:
+    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         return self._inner.delayed(_marked(inputs, worker, False), worker, counted, number)
 
-    def computed(self, outputs: list[tf.Tensor], worker: Any) -> list[tf.Tensor]:
+    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         return _marked(self._inner.computed(outputs, worker), worker, True)
 
 
-def _marked(tensors: list[tf.Tensor], worker: Any, has_ended: bool) -> list[tf.Tensor]:
+def _marked(tensors: Tensors, worker: Any, has_ended: bool) -> Tensors:
     """The tensors, once it is recorded that all of them are there."""
-    with tf.device("CPU:0"), tf.control_dependencies(tensors):
+    with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
         inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
         recorded = tf.raw_ops.PyFunc(input=inputs, token=TOKEN, Tout=[tf.int64])
     with tf.control_dependencies(recorded):
-        return [tf.identity(tensor) for tensor in tensors]
+        marked: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        return marked
 
 
 def publish(config: RunConfig, run_dir: Path) -> None:

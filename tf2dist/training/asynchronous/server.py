@@ -2,7 +2,8 @@
 
 All run as functions *on* the ps: a pull packs all variables into one vector before it crosses
 the network, a push carries one vector there and is unpacked and applied there, by a Keras
-optimizer of the ps's own, and an exchange is a push and the next pull (see `vectors`). Marked as not to be
+optimizer of the ps's own, and an exchange is a push and the next pull. Large variables are not
+packed (see `vectors`). Marked as not to be
 inlined, each is a single node of the worker's graph however many operations it has, which halves
 the time of a step and divides that of tracing.
 """
@@ -20,7 +21,7 @@ from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_lear
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
 from tf2dist.training.asynchronous.counters import Counters, Counts
-from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
@@ -130,28 +131,28 @@ class ParameterServer:
         changing = self._push_layout.variables[len(self.trainable) :]
         self._state_updates = [(state_update(v.value, decays[id(v)]), decays[id(v)]) for v in changing]
         signature = (
-            self._push_layout.spec,
+            self._push_layout.specs,
             tf.TensorSpec([self.counters.added, 1], tf.int64),
             tf.TensorSpec([], tf.int64),
         )
         self._trace(*signature)
 
-    def _trace(self, *signature: tf.TensorSpec) -> None:
+    def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
         self.exchange = self.on_device(self._exchange, *signature)
 
-    def on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
+    def on_device(self, function: Any, *signature: Any) -> Any:
         """Traces a function whose call is one node, placed on the ps with all that it does."""
         with tf.device(self.device):
             concrete = as_one_node(function).get_concrete_function(*signature)
 
-        def call(*args: tf.Tensor) -> Any:
+        def call(*args: Any) -> Any:
             with tf.device(self.device):  # of the node: on the worker it would call back for each operation
                 return concrete(*args)
 
         return call
 
-    def _pull(self) -> tf.Tensor:
+    def _pull(self) -> Parcel:
         """All variables, and the updates applied so far."""
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
@@ -167,7 +168,7 @@ class ParameterServer:
         self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
-    def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
+    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> None:
         """Applies one update, unless `limit` updates have been admitted already.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any
@@ -181,18 +182,18 @@ class ParameterServer:
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
         tf.cond(number < limit, lambda: self._apply_alone(pushed, indices, number), lambda: tf.constant(False))
 
-    def _exchange(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
         self._push(pushed, indices, limit)
         return self._pull()
 
-    def _apply_alone(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply_alone(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
         if self._lock is None:
             return self._apply(pushed, indices, number)
         return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
-    def _apply(self, pushed: tf.Tensor, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]

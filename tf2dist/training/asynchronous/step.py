@@ -1,9 +1,9 @@
 """The graphs of asynchronous training: what a worker does for each call of the coordinator.
 
-In each step a worker pulls all variables of a ps in one vector, computes, and pushes one vector
-to each ps; within a call, what one step pushes and the next one pulls is one exchange with the ps.
-A loop across devices costs a message an iteration, so the steps are unrolled; a transfer costs a
-call, so the variables are packed (see `vectors`).
+In each step a worker pulls all variables of a ps, computes, and pushes their changes to each ps;
+within a call, what one step pushes and the next one pulls is one exchange with the ps. A loop
+across devices costs a message an iteration, so the steps are unrolled; a transfer costs a call, so
+small variables are packed (see `vectors`).
 """
 
 import functools
@@ -30,7 +30,7 @@ from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
 from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -150,21 +150,21 @@ class AsyncStep:
 
     # How a worker speaks to the ps in a call; other algorithms override these.
 
-    def _pull(self, worker: tf.Tensor) -> list[tf.Tensor]:
+    def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
         return [server.pull() for server in self.servers]
 
-    def _limit(self, limit: tf.Tensor, pulled: list[tf.Tensor]) -> tf.Tensor:
+    def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """The limit of updates for a step, from that of the step before it in the call."""
         return limit
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
-    ) -> list[tf.Tensor]:
+        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
+    ) -> list[Parcel]:
         """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
         return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
 
-    def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
         """What the last step of a call pushes to each ps."""
         for server, push in zip(self.servers, pushes, strict=True):
             server.push(push, indices, limit)
@@ -192,12 +192,12 @@ class AsyncStep:
             compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
         else:
             compute = as_one_node(self._compute_step)
-        pulled = [server.pull_layout.spec for server in self.servers]
+        pulled = [server.pull_layout.specs for server in self.servers]
         return compute.get_concrete_function(pulled, self.step.layout.batched(None), tf.TensorSpec([], tf.int64))
 
     def _compute_step(
-        self, pulled: list[tf.Tensor], leaves: list[tf.Tensor], worker: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+    ) -> tuple[list[Parcel], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
         values, counts = self.unpack(pulled)
         trainable, state = self.inputs(values)
@@ -222,12 +222,12 @@ class AsyncStep:
         """Notes in `decays` how the update of a variable of the state depends on its value."""
         self.decays |= {id(part): decay for part in parts_of(variable)}
 
-    def unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, list[PackedCount]]:
+    def unpack(self, pulled: list[Parcel]) -> tuple[Values, list[PackedCount]]:
         """The values of all parts of variables, and the count of each ps."""
         values: Values = {}
         counts = []
-        for server, vector in zip(self.servers, pulled, strict=True):
-            tensors, count = server.pull_layout.unpack(vector)
+        for server, parcel in zip(self.servers, pulled, strict=True):
+            tensors, count = server.pull_layout.unpack(parcel)
             values.update({id(v): tensor for v, tensor in zip(server.variables, tensors, strict=True)})
             counts.append(count)
         return values, counts

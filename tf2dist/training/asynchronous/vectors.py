@@ -1,10 +1,11 @@
-"""The two vectors that a worker and a parameter server exchange. Only this module knows their layout.
+"""What a worker and a parameter server exchange. Only this module knows its layout.
 
     pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate
     pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds
 
-All of it is float32, which counts exactly only up to 2^24. So a count, a float64, travels as the two float32 that have
-its bits, and a worker returns them as they came.
+Large tensors travel alone, and everything else in one vector; see `Buckets`. That is float32, which counts exactly
+only up to 2^24. So a count, a float64, travels as the two float32 that have its bits, and a worker returns them as they
+came.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.packing import Packing
+from tf2dist.model.packing import Buckets
 from tf2dist.training.asynchronous.counters import ONES
 
+Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
 COUNT = 2  # the number of float32 that carry a float64
 
 
@@ -70,10 +72,10 @@ class Pushed(NamedTuple):
 
 
 class PullLayout:
-    """How the vector of a pull is made and read.
+    """How the buckets of a pull are made and read.
 
     Attributes:
-        spec: the type of the vector.
+        specs: the types of the buckets.
 
     Args:
         variables: those whose values are pulled.
@@ -81,29 +83,29 @@ class PullLayout:
     """
 
     def __init__(self, variables: list[keras.Variable], *others: int) -> None:
-        self._packing, self._others = Packing(variables), others
-        self.spec = tf.TensorSpec([self._packing.size + COUNT + sum(others)], tf.float32)
+        self._buckets, self._others = Buckets(variables, COUNT + sum(others)), others
+        self.specs = self._buckets.specs
 
-    def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> tf.Tensor:
-        return self._packing.pack(values, applied.bits, *others)
+    def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
+        return self._buckets.pack(values, applied.bits, *others)
 
-    def unpack(self, vector: tf.Tensor) -> Pulled:
-        values, (bits, *_) = self._packing.unpack(vector, COUNT, *self._others)
+    def unpack(self, buckets: Parcel) -> Pulled:
+        values, (bits, *_) = self._buckets.unpack(buckets, COUNT, *self._others)
         return Pulled(values, PackedCount(bits))
 
-    def others(self, vector: tf.Tensor) -> list[tf.Tensor]:
+    def others(self, buckets: Parcel) -> list[tf.Tensor]:
         """What was pulled beside the values, float32."""
-        _, (_, *others) = self._packing.unpack(vector, COUNT, *self._others)
+        _, (_, *others) = self._buckets.unpack(buckets, COUNT, *self._others)
         return others
 
 
 class PushLayout:
-    """How the vector of a push is made and read.
+    """How the buckets of a push are made and read.
 
     Attributes:
-        variables: whose changes are pushed, in the order of the vector.
+        variables: whose changes are pushed.
         pulled: whose pulled values are sent back.
-        spec: the type of the vector.
+        specs: the types of the buckets.
 
     Args:
         added: how many numbers an update adds to the counters.
@@ -111,13 +113,13 @@ class PushLayout:
 
     def __init__(self, variables: list[keras.Variable], added: int, pulled: Sequence[keras.Variable] = ()) -> None:
         self.variables, self.pulled, self._added = variables, list(pulled), added
-        self._packing = Packing([*variables, *pulled])
-        self.spec = tf.TensorSpec([self._packing.size + COUNT + added], tf.float32)
+        self._buckets = Buckets([*variables, *pulled], COUNT + added)
+        self.specs = self._buckets.specs
 
     def pack(
         self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor, pulled: Sequence[tf.Tensor] = ()
-    ) -> tf.Tensor:
-        """The vector of one update.
+    ) -> Parcel:
+        """The buckets of one update.
 
         Args:
             changes: one for each of `variables`.
@@ -126,9 +128,9 @@ class PushLayout:
             pulled: one value for each of the variables `pulled`.
         """
         # The ones are sent rather than made on the ps, where each operation more is one more in every update.
-        return self._packing.pack([*changes, *pulled], pulled_at.bits, ONES, sums)
+        return self._buckets.pack([*changes, *pulled], pulled_at.bits, ONES, sums)
 
-    def unpack(self, vector: tf.Tensor) -> Pushed:
-        tensors, (bits, added) = self._packing.unpack(vector, COUNT, self._added)
+    def unpack(self, buckets: Parcel) -> Pushed:
+        tensors, (bits, added) = self._buckets.unpack(buckets, COUNT, self._added)
         changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
         return Pushed(changes, pulled, tf.cast(PackedCount(bits).value(), tf.int64), added)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf2dist.training.asynchronous.bounded.clocks import Clocks
 from tf2dist.training.asynchronous.counters import Counts
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
 
 INDEX = tf.TensorSpec([], tf.int64)
 GIVE_UP = np.float64(-1)  # in place of the count of updates, for a worker that has to give up the rest of its call
@@ -17,7 +17,7 @@ GIVE_UP = np.float64(-1)  # in place of the count of updates, for a worker that 
 class UngatedServer(ParameterServer):
     """A ps at which nobody waits. A push with the limit 0 is not even admitted; see `BoundedStep`."""
 
-    def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> Any:
+    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Any:
         number_and_apply = super()._push
 
         def push() -> tf.Tensor:
@@ -55,11 +55,11 @@ class GatedServer(UngatedServer):
         super().restore(counts)
         self._clocks.restore(counts.steps)
 
-    def _trace(self, *signature: tf.TensorSpec) -> None:
+    def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push_and_move, *signature, INDEX)
         self.exchange = self.on_device(self._exchange_at_gate, *signature, INDEX)
 
-    def _begin(self, worker: tf.Tensor) -> tf.Tensor:
+    def _begin(self, worker: tf.Tensor) -> Parcel:
         may_go_on = self._clocks.wait(worker)
         with tf.control_dependencies([may_go_on]):
             applied = self.counters.applied()
@@ -67,12 +67,10 @@ class GatedServer(UngatedServer):
         with tf.control_dependencies([count.bits]):
             return self.pull_layout.pack([v.value.read_value() for v in self.variables], count)
 
-    def _push_and_move(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+    def _push_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([self._push(pushed, indices, limit)]):
             return self._clocks.moved(worker)
 
-    def _exchange_at_gate(
-        self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor
-    ) -> tf.Tensor:
+    def _exchange_at_gate(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> Parcel:
         with tf.control_dependencies([self._push_and_move(pushed, indices, limit, worker)]):
             return self._begin(worker)

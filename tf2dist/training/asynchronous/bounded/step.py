@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf2dist.training.asynchronous.bounded.servers import GatedServer, UngatedServer
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.step import AsyncStep
+from tf2dist.training.asynchronous.vectors import Parcel
 
 
 class BoundedStep(AsyncStep):
@@ -29,10 +30,10 @@ class BoundedStep(AsyncStep):
         self.gated = GatedServer(self.bound, self.sharding.num_shards, *arguments)
         return self.gated
 
-    def _pull(self, worker: tf.Tensor) -> list[tf.Tensor]:
+    def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         return self._after_first(self.gated.begin(worker))
 
-    def _limit(self, limit: tf.Tensor, pulled: list[tf.Tensor]) -> tf.Tensor:
+    def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """0 from the step on that the worker must not take.
 
         All ps leave out the same steps with it, and all steps to the end of the call: a later one would be counted in
@@ -43,21 +44,21 @@ class BoundedStep(AsyncStep):
             return tf.where(count.value() < 0, tf.zeros_like(limit), limit)
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
-    ) -> list[tf.Tensor]:
+        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
+    ) -> list[Parcel]:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
             return self._after_first(self.gated.exchange(pushes[0], indices, limit, worker))
 
-    def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
             self.gated.push(pushes[0], indices, limit, worker)
 
-    def _push_to_others(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
+    def _push_to_others(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
         return [server.push(push, indices, limit) for server, push in zip(self.servers[1:], pushes[1:], strict=True)]
 
-    def _after_first(self, first: tf.Tensor) -> list[tf.Tensor]:
-        """The vectors of all ps, after that of the first one has come."""
-        with tf.control_dependencies([first]):
+    def _after_first(self, first: Parcel) -> list[Parcel]:
+        """What all ps give, after that of the first one has come."""
+        with tf.control_dependencies(first):
             return [first, *(server.pull() for server in self.servers[1:])]
 
     def facts(self) -> dict[str, Any]:

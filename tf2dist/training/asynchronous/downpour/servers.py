@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
 
 EXAMPLES = 2 + TOTALS.index("examples")  # their place in what an update adds, after the first two of the ones
 
@@ -65,7 +65,7 @@ class DownpourServer(ParameterServer):
             )
         self.clipping = Clipping.taken_from(self.optimizer)
 
-    def rate(self, pulled: tf.Tensor) -> tf.Tensor:
+    def rate(self, pulled: Parcel) -> tf.Tensor:
         """The learning rate in what was pulled, float32 [1]."""
         (rate,) = self.pull_layout.others(pulled)
         return rate
@@ -78,7 +78,7 @@ class DownpourServer(ParameterServer):
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
         return [tf.reshape(self.learning_rate(applied), [1])]
 
-    def _push(self, pushed: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Returns something to wait for: the next push of the worker may come without a pull in between."""
         super()._push(pushed, indices, limit)
         return tf.constant(True)

@@ -11,7 +11,7 @@ from tf2dist.process.parts import Values, cut, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.downpour.servers import DownpourServer
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
 
 Gradients = tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]  # of a batch, with its new state and its sums
 
@@ -37,13 +37,13 @@ class DownpourStep(AsyncStep):
 
     # How a worker speaks to the ps in a call.
 
-    def _pull(self, worker: tf.Tensor) -> list[tf.Tensor]:
+    def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         self._pushed = []
         return super()._pull(worker)
 
     def _exchange(
-        self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
-    ) -> list[tf.Tensor]:
+        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
+    ) -> list[Parcel]:
         """Pushes, and returns what the next step computes with: the worker's own weights, or those of the ps."""
         if number % self.config.algorithm.updates_per_fetch:
             self._push(pushes, indices, limit, worker)
@@ -53,7 +53,7 @@ class DownpourStep(AsyncStep):
         self._pushed = []
         return pulled
 
-    def _push(self, pushes: list[tf.Tensor], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
         # After the push before it has reached all ps: at the limit they may then differ by no more than one update of
         # each worker. The next step waits for neither.
         with tf.control_dependencies(self._pushed):
@@ -69,7 +69,7 @@ class DownpourStep(AsyncStep):
         self._gradients = self._compute_batch
         if self.config.devices.xla:
             self._gradients = tf.function(self._compute_batch, autograph=False, jit_compile=True)
-        pulled = [server.pull_layout.spec for server in self.servers]
+        pulled = [server.pull_layout.specs for server in self.servers]
         compute = as_one_node(self._compute_step)
         return compute.get_concrete_function(pulled, self.step.layout.batched(None), tf.TensorSpec([], tf.int64))
 
@@ -87,8 +87,8 @@ class DownpourStep(AsyncStep):
         return self.servers[0].clipping.clipped(gradients), output.state, output.sums
 
     def _compute_step(
-        self, pulled: list[tf.Tensor], leaves: list[tf.Tensor], worker: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+    ) -> tuple[list[Parcel], tf.Tensor]:
         """On the worker: what to push to each ps, then what it would pull with the updates of this worker alone.
 
         The latter only where a step may come without a pull before it. Second, the mean of the losses of the batches.
@@ -153,20 +153,20 @@ class DownpourStep(AsyncStep):
         """What plain SGD makes of each variable, from its value, the sum of the gradients, and the learning rate."""
         return [value - tf.cast(rate, value.dtype) * gradient for value, gradient, rate in changed]
 
-    def _rates(self, pulled: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _rates(self, pulled: list[Parcel]) -> list[tf.Tensor]:
         """The learning rate of each trainable variable, float32 []."""
         rates: Values = {}
-        for server, vector in zip(self.servers, pulled, strict=True):
-            rates |= dict.fromkeys(map(id, server.trainable), tf.squeeze(server.rate(vector)))
+        for server, parcel in zip(self.servers, pulled, strict=True):
+            rates |= dict.fromkeys(map(id, server.trainable), tf.squeeze(server.rate(parcel)))
         # The parts of a variable lie on several ps, whose optimizers have the same rate.
         return [rates[id(parts_of(v)[0])] for v in self.step.trainable]
 
-    def _repacked(self, pulled: list[tf.Tensor], own: Values, counts: list[PackedCount]) -> list[tf.Tensor]:
+    def _repacked(self, pulled: list[Parcel], own: Values, counts: list[PackedCount]) -> list[Parcel]:
         """What each ps would give if it had applied the update of this worker, and no other."""
         found = []
-        for server, vector, count in zip(self.servers, pulled, counts, strict=True):
+        for server, parcel, count in zip(self.servers, pulled, counts, strict=True):
             values = [own[id(v)] for v in server.variables]
             # One more, so that the staleness of the next update is the number of those of others.
             applied = PackedCount.of(count.value() + 1)
-            found.append(server.pull_layout.pack(values, applied, server.rate(vector)))
+            found.append(server.pull_layout.pack(values, applied, server.rate(parcel)))
         return found
