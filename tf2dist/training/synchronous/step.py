@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
 from tf2dist.model.packing import Packing
-from tf2dist.model.step import ModelStep, step_place
+from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
@@ -59,19 +59,36 @@ class SyncStep:
         self._num_sums = 2 + step.metrics.size + SHARED
         self._take_steps = tf.function(self._steps, autograph=False)
 
-    def take(self, num_steps: int, shared: list[float]) -> np.ndarray:
+    def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
 
+        All replicas have the same variables before and afterwards.
+
         Args:
+            at_once: how many steps one call of TensorFlow should take.
+            left: how many steps may be taken.
             shared: SHARED numbers of this worker; every replica adds them in every step.
 
         Raises:
             TaskLostError: naming the worker whose connection has broken.
         """
+        return self._called(self._take_steps, tf.constant(min(at_once, left)), tf.constant(shared, tf.float32))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What an algorithm keeps beside the variables of the model and the optimizer, by name, for a snapshot."""
+        return {}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Restores what is found of `arrays` in a snapshot, which may come from another mode or algorithm."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary of the run."""
+        return {}
+
+    def _called(self, function: Any, *arguments: tf.Tensor) -> np.ndarray:
+        """Calls a function of the graph, with the input as its last arguments; raises TaskLostError as `take` does."""
         try:
-            sums: np.ndarray = self._take_steps(
-                tf.constant(num_steps), tf.constant(shared, tf.float32), *self._feed.source
-            ).numpy()
+            sums: np.ndarray = function(*arguments, *self._feed.source).numpy()
         # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
         except tf.errors.UnknownError as error:
             if self._all_reduce and (lost := self._all_reduce.lost):
@@ -95,18 +112,22 @@ class SyncStep:
 
     def _replica_step(self, element: Any, shared: tf.Tensor) -> tf.Tensor:
         """One step of one replica; returns the packed sum of what all replicas contribute."""
+        output, state, share = self._computed(element)
+        # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
+        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
+        return self._reduced(
+            self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
+        )
+
+    def _computed(self, element: Any) -> tuple[StepOutput, list[tf.Tensor], tf.Tensor]:
+        """On a replica: what its batch gives, the state before that, and the share of the batch in the step."""
         trainable, state = self._step.values()
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         applied = self.applied.read_value()
         place = step_place(replica, applied)
         leaves, share = self._feed.part(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
-        output = self._compute(trainable, state, leaves, place, share)
-        # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
-        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
-        return self._reduced(
-            self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
-        )
+        return self._compute(trainable, state, leaves, place, share), state, share
 
     def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
         if self._all_reduce is None:
