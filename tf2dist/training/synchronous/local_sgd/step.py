@@ -161,7 +161,7 @@ class LocalSgdStep(SyncStep):
         return self._reduced(self._values.pack(changes, tf.cast(self._own.read_value(), tf.float32), shared))
 
     def _move(self, changes: list[tf.Tensor]) -> None:
-        """Moves all variables from where they were when the round began, the trainable ones by the outer optimizer."""
+        """Moves all variables from where they began the round; an outer optimizer moves the trainable ones."""
         trainable = self._step.trainable
         by_outer = len(trainable) if self._outer else 0
         for number, (variable, old) in enumerate(zip(self._averaged, self._begun, strict=True)):
