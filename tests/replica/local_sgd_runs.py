@@ -48,9 +48,9 @@ def plain_of(config: RunConfig) -> RunConfig:
     return replace(config, algorithm=AlgorithmConfig())
 
 
-def unconstrained(optimizer: str) -> RunConfig:
-    """Of the mean of two constrained weights plain training knows nothing."""
-    return replace(local_config(optimizer), model={"name": "normed", "constrained": False})
+def unconstrained(optimizer: str, **algorithm: float) -> RunConfig:
+    """For plain training, which constrains no mean of weights, and for mode=async."""
+    return replace(local_config(optimizer, **algorithm), model={"name": "normed", "constrained": False})
 
 
 QUICK = {
@@ -67,6 +67,7 @@ STREAM = streamed(regression, of_generator, 2, steps=7)
 STREAM_CONFIG = local_config("adam", per_call=10)
 STREAM_CONFIG.train.batch_size_per_worker = BATCH
 INTERRUPTED = QUICK["outer momentum"]
+CHANGING = unconstrained("momentum", **OUTER)
 
 
 class Counted:
@@ -162,7 +163,7 @@ def train_long(worker: SyncWorker) -> dict[str, Any]:
 def changes_of_algorithm(worker: SyncWorker) -> dict[str, Any]:
     """Runs that continue one another: with outer momentum, plain, and with outer momentum again."""
     snapshots: list[Snapshot] = []
-    for config, until in ((INTERRUPTED, 7), (plain_of(INTERRUPTED), 14), (INTERRUPTED, 21)):
+    for config, until in ((CHANGING, 7), (plain_of(CHANGING), 14), (CHANGING, 21)):
         loop = built(worker, config, snapshots[-1] if snapshots else None)
         snapshots.append(arrived(loop.snapshot()))
         loop.train(until)

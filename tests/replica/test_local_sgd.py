@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica import local_sgd_runs as runs
-from tests.replica.local_sgd_runs import AVERAGES, CHANGED, INTERRUPTED, LONG, PAUSES, QUICK, STREAM, of_model, plain_of
+from tests.replica.local_sgd_runs import AVERAGES, CHANGED, CHANGING, LONG, PAUSES, QUICK, STREAM, of_model, plain_of
 from tests.replica.small_runs import source_and_splits
 from tests.replica.test_epochs import regression
 from tests.replica.test_resume import assert_same_arrays, taken
@@ -229,7 +229,7 @@ def test_a_run_changes_its_algorithm_and_its_mode(long: list[dict[str, Any]], as
     assert not outer & set(plain.arrays)
     assert not any(np.any(begun.arrays[name]) for name in outer)
     assert again.step == long[0]["updates"] == 21
-    config = replace(plain_of(INTERRUPTED), mode="async")
+    config = replace(plain_of(CHANGING), mode="async")
     loop = async_loop(config, num_workers=2, num_ps=1, start=again)
     assert_same_arrays(taken(loop), again, ("model/", "optimizer/"))
     loop.train(40)
