@@ -23,7 +23,7 @@ layers = keras.layers
 PAUSES = (7, 14)  # the rounds have 3, 3, 1, 3, 3 and 1 steps; the 13th step of 2 * 50 examples has the last 57
 AVERAGES = 6
 CHANGED = 1  # the place of a bias among the variables, to which 0.5 is added at the first pause
-OUTER = {"outer_momentum": 0.9, "outer_learning_rate": 0.7}
+OUTER: dict[str, Any] = {"outer_momentum": 0.9, "outer_learning_rate": 0.7}
 
 
 @registry.register_model("normed")
@@ -36,11 +36,11 @@ def normed(input_shape: tuple[int, ...], num_classes: int, constrained: bool = T
     return keras.Sequential([keras.Input(input_shape), *inside])
 
 
-def local_config(optimizer: str, per_call: int | None = 7, local_steps: int = 3, **algorithm: float) -> RunConfig:
+def local_config(optimizer: str, per_call: int | None = 7, local_steps: int = 3, **algorithm: Any) -> RunConfig:
     config = run_config("normed", optimizer, steps_per_execution=per_call)
     config.mode = "sync"
     config.optimizer["learning_rate"] = 0.05 if optimizer != "adam" else 0.01
-    config.algorithm = AlgorithmConfig(kind="local_sgd", local_steps=local_steps, **algorithm)  # type: ignore[arg-type]
+    config.algorithm = AlgorithmConfig(kind="local_sgd", local_steps=local_steps, **algorithm)
     return config
 
 
@@ -48,7 +48,7 @@ def plain_of(config: RunConfig) -> RunConfig:
     return replace(config, algorithm=AlgorithmConfig())
 
 
-def unconstrained(optimizer: str, **algorithm: float) -> RunConfig:
+def unconstrained(optimizer: str, **algorithm: Any) -> RunConfig:
     """For plain training, which constrains no mean of weights, and for mode=async."""
     return replace(local_config(optimizer, **algorithm), model={"name": "normed", "constrained": False})
 

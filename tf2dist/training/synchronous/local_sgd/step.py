@@ -73,7 +73,7 @@ class LocalSgdStep(SyncStep):
     def _call(self, num_rounds: int, num_steps: int, length: int, ends: bool, shared: list[float]) -> np.ndarray:
         """See `_rounds`."""
         whole = map(tf.constant, (num_rounds, num_steps, length))
-        return self._called(self._take_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
+        return self.call(self._take_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._outer.arrays() if self._outer else {}
@@ -111,18 +111,16 @@ class LocalSgdStep(SyncStep):
             found = tf.cond(ends, lambda: self._average(length, shared), lambda: tf.zeros_like(sums))
             return number + 1, sums + found
 
-        start = tf.constant(0), tf.zeros([self._num_sums], tf.float64)
+        start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_rounds, one_round, start)[1]
 
     def _local_step(self, source: tuple[Any, ...]) -> None:
         """A step of this worker alone, on its own copy of the variables."""
-        element = self._feed.next(source, self.applied.read_value() - self._begin_step)
-        per_replica = self._strategy.run(self._own_part, args=(element,))
         # The worker is one replica.
-        gradients, state, sums = self._strategy.experimental_local_results(per_replica)[0]
-        for variable, new in zip(self._step.state, state, strict=True):
+        gradients, state, sums = self.on_replicas(self._own_part, self.next_element(source))
+        for variable, new in zip(self.step.state, state, strict=True):
             variable.value.assign(new)
-        self._optimizer.apply(gradients, self._step.trainable)
+        self.optimizer.apply(gradients, self.step.trainable)
         self.applied.assign_add(1)
         self._own.assign_add(tf.cast(sums, tf.float64))
 
@@ -131,7 +129,7 @@ class LocalSgdStep(SyncStep):
 
         A batch of padding leaves the state as it is, and has gradients of 0.
         """
-        output, state, share = self._computed(element)
+        output, state, share = self.computed(element)
         # The step multiplies a mean by the share of the batch, so that the parts of all workers add up. A loss that is
         # a sum grows by this to what it would be for the batches of all.
         gradients = [tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype)) for gradient in output.gradients]
@@ -141,8 +139,7 @@ class LocalSgdStep(SyncStep):
 
     def _average(self, length: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """Ends a round: gives all workers the mean of their variables; returns its sums, float64 [num_sums]."""
-        per_replica = self._strategy.run(self._contribution, args=(shared,))
-        reduced = self._strategy.experimental_local_results(per_replica)[0]
+        reduced = self.on_replicas(self._contribution, shared)
         totals = reduced[self._values.size :]
         self._move(self._values.unpack(reduced[: self._values.size] / totals[1])[0])
         self._begin_round()
@@ -158,11 +155,11 @@ class LocalSgdStep(SyncStep):
         changes = [
             tf.cast(new - old.read_value(), tf.float32) * examples for new, old in zip(news, self._begun, strict=True)
         ]
-        return self._reduced(self._values.pack(changes, tf.cast(self._own.read_value(), tf.float32), shared))
+        return self.reduced(self._values.pack(changes, tf.cast(self._own.read_value(), tf.float32), shared))
 
     def _move(self, changes: list[tf.Tensor]) -> None:
         """Moves all variables from where they began the round; an outer optimizer moves the trainable ones."""
-        trainable = self._step.trainable
+        trainable = self.step.trainable
         by_outer = len(trainable) if self._outer else 0
         for number, (variable, old) in enumerate(zip(self._averaged, self._begun, strict=True)):
             begun = old.read_value()
