@@ -226,6 +226,13 @@ OPTIONS: list[tuple[list[str], str]] = [
         "train.steps_per_execution (10): must be a multiple of 3, the steps from one fetch to the next, since each",
     ),
     (["mode=sync", "algorithm=downpour"], "algorithm (downpour): is for mode=async; leave it out"),
+    (["algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
+    (["mode=sync_replicas", "algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
+    (["mode=sync", "algorithm.local_steps=4"], "algorithm.local_steps (4): is for algorithm=local_sgd; add that"),
+    (["algorithm.outer_momentum=0.9"], "algorithm.outer_momentum (0.9): is for algorithm=local_sgd; add that"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.local_steps=0"], "algorithm.local_steps (0): must be at least 1"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.outer_momentum=1"], "must be at least 0 and less than 1, such"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.outer_learning_rate=0"], "must be more than 0 and finite"),
     # Simulated delays.
     (
         ["simulate.delay_secs=[0,0,0.05,1]"],

@@ -3,7 +3,7 @@
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
-from tf2dist.config.schema import MAX_PUSHES, OPTIONS, PS_MODES, RunConfig
+from tf2dist.config.schema import MAX_PUSHES, OPTIONS, PS_MODES, SYNC_ALGORITHMS, RunConfig
 from tf2dist.errors import ConfigError
 
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
@@ -59,9 +59,10 @@ def _mode(config: RunConfig) -> list[Rule]:
     replicas, of_replicas = config.sync_replicas.replicas_to_aggregate, config.mode == "sync_replicas"
     option = "sync_replicas.replicas_to_aggregate"
     algorithm, for_async = config.algorithm.kind, "is for mode=async; leave it out"
+    mode = "sync" if algorithm in SYNC_ALGORITHMS else "async"
     rules: list[Rule] = [
         (option, replicas, replicas is None or of_replicas, "is for mode=sync_replicas; add that"),
-        ("algorithm", algorithm, algorithm == "plain" or config.mode == "async", for_async),
+        ("algorithm", algorithm, algorithm == "plain" or config.mode == mode, f"is for mode={mode}; leave it out"),
     ]
     if of_replicas and config.cluster.kind == "local":
         rules += _replicas(config, config.cluster.num_workers, num_ps)
@@ -143,6 +144,7 @@ def _first_weights(config: RunConfig) -> list[Rule]:
 def _algorithm(config: RunConfig) -> list[Rule]:
     """Refuses the options of another algorithm than the chosen one."""
     owners = {"strength": "delay_compensated", "bound": "bounded", "n_push": "downpour", "n_fetch": "downpour"}
+    owners |= dict.fromkeys(("local_steps", "outer_momentum", "outer_learning_rate"), "local_sgd")
     rules: list[Rule] = []
     for key, owner in owners.items():
         name, value = f"algorithm.{key}", getattr(config.algorithm, key)

@@ -212,12 +212,17 @@ def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> N
         )
 
 
-def check_unsynchronized(name: str, model: keras.Model) -> None:
-    """Refuses, for mode=sync_replicas, synchronized layers: a worker computes its gradient without the others."""
+def check_unsynchronized(name: str, model: keras.Model, option: str, way_out: str) -> None:
+    """Refuses synchronized layers where a worker computes its gradient without the others.
+
+    Args:
+        option: the choice that makes it so.
+        way_out: another choice.
+    """
     if synchronized := _synchronized(model):
         raise ConfigError(
-            f"model ({name}): {synchronized[0].name} is synchronized, and with mode=sync_replicas no worker waits for "
-            "the others while it computes; leave synchronized out, or use mode=sync"
+            f"model ({name}): {synchronized[0].name} is synchronized, and with {option} no worker waits for the "
+            f"others while it computes; leave synchronized out, or use {way_out}"
         )
 
 

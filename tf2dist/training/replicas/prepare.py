@@ -125,4 +125,4 @@ def _check(name: str, step: ModelStep, replicas: int) -> None:
     check_losses(name, step, replicas)
     check_state(name, step.state)
     if replicas > 1:
-        check_unsynchronized(name, step.model)
+        check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")

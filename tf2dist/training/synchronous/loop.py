@@ -84,18 +84,19 @@ class SyncLoop:
         """Takes exactly as many steps as are missing; every worker must call this with the same `until_step`."""
         requested = PauseRequest.NOTHING
         while self.progress.global_step < until_step and not requested:
-            count = min(self._steps_per_call(), until_step - self.progress.global_step)
+            before = self.progress.global_step
             started = time.monotonic()
             # These numbers are summed over all replicas with the gradients. So all workers learn of a request at the
             # same step, and get the same mean of their times.
             shared = [*pause_request().to_floats(), self._own_secs / self._workers.num_replicas]
-            loss, examples, *rest = self._graphs.take(count, shared)
+            loss, examples, *rest = self._graphs.take(self._steps_per_call(), until_step - before, shared)
+            step = int(self._graphs.applied.numpy())
+            count = step - before
             # What was shared is the same in each of the steps, so its sum is `count` times that of one step.
             metrics, requests, secs = np.array(rest[: self.metrics.size]), rest[self.metrics.size : -1], rest[-1]
             requested = PauseRequest.of_sums(requests)
             self._secs_per_step = secs / count
             self._own_secs = (time.monotonic() - started) / count
-            step = int(self._graphs.applied.numpy())
             # The loss is the sum over all workers, so all of them stop here at the same step.
             if not np.isfinite(loss):
                 raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
@@ -166,7 +167,9 @@ class SyncLoop:
         positions = [position] * self.sharding.num_shards
         facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
-        return Snapshot(self.progress.global_step, values(self._named) | self._trained | own, facts)
+        return Snapshot(
+            self.progress.global_step, values(self._named) | self._trained | self._graphs.arrays() | own, facts
+        )
 
     def finalize(self) -> None:
         self._trained = finalize(self._named, [(self.optimizer, self._step.trainable)])
@@ -175,7 +178,7 @@ class SyncLoop:
         """Does nothing: the heartbeats of TensorFlow's coordination service tell the others."""
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        return {"algorithm": self._config.algorithm.kind, **self._graphs.facts()}
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {}

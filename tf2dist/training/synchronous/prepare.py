@@ -19,10 +19,10 @@ from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import stragglers_of
-from tf2dist.training.synchronous.feeds import feed_of
 from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
+from tf2dist.training.synchronous.twins import twin_for
 from tf2dist.training.synchronous.workers import Workers
 
 
@@ -89,6 +89,8 @@ def prepare(
     optimizer = new_optimizer()
     check_init_from(optimizer, isinstance(start, Weights))
     optimizer.build(step.trainable)
+    twin = twin_for(config.algorithm)
+    twin.check(source.name, config, workers, splits, step, optimizer)
     # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
     step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
@@ -104,8 +106,10 @@ def prepare(
     counter_of(optimizer).assign(origin.step + earlier)
 
     # The graph of the steps.
-    feed = feed_of(workers, splits, sharding, origin.position)
+    feed = twin.feed_of(workers, splits, sharding, origin.position)
     stragglers = stragglers_of(config, [origin.position - origin.step] * workers.count)
+    graphs = twin.make_graphs(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
+    graphs.restore(resumed.arrays if resumed else {})
     return Prepared(
         workers=workers,
         sharding=sharding,
@@ -118,7 +122,7 @@ def prepare(
         earlier_updates=earlier,
         named=named,
         restored_from=restored_from,
-        graphs=SyncStep(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers),
+        graphs=graphs,
     )
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
 from tf2dist.model.packing import Packing
-from tf2dist.model.step import ModelStep, step_place
+from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
@@ -29,6 +29,8 @@ class SyncStep:
     Attributes:
         applied: the updates applied in the whole run, int64.
         stragglers: the delays that are simulated, and the recording of the steps' times.
+        step, optimizer: of this worker's own model; see below.
+        num_sums: how many numbers `take` returns.
 
     Args:
         step: the step of this worker's own model.
@@ -50,28 +52,47 @@ class SyncStep:
         stragglers: Stragglers,
     ) -> None:
         self._workers, self._strategy = workers, workers.strategy
-        self._step, self._optimizer, self._all_reduce = step, optimizer, all_reduce
+        self.step, self.optimizer, self._all_reduce = step, optimizer, all_reduce
         self._feed, self._begin_step = feed, begin_step
         self.stragglers = stragglers
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self._packing = Packing([*step.trainable, *step.state])
-        self._num_sums = 2 + step.metrics.size + SHARED
+        self.num_sums = 2 + step.metrics.size + SHARED
         self._take_steps = tf.function(self._steps, autograph=False)
 
-    def take(self, num_steps: int, shared: list[float]) -> np.ndarray:
+    def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
 
+        All replicas have the same variables before and afterwards.
+
         Args:
+            at_once: how many steps one call of TensorFlow should take.
+            left: how many steps may be taken.
             shared: SHARED numbers of this worker; every replica adds them in every step.
 
         Raises:
             TaskLostError: naming the worker whose connection has broken.
         """
+        return self.call(self._take_steps, tf.constant(min(at_once, left)), tf.constant(shared, tf.float32))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What an algorithm keeps beside the variables of the model and the optimizer, by name, for a snapshot."""
+        return {}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Restores what is found of `arrays` in a snapshot, which may come from another mode or algorithm."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary of the run."""
+        return {}
+
+    # What the graphs of other algorithms use, too.
+
+    def call(self, function: Any, *arguments: tf.Tensor) -> np.ndarray:
+        """Calls a function of the graph, with the input as its last arguments; raises TaskLostError as `take` does."""
         try:
-            sums: np.ndarray = self._take_steps(
-                tf.constant(num_steps), tf.constant(shared, tf.float32), *self._feed.source
-            ).numpy()
+            sums: np.ndarray = function(*arguments, *self._feed.source).numpy()
         # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
         except tf.errors.UnknownError as error:
             if self._all_reduce and (lost := self._all_reduce.lost):
@@ -79,49 +100,65 @@ class SyncStep:
             raise
         return sums
 
-    def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *source: Any) -> tf.Tensor:
-        """See `take`; returns float64 [num_sums]."""
+    def next_element(self, source: tuple[Any, ...]) -> Any:
+        """In the graph: the next element of the input."""
+        return self._feed.next(source, self.applied.read_value() - self._begin_step)
 
-        def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            element = self._feed.next(source, self.applied.read_value() - self._begin_step)
-            per_replica = self._strategy.run(self._replica_step, args=(element, shared))
-            # After the all-reduce the replicas of a worker hold the same sum.
-            reduced = self._strategy.experimental_local_results(per_replica)[0]
-            # A float32 sum over many steps would lose examples beyond 2^24.
-            return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
+    def on_replicas(self, function: Any, *arguments: Any) -> Any:
+        """In the graph: what `function` returns on the first replica of this worker; it runs on all of them."""
+        per_replica = self._strategy.run(function, args=arguments)
+        return self._strategy.experimental_local_results(per_replica)[0]
 
-        start = tf.constant(0), tf.zeros([self._num_sums], tf.float64)
-        return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
-
-    def _replica_step(self, element: Any, shared: tf.Tensor) -> tf.Tensor:
-        """One step of one replica; returns the packed sum of what all replicas contribute."""
-        trainable, state = self._step.values()
+    def computed(self, element: Any) -> tuple[StepOutput, list[tf.Tensor], tf.Tensor]:
+        """On a replica: what its batch gives, the state before that, and the share of the batch in the step."""
+        trainable, state = self.step.values()
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         applied = self.applied.read_value()
         place = step_place(replica, applied)
         leaves, share = self._feed.part(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
         output = self._compute(trainable, state, leaves, place, share)
-        # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
-        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
-        packed = self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
-        return self._reduced(*self.stragglers.computed([packed], self._workers.index))
+        return self.stragglers.computed(output, self._workers.index), state, share
 
-    def _reduced(self, packed: tf.Tensor) -> tf.Tensor:
+    def reduced(self, packed: tf.Tensor) -> tf.Tensor:
+        """On a replica: the sum over all of them, float32 of any size."""
         if self._all_reduce is None:
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, packed)
         # `numpy_function` is stateful, so TensorFlow neither merges nor reorders calls that pair with other workers'.
         return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
 
+    # Plain training.
+
+    def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *source: Any) -> tf.Tensor:
+        """See `take`; returns float64 [num_sums]."""
+
+        def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            # After the all-reduce the replicas of a worker hold the same sum.
+            reduced = self.on_replicas(self._replica_step, self.next_element(source), shared)
+            # A float32 sum over many steps would lose examples beyond 2^24.
+            return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
+
+        start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
+        return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
+
+    def _replica_step(self, element: Any, shared: tf.Tensor) -> tf.Tensor:
+        """One step of one replica; returns the packed sum of what all replicas contribute."""
+        output, state, share = self.computed(element)
+        # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
+        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
+        return self.reduced(
+            self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
+        )
+
     def _apply(self, reduced: tf.Tensor) -> tf.Tensor:
         """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
-        tensors, (sums, extra) = self._packing.unpack(reduced, self._num_sums, self._feed.num_extra)
+        tensors, (sums, extra) = self._packing.unpack(reduced, self.num_sums, self._feed.num_extra)
         self._feed.take_back(extra)
-        gradients, changes = tensors[: len(self._step.trainable)], tensors[len(self._step.trainable) :]
+        gradients, changes = tensors[: len(self.step.trainable)], tensors[len(self.step.trainable) :]
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
-        for variable, change in zip(self._step.state, changes, strict=True):
+        for variable, change in zip(self.step.state, changes, strict=True):
             variable.value.assign_add(change)
-        self._optimizer.apply(gradients, self._step.trainable)
+        self.optimizer.apply(gradients, self.step.trainable)
         self.applied.assign_add(1)
         return sums
