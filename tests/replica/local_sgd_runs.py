@@ -14,7 +14,8 @@ from tests.replica.test_resume import arrived
 from tests.replica.test_streams import BATCH, of_generator, streamed
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.config.schema import AlgorithmConfig, RunConfig
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker
 from tf2dist.training.hooks import Change
 from tf2dist.training.loop import PauseRequest

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tests.replica.small_runs import assert_exact, run_config
 from tests.replica.test_resume import taken
-from tf2dist.config.schema import ALGORITHMS as NAMES
-from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.config.algorithms import ALGORITHMS as NAMES
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.training.asynchronous.algorithms import ALGORITHMS, algorithm_of

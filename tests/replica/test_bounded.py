@@ -14,7 +14,8 @@ import tensorflow as tf
 from tests.replica.small_runs import assert_exact, run_config
 from tests.replica.test_resume import taken
 from tf2dist.cluster.spec import Cluster
-from tf2dist.config.schema import AlgorithmConfig, RunConfig, SimulateConfig
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.linux import unused_ports
 from tf2dist.model import models
 from tf2dist.testing import PsCluster

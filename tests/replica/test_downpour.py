@@ -12,7 +12,8 @@ import tensorflow as tf
 from tests.replica.small_runs import assert_exact, run_config, source_and_splits, split_of
 from tests.replica.test_resume import taken
 from tf2dist import registry
-from tf2dist.config.schema import AlgorithmConfig, RunConfig
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.plan import EpochPlan

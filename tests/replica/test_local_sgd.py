@@ -15,7 +15,8 @@ from tests.replica.local_sgd_runs import AVERAGES, CHANGED, CHANGING, LONG, PAUS
 from tests.replica.small_runs import source_and_splits
 from tests.replica.test_epochs import regression
 from tests.replica.test_resume import assert_same_arrays, taken
-from tf2dist.config.schema import AlgorithmConfig, RunConfig
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import Reader
 from tf2dist.model import models
 from tf2dist.testing import SyncWorkers

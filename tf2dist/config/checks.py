@@ -1,9 +1,10 @@
 """Checks a configuration: the ranges that options declare, and the rules between several options."""
 
+from tf2dist.config.algorithms import MAX_PUSHES, SYNC_ALGORITHMS
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
-from tf2dist.config.schema import MAX_PUSHES, OPTIONS, PS_MODES, SYNC_ALGORITHMS, RunConfig
+from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.training.synchronous.feeds import Feed, feed_of
 from tf2dist.training.synchronous.local_sgd.checks import check as check_local_sgd
 from tf2dist.training.synchronous.local_sgd.feeds import own_feed_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.training.asynchronous.algorithms.delay_compensated import DelayCompensated
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.algorithms.staleness_aware import StalenessAware

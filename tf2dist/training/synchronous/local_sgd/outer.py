@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
-from tf2dist.config.schema import AlgorithmConfig
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.model.step import ModelStep
 
 PREFIX = "outer/"  # of its momenta in a snapshot
