@@ -15,11 +15,11 @@ from tests.replica.small_runs import run_config
 from tests.replica.test_epochs import BATCH, config_of, drive
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
+from tf2dist.process import placement
 from tf2dist.process.parts import all_parts, joined, parts_of
-from tf2dist.process.placement import ends_of_parts
 from tf2dist.process.tf_internals import fresh_names
 from tf2dist.training.hooks import Change
 
@@ -27,10 +27,10 @@ MakeLoop = Callable[..., Any]
 STATE = ("model/", "optimizer/")
 
 
-def placed(placement: str, optimizer: str = "adam") -> RunConfig:
+def placed(kind: str, optimizer: str = "adam") -> RunConfig:
     config = run_config("dnn", optimizer, steps_per_execution=5, hidden_units=[30, 20])
-    config.cluster.placement = placement
-    if placement == "partitioned":
+    config.cluster.placement = kind
+    if kind == "partitioned":
         config.cluster.min_part_bytes = 1000
     return config
 
@@ -69,6 +69,13 @@ def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixt
     told = told_bytes(capfd)
     for ps, num_bytes in enumerate((48_400, 49_120)):
         assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
+
+    # No two parts of a variable on one ps, even if it would still have the fewest bytes with both.
+    options = ClusterConfig(placement="partitioned", min_part_bytes=256)
+    with placement.placed(loop._coordinator.strategy, options, 2):
+        row, square = tf.Variable(tf.zeros([1, 1000])), tf.Variable(tf.ones([16, 16]))
+    assert [tf.DeviceSpec.from_string(part.device).task for part in (row, *square.parts)] == [0, 1, 0]
+
     config = placed("partitioned")
     config.optimizer["clipnorm"] = 1.0
     with pytest.raises(ConfigError, match=r"optimizer \(adam\): with cluster.placement=partitioned sequential"):
@@ -79,8 +86,8 @@ def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixt
 def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> None:
     """A run that is resumed with another placement ends with the results of a run on a single ps."""
     snapshot = None
-    for placement, until_step in (("partitioned", 15), ("balanced", 25), ("partitioned", 35)):
-        loop = async_loop(placed(placement), num_workers=1, start=snapshot)
+    for kind, until_step in (("partitioned", 15), ("balanced", 25), ("partitioned", 35)):
+        loop = async_loop(placed(kind), num_workers=1, start=snapshot)
         loop.train(until_step)
         snapshot = taken(loop)
     evaluated = loop.evaluate("validation")
@@ -95,20 +102,20 @@ def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> 
 @pytest.mark.parametrize("algorithm", ["staleness_aware", "delay_compensated", "bounded"])
 def test_algorithms_with_cut_variables(async_loop: MakeLoop, algorithm: str) -> None:
     ends = {}
-    for placement in ("partitioned", "round_robin"):
-        config = placed(placement)
+    for kind in ("partitioned", "round_robin"):
+        config = placed(kind)
         config.algorithm.kind = algorithm
         loop = async_loop(config, num_workers=1)
         loop.train(20)
-        ends[placement] = taken(loop)
+        ends[kind] = taken(loop)
     assert_same_arrays(ends["partitioned"], ends["round_robin"], STATE)
 
 
 def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
     """With a callback that changes weights, and moving averages that become the weights at the end."""
     ends: dict[str, list[Snapshot]] = {}
-    for placement in ("partitioned", "round_robin"):
-        config = placed(placement, "momentum")
+    for kind in ("partitioned", "round_robin"):
+        config = placed(kind, "momentum")
         config.mode, config.optimizer["use_ema"] = "sync_replicas", True
         loop = replicas_loop(config, num_workers=1)
         loop.train(5)
@@ -118,40 +125,44 @@ def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
         trained = loop.arrays()
         loop.finalize()
         assert np.any(loop.arrays()["model/hidden1/kernel"] != trained["model/hidden1/kernel"]), "there are averages"
-        ends[placement] = [changed, taken(loop), Snapshot(10, loop.arrays(), changed.facts)]
+        ends[kind] = [changed, taken(loop), Snapshot(10, loop.arrays(), changed.facts)]
     for one, other in zip(*ends.values(), strict=True):
         assert_same_arrays(one, other, STATE)
+    config = placed("partitioned")
+    config.mode, config.optimizer["clipnorm"] = "sync_replicas", 1.0
+    with pytest.raises(ConfigError, match="clipnorm needs the norm of its whole gradient"):
+        replicas_loop(config)
 
 
 @pytest.mark.slow
 def test_sync_replicas_accepts_a_placement(replicas_loop: MakeLoop) -> None:
     ends: dict[str, Snapshot] = {}
-    for placement in ("balanced", "round_robin"):
-        config = placed(placement)
+    for kind in ("balanced", "round_robin"):
+        config = placed(kind)
         config.mode = "sync_replicas"
         loop = replicas_loop(config, num_workers=1, num_ps=2)
-        assert sum(task or 0 for task in tasks_of(loop).values()) == {"balanced": 5, "round_robin": 3}[placement]
+        assert sum(task or 0 for task in tasks_of(loop).values()) == {"balanced": 5, "round_robin": 3}[kind]
         loop.train(10)
-        ends[placement] = taken(loop)
+        ends[kind] = taken(loop)
     assert_same_arrays(ends["balanced"], ends["round_robin"], STATE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ["async_loop", "replicas_loop"])
 def test_everything_is_cut(make: str, request: pytest.FixtureRequest) -> None:
-    """Variables that are not trained, too, and the states of random generators; the initial values stay the same."""
+    """All variables that can be, also those that are not trained; the initial values stay the same."""
     ends, first = {}, {}
-    for placement in ("partitioned", "round_robin"):
+    for kind in ("partitioned", "round_robin"):
         config = run_config("cnn", "adam", batch_norm=True, dropout=0.2, steps_per_execution=5)
         config.cluster.placement, config.mode = (
-            placement,
+            kind,
             make.replace("_loop", "").replace("replicas", "sync_replicas"),
         )
-        config.cluster.min_part_bytes = 4 if placement == "partitioned" else config.cluster.min_part_bytes
+        config.cluster.min_part_bytes = 4 if kind == "partitioned" else config.cluster.min_part_bytes
         loop = request.getfixturevalue(make)(config, num_workers=1)
-        first[placement] = taken(loop)
+        first[kind] = taken(loop)
         loop.train(10)
-        ends[placement] = taken(loop)
+        ends[kind] = taken(loop)
     for found in (first, ends):
         assert_same_arrays(found["partitioned"], found["round_robin"], STATE)
 
@@ -211,7 +222,7 @@ def updated(kind: type[keras.optimizers.Optimizer], shape: list[int], cuts: list
 )
 def test_which_optimizers_work_element_by_element(kind: type[keras.optimizers.Optimizer]) -> None:
     shape = tf.TensorShape([39, 21])
-    *cuts, end = ends_of_parts(shape, 2)
+    *cuts, end = placement.ends_of_parts(shape, 2)
     assert (cuts, end) == ([16], 39)
     found, whole = updated(kind, shape.as_list(), cuts), updated(kind, shape.as_list(), [])
     assert np.array_equal(found, whole) == (kind in ELEMENTWISE)
@@ -230,7 +241,7 @@ def test_which_optimizers_work_element_by_element(kind: type[keras.optimizers.Op
     ],
 )
 def test_where_a_variable_is_cut(shape: list[int], wanted: int, ends: list[int]) -> None:
-    assert ends_of_parts(tf.TensorShape(shape), wanted) == ends
+    assert placement.ends_of_parts(tf.TensorShape(shape), wanted) == ends
 
 
 def cut_variable() -> keras.Variable:
