@@ -63,9 +63,10 @@ class LocalSgdStep(SyncStep):
             heartbeat.progress()
             self._call(1, at_once, length, False, shared)
             rest -= at_once
-        # From here on this worker may wait for a slower one, which reports its own progress.
-        heartbeat.progress(self._allowance_secs)
+        # This worker may now wait for a slower one, which reports its own progress; so may its own last steps before.
+        heartbeat.extend_deadline(self._allowance_secs)
         sums = self._call(num_rounds, rest, length, True, shared)
+        heartbeat.extend_deadline(0.0)
         # The last number shared is the mean time of a step, 0 while unknown; `sums` has it once for each step.
         self._allowance_secs = PATIENCE * float(sums[-1]) / num_rounds or heartbeat.START_SECS
         return sums
