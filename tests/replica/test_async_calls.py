@@ -36,7 +36,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
         inputs = [nodes[name.partition(":")[0]] for name in step.input]
         copies = [node for node in inputs if node.op == "Identity" and node.device == "/device:CPU:1"]
         batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
-        assert [batch.op for batch in batches] == ["StridedSlice"] * 2, "images and labels without padding"
+        assert [batch.op for batch in batches] == ["SplitV"] * 2, "images and labels without padding"
         assert all(batch.device == "/device:CPU:0" for batch in batches)
         assert not any(name.startswith("^") for copy in copies for name in copy.input), (
             "a copy has a control dependency on a step"

@@ -58,11 +58,15 @@ MADE: dict[str, Make] = {
     "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss_scale_factor": lambda: optimizers.SGD(0.01, loss_scale_factor=128.0),
 }
-EXCLUSIONS: dict[str, dict[str, Any]] = {"without its biases": {"var_names": ["bias"]}, "without a layer": {}}
+EXCLUSIONS: dict[str, dict[str, Any]] = {
+    "without its biases": {"var_names": ["bias"]},
+    "without a layer": {},
+    "without a layer by its name": {"var_names": ["first"]},
+}
 
 
 def compiled(name: str) -> keras.Model:
-    model = keras.Sequential([keras.Input((10,)), layers.Dense(8, "relu"), layers.Dense(1)])
+    model = keras.Sequential([keras.Input((10,)), layers.Dense(8, "relu", name="first"), layers.Dense(1)])
     if name in EXCLUSIONS:
         optimizer = optimizers.SGD(0.01, weight_decay=0.5)
         optimizer.exclude_from_weight_decay(**(EXCLUSIONS[name] or {"var_list": model.layers[0].weights}))

@@ -96,7 +96,8 @@ def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> li
     """The indices of those variables to which an optimizer would not apply its weight decay."""
     # `exclude_from_weight_decay` is no part of the configuration: neither copies nor saved models would know it.
     uses = attribute(keras, optimizer, "_use_weight_decay", Callable)
-    return [index for index, variable in enumerate(variables) if not uses(variable)]
+    # Keras asks with TensorFlow's variable, whose name is the whole path: `var_names` may be names of layers.
+    return [index for index, variable in enumerate(variables) if not uses(variable.value)]
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
