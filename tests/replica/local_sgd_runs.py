@@ -40,7 +40,8 @@ def normed(input_shape: tuple[int, ...], num_classes: int, constrained: bool = T
 def local_config(optimizer: str, per_call: int | None = 7, local_steps: int = 3, **algorithm: Any) -> RunConfig:
     config = run_config("normed", optimizer, steps_per_execution=per_call)
     config.mode = "sync"
-    config.optimizer["learning_rate"] = 0.05 if optimizer != "adam" else 0.01
+    config.optimizer |= {"learning_rate": 0.01} if optimizer == "adam" else {"learning_rate": 0.05}
+    config.optimizer |= {"momentum": 0.5} if optimizer == "momentum" else {}
     config.algorithm = AlgorithmConfig(kind="local_sgd", local_steps=local_steps, **algorithm)
     return config
 
