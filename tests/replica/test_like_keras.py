@@ -182,7 +182,9 @@ def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str
     for name, config in configs.items():
         print("the case", name, flush=True)  # shown if it fails
         given = source_and_splits(config)
-        found[name] = train(SyncLoop.build(config, worker.cluster, worker.task, *given, None, lambda progress: None))
+        # One strategy for all: a new one replaces what another worker may already be sending to, and fails there.
+        within = worker.cluster, worker.task, *given, None, lambda progress: None, worker.strategy
+        found[name] = train(SyncLoop.build(config, *within))
     return found
 
 
