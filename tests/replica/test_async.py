@@ -189,6 +189,7 @@ def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:
     assert loop.evaluate("validation").metrics["loss"] < untrained - 0.3
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:
     config = run_config("cnn", "adam", dropout=0.3, batch_norm=True)
     config.optimizer["learning_rate"] = 0.001

@@ -32,7 +32,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "averaged": {"name": "adam", "use_ema": True},
     "accumulated": {"name": "adam", "gradient_accumulation_steps": 2},
 }
-FIRST = ("momentum", "adam", "nadam")
+FIRST = ("momentum", "adam")
 registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 
 

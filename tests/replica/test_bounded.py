@@ -69,7 +69,7 @@ class Observer:
         self._thread.join()
 
 
-@pytest.mark.parametrize(("bound", "num_ps"), [(1, 2), (3, 1), (None, 1)])
+@pytest.mark.parametrize(("bound", "num_ps"), [pytest.param(1, 2, marks=pytest.mark.slow), (3, 1), (None, 1)])
 def test_the_bound_holds_with_a_straggler(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None], bound: int | None, num_ps: int
 ) -> None:
@@ -90,6 +90,7 @@ def test_the_bound_holds_with_a_straggler(
     assert loop.facts()["bound"] == bound
 
 
+@pytest.mark.slow
 def test_a_run_with_short_epochs_and_pauses_is_resumed(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_run_with_short_epochs_and_pauses_is_resumed(
     assert resumed.facts()["lead"] == {"max": 2}
 
 
+@pytest.mark.slow
 def test_the_number_of_steps_in_a_call_is_found(async_loop: MakeLoop) -> None:
     """Calls in flight are waited for when they become longer, and no worker may then wait for another."""
     config = bounded_config(3, steps_per_execution=None)

@@ -53,6 +53,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         devices.gpu_memory_mb(2)
 
 
+@pytest.mark.slow
 def test_tasks_of_one_host_share_its_cores() -> None:
     """Runs in a separate process, because TensorFlow accepts the settings only before its first operation."""
     code = """if True:

@@ -190,7 +190,7 @@ ALONE: dict[str, tuple[int, int, dict[str, Any]]] = {  # n_fetch, passes, argume
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in ("dropout", "clipnorm") else pytest.param(case, marks=pytest.mark.slow) for case in ALONE]
+    "case", [case if case == "dropout" else pytest.param(case, marks=pytest.mark.slow) for case in ALONE]
 )
 def test_a_worker_alone_with_sgd_is_plain_training(async_loop: MakeLoop, case: str) -> None:
     """Over whole passes, each of which ends with two of four batches, the last of them with 7 examples of 50."""
@@ -242,6 +242,7 @@ def examples_of(loop: Any, worker: int, steps: int) -> int:
     return passes * (full * size + share) + more * size
 
 
+@pytest.mark.slow
 def test_counts_are_exact_and_a_run_is_resumed(async_loop: MakeLoop) -> None:
     """With another number of batches and workers, and as plain training, at the right place of the data."""
     config = downpour_config(3, 6, optimizer="adam", steps_per_execution=4)

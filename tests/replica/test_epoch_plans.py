@@ -9,6 +9,7 @@ from tests.replica.test_epochs import BATCH, assert_same, config_of, drive, kera
 from tf2dist.testing import SyncWorkers
 
 
+@pytest.mark.slow
 def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
     """Only the first two batches of the validation set count, in both modes."""
     given, config, hooks = source("regression", validation_steps=2), config_of(BATCH), Recording()

@@ -222,6 +222,7 @@ def trained_before(folder: Path) -> Given:
     return Given(lambda: keras.models.load_model(path), splits, plan)
 
 
+@pytest.mark.slow
 def test_embedding_rows_that_are_looked_up_twice_cause_a_warning(async_loop: Any, publishing: Any) -> None:
     for name, told in (("two outputs", "embedding"), ("recurrent", ""), ("regression", "")):
         given = source(name)
@@ -259,7 +260,7 @@ def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorker
 
 @pytest.mark.parametrize(
     "name",
-    ["two outputs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "binary", "recurrent"))],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("two outputs", "regression", "binary", "recurrent")],
 )
 def test_three_synchronous_workers_equal_one_with_three_times_the_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))

@@ -230,7 +230,7 @@ NOT_FOR_XLA = "devices.xla (true): XLA cannot compile the model: AsString (No re
     ("mode", "model", "says"),
     [
         ("sync", "twelve", "model (twelve): gives [batch, 12], and must give [batch, 10]"),
-        ("async", "not_for_xla", NOT_FOR_XLA),
+        pytest.param("async", "not_for_xla", NOT_FOR_XLA, marks=pytest.mark.slow),
         *(
             pytest.param("sync", model, says, marks=pytest.mark.slow)
             for model, says in (

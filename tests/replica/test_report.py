@@ -19,7 +19,7 @@ from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])
 def test_tensorboard_shows_more_than_the_loss(
     async_loop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_target_step_before_the_checkpoint_is_refused(async_loop: MakeLoop) ->
         async_loop(config, start=taken(loop))
 
 
+@pytest.mark.slow
 def test_chosen_layers_come_from_another_run(async_loop: MakeLoop) -> None:
     donor = async_loop(run_config("dnn", hidden_units=[20, 15, 12]))
     donor.train(30)

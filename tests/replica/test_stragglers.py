@@ -124,6 +124,7 @@ def timed(worker: SyncWorker, config: RunConfig, steps: int) -> tuple[dict[str, 
     return train(worker, config, steps), time.monotonic() - begun_at
 
 
+@pytest.mark.slow
 def test_all_synchronous_workers_wait_for_a_delayed_one(sync_workers: SyncWorkers) -> None:
     config = run_config(steps_per_execution=None)
     plain = sync_workers(train, num_workers=2, args=(config, 20))

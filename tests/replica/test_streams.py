@@ -159,7 +159,7 @@ def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
 
-@pytest.mark.parametrize("load", [pytest.param(of_rows, marks=pytest.mark.slow), of_generator])
+@pytest.mark.parametrize("load", [pytest.param(each, marks=pytest.mark.slow) for each in (of_rows, of_generator)])
 def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
     """Batches in a step differ in size; each worker has five batches in a pass, and epochs have seven steps."""
     given = streamed(regression, load, 3, steps=7)

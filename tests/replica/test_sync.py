@@ -66,7 +66,11 @@ def trained_alone(sync_workers: SyncWorkers) -> Callable[[str, str], dict[str, A
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "all_reduce"),
-    [("softmax", "sgd", "auto"), ("dnn", "adam", "auto"), ("dnn", "adam", "tensorflow")],
+    [
+        pytest.param("softmax", "sgd", "auto", marks=pytest.mark.slow),
+        ("dnn", "adam", "auto"),
+        ("dnn", "adam", "tensorflow"),
+    ],
 )
 def test_three_workers_equal_one_with_three_times_the_batch(
     sync_workers: SyncWorkers,
@@ -98,6 +102,7 @@ def test_evaluation_counts_every_example_once(sync_workers: SyncWorkers) -> None
     assert results[0]["evaluation"] == results[1]["evaluation"]
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
     config = run_config("cnn", "adam", dropout=0.3, batch_norm=True)
     config.optimizer["learning_rate"] = 0.001
@@ -139,6 +144,7 @@ def train_with_each_optimizer(worker: SyncWorker, configs: list[RunConfig]) -> l
     return [train(worker, config, 30) for config in configs]
 
 
+@pytest.mark.slow
 def test_every_optimizer_learns(sync_workers: SyncWorkers) -> None:
     names = ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"]
     configs = [run_config(optimizer=name, batch_size=100, steps_per_execution=5) for name in names]

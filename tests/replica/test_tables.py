@@ -106,7 +106,10 @@ def of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> lis
     return found
 
 
-@pytest.mark.parametrize(("name", "steps_per_call"), [("diabetes", 5), ("breast cancer", None), ("wine", 40)])
+@pytest.mark.parametrize(
+    ("name", "steps_per_call"),
+    [("diabetes", 5), pytest.param("breast cancer", None, marks=pytest.mark.slow), ("wine", 40)],
+)
 def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_loop: Any, publishing: Any) -> None:
     """Steps beyond the end of an epoch are refused; their batches belong to the next one."""
     given, config, hooks = TABLES[name].given(), config_of(BATCH), Recording()

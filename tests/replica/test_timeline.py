@@ -86,6 +86,7 @@ def recorded(worker: SyncWorker, config: RunConfig, folder: str) -> dict[str, An
     return train(worker, config, 20)
 
 
+@pytest.mark.slow
 def test_the_steps_of_sync(sync_workers: SyncWorkers, tmp_path: Path) -> None:
     plain = sync_workers(train, num_workers=2, args=(run_config(), 20))
     found = sync_workers(recorded, num_workers=2, args=(config_of([0.0, DELAY_SECS]), str(tmp_path)))
