@@ -22,7 +22,7 @@ case; without optimizer= it is optimizer=momentum optimizer.learning_rate=0.04. 
 model=softmax,dnn or algorithm=plain,bounded, make contenders of each. An option that only some modes have is given to
 those alone. --config-dir and --config-name are as there.
 
-    python -m tf2dist.compare                                                     in less than five minutes
+    python -m tf2dist.compare                                                     in about five minutes
     python -m tf2dist.compare 'delays=[0,0.02,0.05]' model=softmax,dnn,cnn        a map of which mode is first
     python -m tf2dist.compare modes=sync_replicas 'backups=[0,1,2]' workers=4     what backup workers bring
 """
