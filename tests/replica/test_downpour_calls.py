@@ -1,0 +1,76 @@
+"""algorithm=downpour: what a call of a worker asks the ps for, how many steps it has, and what is refused."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.test_downpour import downpour_config
+from tf2dist.errors import ConfigError
+from tf2dist.model import models
+from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import Registered
+from tf2dist.training.asynchronous.downpour.servers import DownpourServer
+from tf2dist.training.hooks import Change
+
+MakeLoop = Callable[..., Any]
+
+
+def calls_of(loop: Any) -> list[str]:
+    """What a call of a worker asks the ps for, in this order, without what is only read for the log."""
+    graph = loop._scheduler._function.graph
+    names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
+    kinds = ("pull", "push", "exchange")
+    return [kind for name in names for kind in kinds if name.startswith(f"__inference__{kind}_")]
+
+
+def test_a_call_fetches_only_after_so_many_batches(async_loop: MakeLoop) -> None:
+    loop = async_loop(downpour_config(2, 6, steps_per_execution=9), num_ps=1)
+    assert calls_of(loop) == ["pull", *(["push", "push", "exchange"] * 2), *["push"] * 3]
+    assert calls_of(async_loop(run_config(steps_per_execution=3), num_ps=1)) == ["pull", "exchange", "exchange", "push"]
+
+
+@pytest.mark.parametrize(("n_fetch", "num_steps"), [(12, 9), (60, 15)])
+def test_calls_on_many_hosts_are_whole_rounds(async_loop: MakeLoop, n_fetch: int, num_steps: int) -> None:
+    """They have 10 steps otherwise."""
+    config = downpour_config(4, n_fetch, steps_per_execution=None)
+    config.cluster.kind = "hosts"
+    assert async_loop(config, num_ps=1)._scheduler.num_steps == num_steps
+
+
+@pytest.mark.slow
+def test_the_size_of_calls_is_found(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one round on, to several of them, but no more than the batches of a call of plain training."""
+    monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
+    monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
+    monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
+    config = downpour_config(2, 6, steps_per_execution=None)
+    config.train.steps = 10_000_000
+    loop = async_loop(config, num_ps=1)
+    assert loop._scheduler.num_steps == 3
+    loop.train(1500)
+    assert_exact(loop, 1500)
+    assert loop._scheduler.num_steps == 24, "of 2 batches each, and a plain call has at most 50"
+
+
+def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:
+    """Also one that callbacks have set."""
+    config = downpour_config(2, 2, optimizer="adam")
+    source = Registered(config)
+    source.plan = EpochPlan(has_hooks=True)
+    loop = async_loop(config, source=source)
+    rates = [float(server.rate(server.pull())[0]) for server in loop._graphs.servers]
+    loop.apply(Change(learning_rate=0.125))
+    rates += [float(server.rate(server.pull())[0]) for server in loop._graphs.servers]
+    np.testing.assert_allclose(rates, [0.01, 0.01, 0.125, 0.125])
+
+
+def test_it_refuses_gradient_accumulation() -> None:
+    arguments = {"name": "adam", "gradient_accumulation_steps": 2}
+    make = functools.partial(models.build_optimizer, arguments, 10)
+    with pytest.raises(ConfigError, match=r"optimizer.gradient_accumulation_steps \(2\): makes one update of several"):
+        DownpourServer(2, 5, "CPU:0", [keras.Variable([1.0])], [], make, "adam", 1, 4)
