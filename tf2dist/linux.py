@@ -70,7 +70,7 @@ def keep_freed_memory() -> None:
 
     By default glibc gets a block of more than 32 MB from the kernel each time, which maps it page by page, fills it
     with zeros, and takes it back when it is freed. A step of a large model does so with each copy of the parameters;
-    with 12 million parameters that took a third of the time of a step.
+    with 12 million parameters that took an eighth of the processor time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library

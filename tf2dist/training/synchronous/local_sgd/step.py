@@ -10,9 +10,6 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.model.packing import Packing
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
-from tf2dist.training.stragglers import Stragglers
-from tf2dist.training.synchronous.all_reduce import AllReduce
-from tf2dist.training.synchronous.feeds import Feed
 from tf2dist.training.synchronous.local_sgd.outer import Outer
 from tf2dist.training.synchronous.local_sgd.slots import slots_of
 from tf2dist.training.synchronous.step import SHARED, SyncStep
@@ -28,17 +25,9 @@ class LocalSgdStep(SyncStep):
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        step: ModelStep,
-        optimizer: keras.Optimizer,
-        all_reduce: AllReduce | None,
-        feed: Feed,
-        begin_step: int,
-        stragglers: Stragglers,
+        self, config: RunConfig, workers: Workers, step: ModelStep, optimizer: keras.Optimizer, *more: Any
     ) -> None:
-        super().__init__(config, workers, step, optimizer, all_reduce, feed, begin_step, stragglers)
+        super().__init__(config, workers, step, optimizer, *more)
         self._length = config.algorithm.local_steps
         self._outer = Outer(config.algorithm, step) if config.algorithm.has_outer_steps else None
         # All that a step changes, the trainable variables first.
