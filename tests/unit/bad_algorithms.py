@@ -1,0 +1,58 @@
+"""Requests about algorithms and simulated delays that are refused, and what is said of each."""
+
+WAYS_OF_TRAINING: list[tuple[list[str], str]] = [
+    # Algorithms.
+    (["mode=sync", "algorithm=staleness_aware"], "algorithm (staleness_aware): is for mode=async; leave it out"),
+    (["algorithm=stale"], "algorithm (stale): must be one of "),
+    (["algorithm.kind=plain"], "algorithm.kind=plain: is set by another option; choose with algorithm=NAME"),
+    (["algorithm=[plain]"], "algorithm ([plain]): must be one of "),
+    (["algorithm.strength=2"], "algorithm.strength (2.0): is for algorithm=delay_compensated; add that"),
+    (["algorithm=delay_compensated", "algorithm.strength=0"], "algorithm.strength (0.0): must be more than 0"),
+    (["algorithm.bound=2"], "algorithm.bound (2): is for algorithm=bounded; add that"),
+    (["algorithm=bounded", "algorithm.bound=0"], "algorithm.bound (0): must be at least 1"),
+    (["algorithm=bounded", "algorithm.bound=1.5"], "algorithm.bound (1.5): must be a whole number"),
+    (["mode=sync_replicas", "algorithm=bounded"], "algorithm (bounded): is for mode=async; leave it out"),
+    (["algorithm.n_push=2"], "algorithm.n_push (2): is for algorithm=downpour; add that"),
+    (["algorithm.n_fetch=8"], "algorithm.n_fetch (8): is for algorithm=downpour; add that"),
+    (["algorithm=downpour", "algorithm.n_push=0"], "algorithm.n_push (0): must be from 1 to 1000"),
+    (["algorithm=downpour", "algorithm.n_fetch=0"], "algorithm.n_fetch (0): must be at least 1"),
+    (
+        ["algorithm=downpour", "algorithm.n_push=4", "algorithm.n_fetch=6"],
+        "algorithm.n_fetch (6): must be a multiple of algorithm.n_push, which is 4: the gradients of a push come from",
+    ),
+    (
+        ["algorithm=downpour", "algorithm.n_push=2", "algorithm.n_fetch=102"],
+        "algorithm.n_fetch (102): must be at most 50 times algorithm.n_push, which is 2",
+    ),
+    (
+        ["algorithm=downpour", "algorithm.n_fetch=12", "train.steps_per_execution=10"],
+        "train.steps_per_execution (10): must be a multiple of 3, the steps from one fetch to the next, since each",
+    ),
+    (["mode=sync", "algorithm=downpour"], "algorithm (downpour): is for mode=async; leave it out"),
+    (["algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
+    (["mode=sync_replicas", "algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
+    (["mode=sync", "algorithm.local_steps=4"], "algorithm.local_steps (4): is for algorithm=local_sgd; add that"),
+    (["algorithm.outer_momentum=0.9"], "algorithm.outer_momentum (0.9): is for algorithm=local_sgd; add that"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.local_steps=0"], "algorithm.local_steps (0): must be at least 1"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.outer_momentum=1"], "must be at least 0 and less than 1, such"),
+    (["mode=sync", "algorithm=local_sgd", "algorithm.outer_learning_rate=0"], "must be more than 0 and finite"),
+    # Simulated delays.
+    (
+        ["simulate.delay_secs=[0,0,0.05,1]"],
+        "simulate.delay_secs ([0,0,0.05,1]): has 4 numbers for 3 workers; give",
+    ),
+    (["cluster=local2", "simulate.delay_secs=[1]"], "has 1 numbers for 2 workers"),
+    (["simulate.delay_secs=0.05"], "simulate.delay_secs: must be a list"),
+    (["simulate.delay_secs=[0,0,-1]"], "must be a number of seconds for each worker, such as [0,0,0.05], from 0 to"),
+    (["simulate.delay_secs=[0,0,nan]"], "must be a number of seconds for each worker"),
+    (["simulate.delay_secs=[0,0,1e9]"], "must be a number of seconds for each worker"),
+    (["simulate.delay_secs=[0,0,soon]"], "simulate.delay_secs[2] (soon): must be a number"),
+    (["simulate.distribution=normal"], "simulate.distribution (normal): must be constant or exponential"),
+    (["simulate.distribution=exponential"], "simulate.distribution (exponential): is for simulate.delay_secs; add"),
+    (["simulate.pause=5"], "simulate.pause (5): must name a worker, one of its own steps, and seconds, as in 'worker"),
+    (["simulate.pause=worker-2 at 0 for 5"], "simulate.pause (worker-2 at 0 for 5): must name a worker"),
+    (["simulate.pause=worker-2 at 300 for 0"], "must name a worker, one of its own steps"),
+    (["simulate.pause=ps-0 at 300 for 5"], "must name a worker, one of its own steps"),
+    (["simulate.pause=worker-3 at 300 for 5"], "there is no worker worker-3 in this cluster; the workers are worker-0"),
+    (["mode=sync", "simulate.pause=chief-0 at 300 for 5"], "there is no worker chief-0 in this cluster"),
+]
