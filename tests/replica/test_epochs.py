@@ -222,15 +222,6 @@ def trained_before(folder: Path) -> Given:
     return Given(lambda: keras.models.load_model(path), splits, plan)
 
 
-@pytest.mark.slow
-def test_embedding_rows_that_are_looked_up_twice_cause_a_warning(async_loop: Any, publishing: Any) -> None:
-    for name, told in (("two outputs", "embedding"), ("recurrent", ""), ("regression", "")):
-        given = source(name)
-        publishing(given.load())
-        advice = async_loop(config_of(BATCH), 1, 1, source=given).advice
-        assert told in advice and bool(told) == bool(advice), name  # noqa: PT018
-
-
 def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, async_loop: Any, publishing: Any) -> None:
     given, config, hooks = trained_before(tmp_path), config_of(BATCH), Recording()
     publishing(given.load())
