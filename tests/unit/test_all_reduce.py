@@ -15,7 +15,8 @@ import pytest
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.training.synchronous import mesh
-from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce, LostWorkerError
+from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
+from tf2dist.training.synchronous.peers import LostWorkerError
 
 TIMEOUT_SECS = 30
 

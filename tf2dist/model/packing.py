@@ -38,33 +38,35 @@ class Buckets:
 
     Args:
         num_more: how many numbers are added to the first bucket.
+        dtype: in which the large tensors travel; None for the types of their variables.
     """
 
-    def __init__(self, variables: list[keras.Variable], num_more: int) -> None:
+    def __init__(self, variables: list[keras.Variable], num_more: int, dtype: tf.DType | None = None) -> None:
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         self._is_large = [one.shape.num_elements() * one.dtype.size >= LARGE_BYTES for one in types]
         self._packing = Packing([v for v, is_large in zip(variables, self._is_large, strict=True) if not is_large])
         self._large = [one for one, is_large in zip(types, self._is_large, strict=True) if is_large]
-        self.specs = [tf.TensorSpec([self._packing.size + num_more], tf.float32), *self._large]
+        travelling = [tf.TensorSpec(one.shape, dtype or one.dtype) for one in self._large]
+        self.specs = [tf.TensorSpec([self._packing.size + num_more], tf.float32), *travelling]
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[tf.Tensor]:
         """The buckets; `more`: the vectors that follow in the first one."""
         pairs = list(zip(tensors, self._is_large, strict=True))
         large = [tensor for tensor, is_large in pairs if is_large]
         # The gradient of a look-up in a table may come as those rows alone that are not 0.
-        dense = [tf.cast(tf.convert_to_tensor(one), spec.dtype) for one, spec in zip(large, self._large, strict=True)]
+        dense = [tf.cast(tf.convert_to_tensor(one), to.dtype) for one, to in zip(large, self.specs[1:], strict=True)]
         return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *more), *dense]
 
     def unpack(self, buckets: list[tf.Tensor], *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors, and the vectors of `more` elements each that followed in the first bucket."""
         first, *rest = buckets
         # Copies nothing. In the branch of a condition Keras' optimizers take only what was made in that branch.
-        large = [tf.identity(tensor) for tensor in rest]
+        large = [tf.identity(_to(spec.dtype, tensor)) for tensor, spec in zip(rest, self._large, strict=True)]
         small, others = self._packing.unpack(first, *more)
         return [large.pop(0) if is_large else small.pop(0) for is_large in self._is_large], others
 
 
 def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a tensor; for an integer type it is rounded first."""
+    """Casts a tensor; a float is rounded first if an integer is wanted."""
     # A whole number that was added up from weighted parts is inexact in float32, and a cast cuts 2.9999998 to 2.
-    return tf.cast(tf.round(tensor) if dtype.is_integer else tensor, dtype)
+    return tf.cast(tf.round(tensor) if dtype.is_integer and tensor.dtype.is_floating else tensor, dtype)

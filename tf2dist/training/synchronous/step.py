@@ -1,7 +1,7 @@
-"""The graph of synchronous training: on every replica the model's step, one all-reduce, and the same update.
+"""The graph of synchronous training: on every replica the model's step, an all-reduce, and the same update.
 
-One all-reduce a step carries everything, packed into one vector: the gradients, the changes of the state, and the sums
-for the log. All replicas then apply the same update to their own copy.
+One vector carries what is small: gradients, changes of the state, and the sums for the log. Large gradients are reduced
+by themselves, each as soon as it is known. All replicas then apply the same update to their own copy.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
-from tf2dist.model.packing import Packing
+from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
@@ -57,8 +57,9 @@ class SyncStep:
         self.stragglers = stragglers
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
-        self._packing = Packing([*step.trainable, *step.state])
         self.num_sums = 2 + step.metrics.size + SHARED
+        variables = [*step.trainable, *step.state]
+        self._buckets = Buckets(variables, self.num_sums + feed.num_extra, tf.float32)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
@@ -120,12 +121,14 @@ class SyncStep:
         output = self._compute(trainable, state, leaves, place, share)
         return self.stragglers.computed(output, self._workers.index), state, share
 
-    def reduced(self, packed: tf.Tensor) -> tf.Tensor:
-        """On a replica: the sum over all of them, float32 of any size."""
+    def reduced(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
+        """On a replica: the sums over all of them, float32 of any shapes."""
         if self._all_reduce is None:
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, packed)
+            return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, buckets))
         # `numpy_function` is stateful, so TensorFlow neither merges nor reorders calls that pair with other workers'.
-        return tf.ensure_shape(tf.numpy_function(self._all_reduce, [packed], tf.float32), packed.shape)
+        # Backpropagation computes the gradients of the last layers first; the first bucket needs those of all layers.
+        sums = [tf.numpy_function(self._all_reduce, [bucket], tf.float32) for bucket in reversed(buckets)]
+        return [tf.ensure_shape(one, bucket.shape) for one, bucket in zip(reversed(sums), buckets, strict=True)]
 
     # Plain training.
 
@@ -141,18 +144,18 @@ class SyncStep:
         start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
 
-    def _replica_step(self, element: Any, shared: tf.Tensor) -> tf.Tensor:
-        """One step of one replica; returns the packed sum of what all replicas contribute."""
+    def _replica_step(self, element: Any, shared: tf.Tensor) -> list[tf.Tensor]:
+        """One step of one replica; returns the sums of what all replicas contribute."""
         output, state, share = self.computed(element)
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
         return self.reduced(
-            self._packing.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
+            self._buckets.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
         )
 
-    def _apply(self, reduced: tf.Tensor) -> tf.Tensor:
+    def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
         """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
-        tensors, (sums, extra) = self._packing.unpack(reduced, self.num_sums, self._feed.num_extra)
+        tensors, (sums, extra) = self._buckets.unpack(reduced, self.num_sums, self._feed.num_extra)
         self._feed.take_back(extra)
         gradients, changes = tensors[: len(self.step.trainable)], tensors[len(self.step.trainable) :]
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.packing import Packing
+from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.synchronous.local_sgd.outer import Outer
@@ -32,7 +32,7 @@ class LocalSgdStep(SyncStep):
         self._outer = Outer(config.algorithm, step) if config.algorithm.has_outer_steps else None
         # All that a step changes, the trainable variables first.
         self._averaged = [*step.variables, *slots_of(optimizer)]
-        self._values = Packing(self._averaged)
+        self._values = Buckets(self._averaged, self.num_sums, tf.float32)
         # As they were when the round began, and what this worker has added up since then: see `StepOutput.sums`, with
         # the loss multiplied by the number of examples.
         self._begun = [tf.Variable(tf.convert_to_tensor(v.value), trainable=False) for v in self._averaged]
@@ -130,16 +130,17 @@ class LocalSgdStep(SyncStep):
     def _average(self, length: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """Ends a round: gives all workers the mean of their variables; returns its sums, float64 [num_sums]."""
         reduced = self.on_replicas(self._contribution, shared)
-        totals = reduced[self._values.size :]
-        self._move(self._values.unpack(reduced[: self._values.size] / totals[1])[0])
+        totals = reduced[0][-self.num_sums :]
+        changes, _ = self._values.unpack([bucket / totals[1] for bucket in reduced], self.num_sums)
+        self._move(changes)
         self._begin_round()
         # The loss, here the mean over the examples, and what is shared count once for each step, as in plain training.
         steps = tf.cast(length, tf.float32)
         parts = [totals[:1] / totals[1] * steps, totals[1:-SHARED], totals[-SHARED:] * steps]
         return tf.cast(tf.concat(parts, 0), tf.float64)
 
-    def _contribution(self, shared: tf.Tensor) -> tf.Tensor:
-        """On the replica: the packed sum of what all workers contribute to the end of a round."""
+    def _contribution(self, shared: tf.Tensor) -> list[tf.Tensor]:
+        """On the replica: the sums of what all workers contribute to the end of a round."""
         examples = tf.cast(self._own.read_value()[1], tf.float32)
         news = [tf.convert_to_tensor(variable.value) for variable in self._averaged]
         changes = [
