@@ -16,6 +16,7 @@ from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
+from tf2dist.model import packing
 from tf2dist.testing import SyncWorker
 from tf2dist.training.hooks import Change
 from tf2dist.training.loop import PauseRequest
@@ -73,7 +74,7 @@ CHANGING = unconstrained("momentum", **OUTER)
 
 
 class Counted:
-    """An all-reduce that counts how often it is called."""
+    """An all-reduce that counts how often it is called for the vector of the small tensors, the last of an average."""
 
     lost = None
 
@@ -81,7 +82,7 @@ class Counted:
         self._inner, self.calls = inner, 0
 
     def __call__(self, vector: np.ndarray) -> np.ndarray:
-        self.calls += 1
+        self.calls += vector.ndim == 1
         found: np.ndarray = self._inner(vector)
         return found
 
@@ -89,6 +90,7 @@ class Counted:
 def built(worker: SyncWorker, config: RunConfig, start: Snapshot | None = None, given: Given | None = None) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
+    packing.LARGE_BYTES = 256  # so that the kernels travel alone, as those of large models do
     source, splits = (given, given.load()) if given else source_and_splits(config)
     mine, strategy = start if worker.index == 0 else None, worker.strategy
     return SyncLoop.build(config, worker.cluster, worker.task, source, splits, mine, lambda progress: None, strategy)

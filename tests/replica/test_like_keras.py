@@ -26,8 +26,8 @@ layers = keras.layers
 # "weights", "metrics" of all steps, the evaluation of the "test" set, and the states of "random" generators
 Training = dict[str, Any]
 # Models that one worker trains in both modes, models that two synchronous workers train, and settings of optimizers.
-ALONE = ["no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
-TOGETHER = ["spectral", "synchronized", "summed"]
+ALONE = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
+TOGETHER = ["large", "spectral", "synchronized", "summed"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
     "ema_overwrite_frequency": {"use_ema": True, "ema_overwrite_frequency": 5},
@@ -38,6 +38,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def begin(input_shape: tuple[int, ...]) -> list[Any]:
     return [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
+
+
+@registry.register_model("large")
+def large(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """With two kernels that travel alone."""
+    hidden = [layers.Dense(601, "relu"), layers.Dense(601, "relu"), layers.Dense(600, "relu")]
+    return keras.Sequential([*begin(input_shape), *hidden, layers.Dense(num_classes)])
 
 
 @registry.register_model("spectral")
