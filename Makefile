@@ -12,18 +12,15 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
-# Tests that stay in the processes of pytest run side by side; those that start commands run one after another.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile tests/unit tests/replica
-ONE_BY_ONE := tests/process tests/e2e
+# Side by side, the fast ones first. The tests of a file stay in one process of pytest, which shares what takes long.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 test: lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
-	$(BIN)/python -m pytest $(ONE_BY_ONE) $(ARGS)
+	$(PYTEST) tests/unit tests/replica tests/process tests/e2e $(ARGS)
 
-# Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long.
+# Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long, one after another.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) $(ARGS)
-	$(BIN)/python -m pytest -m slow $(ONE_BY_ONE) $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit tests/replica tests/process tests/e2e $(ARGS)
 
 # Two minutes of kills and freezes in each mode.
 chaos: $(STAMP)

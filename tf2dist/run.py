@@ -161,7 +161,7 @@ def train(
         given = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
-        with abandoning(loop, config), profile or contextlib.nullcontext():
+        with saver, abandoning(loop, config), profile or contextlib.nullcontext():
             if source.plan is None:
                 drive(*given)
             else:

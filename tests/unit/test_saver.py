@@ -1,6 +1,7 @@
 """When checkpoints are saved, and what happens if saving fails."""
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     now[0] = 600.0
     assert saver.due()
     saver.save(lambda: snapshot(1))
+    saver.wait()
     assert "step 1 could not be saved (No space left on device)" in sent[-1].text
     assert [type(message) for message in sent] == [Warned]
     assert not saver.due()
@@ -46,6 +48,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     assert saver.due(), "saving must be retried soon"
     disk.full = False
     saver.save(lambda: snapshot(2))
+    saver.wait()
     assert sent[-1] == Saved("chief-0", 2, stopping=False)
     assert not saver.due()
     assert_same(disk.newest(fail), snapshot(2))
@@ -66,6 +69,49 @@ def test_saving_the_last_step_is_retried(tmp_path: Path) -> None:
     assert_same(disk.newest(fail), snapshot(9))
     saver.retry(9, lambda: pytest.fail("it has been saved"))
     check_saved({"global_step": 9, "saved_step": saver.saved_step})
+
+
+class SlowDisk(Checkpoints):
+    """A disk that takes nothing until `may_write` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.may_write = threading.Event()
+
+    def _write(self, path: Path, snapshot: Snapshot) -> None:
+        assert self.may_write.wait(30.0)
+        super()._write(path, snapshot)
+
+
+def test_the_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
+    """The next one waits for it, whether it is saved for good or in passing."""
+    now, sent = [0.0], list[Any]()
+    disk = SlowDisk(tmp_path)
+    with Saver(disk, 600.0, ToLauncher("chief-0", sent.append), clock=lambda: now[0]) as saver:
+        now[0] = 600.0
+        saver.save(lambda: snapshot(1))
+        now[0] = 1200.0
+        assert not saver.due(), "the training would stand still until the disk is done"
+        assert sent == []
+        disk.may_write.set()
+        saver.save(lambda: snapshot(2), stopping=True)
+        assert sent == [Saved("chief-0", 1, stopping=False), Saved("chief-0", 2, stopping=True)]
+        disk.may_write.clear()
+        saver.save(lambda: snapshot(3))
+        threading.Timer(0.2, disk.may_write.set).start()
+    assert steps_on(disk) == [1, 2, 3], "the end of the run must wait"
+    assert saver.saved_step == 3
+
+
+def test_an_error_of_the_writing_thread_is_no_secret(tmp_path: Path) -> None:
+    class Broken(Checkpoints):
+        def save(self, *_: Any) -> Path:
+            raise ZeroDivisionError
+
+    saver = Saver(Broken(tmp_path), None, NOBODY)
+    saver.save(lambda: snapshot(1))
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
 
 
 class SmallDisk(Checkpoints):
@@ -90,6 +136,7 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
     saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
     for step in (1, 2, 3, 4):
         saver.save(lambda: snapshot(step))  # noqa: B023
+        saver.wait()
     assert steps_on(disk) == [1, 2, 3], "checkpoints were removed before the end of the run"
     sent.clear()
     if stopping:

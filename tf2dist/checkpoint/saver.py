@@ -3,6 +3,8 @@
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Notify
@@ -12,7 +14,7 @@ RETRY_SECS = 30.0  # after a failed attempt to save
 
 
 class NoSaver:
-    """The saver of all tasks but the leader: it saves nothing.
+    """The saver of all tasks but the leader: it saves nothing. At the end of a `with` block, nothing is half written.
 
     Attributes:
         saved_step: the last step that has been saved.
@@ -34,9 +36,21 @@ class NoSaver:
     def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
         """Tries again if `step` could not be saved; on a full disk older checkpoints are removed."""
 
+    def wait(self) -> None:
+        """Waits until what was to be saved has been written, or could not be."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
 
 class Saver(NoSaver):
-    """Saves at the configured interval; the training goes on if that fails.
+    """Saves at the configured interval; the training goes on meanwhile, and if that fails.
+
+    The training stands still while a snapshot is taken, and not while it is written. There is one snapshot at a time,
+    so that it takes the memory of one: the next one waits for it, and none is due by time as long as it is written.
 
     Args:
         every_secs: None for no saving by time.
@@ -53,17 +67,34 @@ class Saver(NoSaver):
         self._checkpoints, self._to_launcher, self._clock = checkpoints, to_launcher, clock
         self._every_secs = math.inf if every_secs is None else every_secs
         self._due_at = clock() + self._every_secs
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
 
     def due(self) -> bool:
-        return self._clock() >= self._due_at
+        return self._clock() >= self._due_at and (self._writing is None or self._writing.done())
 
     def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
-        self._save(take, stopping, self._to_launcher.warn if stopping else None)
-
-    def _save(self, take: Callable[[], Snapshot], stopping: bool, notify_removed: Notify | None) -> None:
+        self.wait()
         snapshot = take()
+        # An attempt that is still to fail sets an earlier time.
         self._due_at = self._clock() + self._every_secs
+        if stopping:
+            self._write(snapshot, stopping, self._to_launcher.warn)
+        else:
+            # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
+            self._writing = self._thread.submit(self._write, snapshot, stopping, None)
+
+    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
+        self.wait()
+        if self.saved_step != step:
+            self._write(take(), False, self._to_launcher.warn)
+
+    def wait(self) -> None:
+        if self._writing:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, snapshot: Snapshot, stopping: bool, notify_removed: Notify | None) -> None:
         try:
             self._checkpoints.save(snapshot, notify_removed)
         except OSError as error:  # such as a full disk, which may have room again later: no reason to stop a training
@@ -73,7 +104,3 @@ class Saver(NoSaver):
         else:
             self.saved_step = snapshot.step
             self._to_launcher.saved(snapshot.step, stopping)
-
-    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
-        if self.saved_step != step:
-            self._save(take, stopping=False, notify_removed=self._to_launcher.warn)
