@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.training.synchronous import mesh
@@ -58,6 +59,24 @@ def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int) ->
             np.testing.assert_array_equal(result, expected)
     for worker in workers:
         worker.close()
+
+
+def test_tensorflow_uses_the_sum_without_a_copy() -> None:
+    first, second = connected(2)
+    sums: list[np.ndarray] = []
+
+    def add(own: np.ndarray) -> np.ndarray:
+        sums.append(first(own))
+        return sums[-1]
+
+    def in_a_graph() -> np.ndarray:
+        call = tf.function(lambda own: tf.numpy_function(add, [own], tf.float32), autograph=False)
+        return np.asarray(memoryview(call(tf.ones([300, 1000]))))
+
+    found, _ = at_once([in_a_graph, partial(second, np.ones([300, 1000], np.float32))])
+    assert found.ctypes.data == sums[0].ctypes.data
+    assert (found == 2).all()
+    assert found.shape == (300, 1000)
 
 
 def test_a_result_is_not_changed_by_the_next_call() -> None:
