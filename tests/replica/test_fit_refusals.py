@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an option of fit": ({"options": {"train.epochs": 3}}, "train.epochs is the argument epochs of fit"),
     "an option of the command": ({"options": ["model=cnn"]}, "model belongs to the command line"),
     "no such option": ({"options": {"checkpoint.often": 1}}, "checkpoint.often"),
+    "a wrong value of an option": ({"options": {"checkpoint.keep": 0}}, "checkpoint.keep (0)"),
     "a text of options": ({"options": "seed=1"}, "options (seed=1): must be a list or a dict"),
     "callbacks": ({"callbacks": [print]}, "callbacks: has a builtin_function_or_method"),
     "a hook of validation batches": (
@@ -175,6 +176,7 @@ def test_a_wrong_call_is_refused(what: str, nothing_starts: Path) -> None:
     with pytest.raises(tf2dist.ConfigError) as told:
         tf2dist.fit(**given)
     assert words in str(told.value)
+    assert isinstance(told.value, ValueError), "Keras raises one for a wrong argument"
     assert len(str(told.value).splitlines()) == 1
     assert list(nothing_starts.iterdir()) == []
 

@@ -1,21 +1,41 @@
 """`tf2dist.fit`: `keras.Model.fit` on a cluster."""
 
+import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tf2dist.config.schema import MODES
 from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import Load, Stream
-from tf2dist.errors import FitError
+from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.request import Local, Model
 from tf2dist.fitting.result import Result
 from tf2dist.fitting.run import Run, leave_gpus_to_tasks
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
+
+def with_value_errors(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """Makes every ConfigError a FitError, which is a ValueError too, as Keras raises for wrong arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        try:
+            return function(*args, **kwargs)
+        except FitError:
+            raise
+        except ConfigError as error:
+            raise FitError(*error.args).with_traceback(error.__traceback__) from None
+
+    return call
+
+
+@with_value_errors
 def fit(
     model: Model,
     x: Any = None,
@@ -78,7 +98,8 @@ def fit(
         The trained model, its history, and the content of summary.json.
 
     Raises:
-        ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started.
+        ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started. It is a
+            ValueError too.
         DataError: `data` raises an error, or its batches have no known shape.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
         TfDistError: the training failed, or tasks were lost too often.
