@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_until
+from tests.e2e.many_runs import ended, start_module
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]
@@ -23,23 +23,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tf2dist.compare", *SMALL, *arguments],
-        cwd=folder,
-        env=dict(os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
-    """The stdout and stderr of the comparison; asserts that it has ended with this code."""
-    stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == code, stdout + stderr
-    return stdout, stderr
+    return start_module(folder, "tf2dist.compare", *SMALL, *arguments)
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import COMMAND, our_processes, wait_until
+from tests.conftest import our_processes, wait_until
+from tests.e2e.many_runs import ended, start_module
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["-m", "data=digits", "model=softmax", "cluster=local1", "optimizer=sgd"]
@@ -22,23 +23,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *SMALL, *arguments],
-        cwd=folder,
-        env=dict(os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
-    """The stdout and stderr of the sweep; asserts that it has ended with this code."""
-    stdout, stderr = process.communicate(timeout=150)
-    assert process.returncode == code, stdout + stderr
-    return stdout, stderr
+    return start_module(folder, "tf2dist", *SMALL, *arguments)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
