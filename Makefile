@@ -13,10 +13,10 @@ train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
 # Side by side, the fast ones first. The tests of a file stay in one process of pytest, which shares what takes long.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
 
 test: lint
-	$(PYTEST) tests/unit tests/replica tests/process tests/e2e $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/unit tests/replica tests/process tests/e2e $(ARGS)
 
 # Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long, one after another.
 slow: $(STAMP)

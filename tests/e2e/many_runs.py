@@ -1,6 +1,5 @@
 """Commands that start one run after the other, in a process group of their own, as a shell starts them."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ def start_module(folder: Path, module: str, *arguments: str) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
-        env=dict(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -65,6 +65,7 @@ class Peers:
             self._wait({})
 
     def close(self) -> None:
+        """Closes all connections."""
         for sock in self._sockets.values():
             sock.close()
 
