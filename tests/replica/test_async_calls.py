@@ -1,5 +1,6 @@
 """The calls that the coordinator gives to asynchronous workers: their size, their number, their graphs."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -228,6 +229,32 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["True set()"]), done.stderr
+
+
+def test_the_first_copies_of_several_threads_move_no_table() -> None:
+    """TensorFlow doubles its table of the functions that copy from tasks whenever it is full, while others read it."""
+    code = """if True:
+        import os, sys
+        import tensorflow as tf
+        from tf2dist.testing import start_ps_cluster
+        cluster = start_ps_cluster(num_workers=4)
+        coordinator = cluster.coordinator
+        print("connected", file=sys.stderr, flush=True)
+        one = tf.function(lambda: (tf.ones([3]), tf.ones([3], tf.float64), tf.ones([3], tf.int64)))
+        for value in [coordinator.schedule(one) for _ in range(40)]:
+            coordinator.fetch(value)
+        print(flush=True)
+        os._exit(0)  # the servers of the cluster are in this process
+    """
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cluster_function_library_runtime=1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = (part.count("CFLR::Instantiate") for part in done.stderr.split("connected\n"))
+    assert after > 4, "no copy needed a function of its own"
+    room = 1 << before.bit_length() if before else 0  # the size of the table after it was filled one by one
+    assert before + after <= room
 
 
 def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,33 @@ def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto)
 
 def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.ParameterServerStrategy:
     """Connects the coordinator to all ps and workers, which must be listening."""
-    return tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
+    strategy = tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
+    _make_room_for_copies(3 * len(cluster.tasks))
+    return strategy
+
+
+def _make_room_for_copies(number: int) -> None:
+    """Lets the coordinator copy from tasks for the first time in several threads at once.
+
+    For every task, and every type of what is copied from it, TensorFlow makes a function at the first copy, and again
+    after a worker came back. It keeps them in a `std::vector` (`function_data_` in
+    distributed_runtime/eager/cluster_function_library_runtime.cc) that grows under a lock but is read without one:
+    when it moves, a copy that has just begun in another thread reads what is freed, and fails ("Unable to parse
+    request") or crashes the coordinator. The vector doubles whenever it is full. One entry more than a power of two,
+    made here while nobody copies, leaves as much room as has been filled.
+    """
+
+    @tf.function(autograph=False, input_signature=[])
+    def nothing() -> None:
+        with tf.device("/job:ps/task:0/device:CPU:0"):
+            tf.no_op()
+
+    concrete = nothing.get_concrete_function()
+    for version in range((1 << number.bit_length()) + 1):
+        config = tf.compat.v1.ConfigProto()
+        config.graph_options.rewrite_options.disable_meta_optimizer = True  # it takes most of the time
+        config.experimental.session_metadata.version = version  # another version makes it another function
+        tf.raw_ops.PartitionedCall(args=[], Tout=[], f=concrete, config_proto=config.SerializeToString())
 
 
 def multi_worker_mirrored_strategy(
