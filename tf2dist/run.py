@@ -230,7 +230,7 @@ def drive(
 
     def stop_if(requested: PauseRequest) -> None:
         if PauseRequest.STOP in requested:
-            saver.save(loop.snapshot, stopping=True)
+            saver.save(loop.freeze, stopping=True)
             loop.finish(None)
             raise Interrupted(signal.SIGTERM)
 
@@ -252,20 +252,20 @@ def drive(
         requested = loop.train(min(target, *boundaries), pause_request)
         step = loop.progress.global_step
         if PauseRequest.SAVE in requested or step == target or step % save_every == 0:
-            saver.save(loop.snapshot)
+            saver.save(loop.freeze)
             heartbeat.progress()
         stop_if(requested)
         is_due = step < target and step % evaluate_every == 0 and has_validation
         if is_due and goal.is_reached(evaluate("validation"), reporter.training_secs):
             target = loop.target_step = step
             reporter.set_target(step)
-            saver.save(loop.snapshot)
+            saver.save(loop.freeze)
 
     # The result.
     loop.finalize()
     validation = evaluate("validation") if has_validation else None
     test = evaluate("test") if "test" in splits else None
-    saver.retry(target, loop.snapshot)
+    saver.retry(target, loop.freeze)
     write_finished_model()
     reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
     loop.finish(test or validation)

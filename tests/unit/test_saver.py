@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_saving import assert_same, fail, snapshot
 from tf2dist.checkpoint.saver import Saver
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.errors import TrainingError
 from tf2dist.launch.supervisor import check_saved
@@ -17,6 +17,10 @@ from tf2dist.messages import Saved, ToLauncher, Warned
 
 RESULT = {"test_accuracy": 0.9, "test_loss": 0.3, "test_examples": 100}
 NOBODY = ToLauncher("chief-0", lambda message: None)
+
+
+def frozen(step: int) -> Frozen:
+    return lambda: snapshot(step)
 
 
 class Disk(Checkpoints):
@@ -39,7 +43,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     assert not saver.due()
     now[0] = 600.0
     assert saver.due()
-    saver.save(lambda: snapshot(1))
+    saver.save(lambda: frozen(1))
     saver.wait()
     assert "step 1 could not be saved (No space left on device)" in sent[-1].text
     assert [type(message) for message in sent] == [Warned]
@@ -47,7 +51,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     now[0] += 30.0
     assert saver.due(), "saving must be retried soon"
     disk.full = False
-    saver.save(lambda: snapshot(2))
+    saver.save(lambda: frozen(2))
     saver.wait()
     assert sent[-1] == Saved("chief-0", 2, stopping=False)
     assert not saver.due()
@@ -57,15 +61,15 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
 def test_saving_the_last_step_is_retried(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     saver = Saver(disk, None, NOBODY)
-    saver.save(lambda: snapshot(9))
-    saver.retry(9, lambda: snapshot(9))
+    saver.save(lambda: frozen(9))
+    saver.retry(9, lambda: frozen(9))
     assert saver.saved_step is None
     with pytest.raises(
         TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room"
     ):
         check_saved({"global_step": 9, "saved_step": saver.saved_step, **RESULT})
     disk.full = False
-    saver.retry(9, lambda: snapshot(9))
+    saver.retry(9, lambda: frozen(9))
     assert_same(disk.newest(fail), snapshot(9))
     saver.retry(9, lambda: pytest.fail("it has been saved"))
     check_saved({"global_step": 9, "saved_step": saver.saved_step})
@@ -89,18 +93,42 @@ def test_the_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> Non
     disk = SlowDisk(tmp_path)
     with Saver(disk, 600.0, ToLauncher("chief-0", sent.append), clock=lambda: now[0]) as saver:
         now[0] = 600.0
-        saver.save(lambda: snapshot(1))
+        saver.save(lambda: frozen(1))
         now[0] = 1200.0
         assert not saver.due(), "the training would stand still until the disk is done"
         assert sent == []
         disk.may_write.set()
-        saver.save(lambda: snapshot(2), stopping=True)
+        saver.save(lambda: frozen(2), stopping=True)
         assert sent == [Saved("chief-0", 1, stopping=False), Saved("chief-0", 2, stopping=True)]
         disk.may_write.clear()
-        saver.save(lambda: snapshot(3))
+        saver.save(lambda: frozen(3))
         threading.Timer(0.2, disk.may_write.set).start()
     assert steps_on(disk) == [1, 2, 3], "the end of the run must wait"
     assert saver.saved_step == 3
+
+
+def test_the_training_goes_on_while_a_snapshot_is_fetched(tmp_path: Path) -> None:
+    may_fetch = threading.Event()
+
+    def fetch() -> Snapshot:
+        assert may_fetch.wait(30.0)
+        return snapshot(1)
+
+    disk = Checkpoints(tmp_path)
+    with Saver(disk, None, NOBODY) as saver:
+        saver.save(lambda: fetch)
+        assert steps_on(disk) == []
+        may_fetch.set()
+    assert steps_on(disk) == [1]
+
+
+def test_the_error_that_ends_a_training_is_told_before_one_of_the_writing_thread(tmp_path: Path) -> None:
+    def fetch() -> Snapshot:
+        raise ZeroDivisionError
+
+    with pytest.raises(KeyError), Saver(Checkpoints(tmp_path), None, NOBODY) as saver:
+        saver.save(lambda: fetch)
+        raise KeyError
 
 
 def test_an_error_of_the_writing_thread_is_no_secret(tmp_path: Path) -> None:
@@ -109,7 +137,7 @@ def test_an_error_of_the_writing_thread_is_no_secret(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
     saver = Saver(Broken(tmp_path), None, NOBODY)
-    saver.save(lambda: snapshot(1))
+    saver.save(lambda: frozen(1))
     with pytest.raises(ZeroDivisionError):
         saver.wait()
 
@@ -135,14 +163,14 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
     disk = SmallDisk(tmp_path, keep=5)
     saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
     for step in (1, 2, 3, 4):
-        saver.save(lambda: snapshot(step))  # noqa: B023
+        saver.save(lambda: frozen(step))  # noqa: B023
         saver.wait()
     assert steps_on(disk) == [1, 2, 3], "checkpoints were removed before the end of the run"
     sent.clear()
     if stopping:
-        saver.save(lambda: snapshot(4), stopping=True)
+        saver.save(lambda: frozen(4), stopping=True)
     else:
-        saver.retry(4, lambda: snapshot(4))
+        saver.retry(4, lambda: frozen(4))
     assert steps_on(disk) == [2, 3, 4]
     text = "step-0000000001 was removed: the disk is full, and step 4 needs its room"
     assert sent == [Warned("chief-0", text), Saved("chief-0", 4, stopping)]

@@ -1,12 +1,13 @@
 """When to save, and what to do when it fails."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.messages import ToLauncher
 
@@ -26,14 +27,14 @@ class NoSaver:
         """Whether it is time to save."""
         return False
 
-    def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
-        """Saves the snapshot that `take` returns; a failure is a warning.
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+        """Saves what `freeze` returns; a failure is a warning.
 
         Args:
             stopping: whether the run is being stopped; then, on a full disk, older checkpoints are removed.
         """
 
-    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
+    def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         """Tries again if `step` could not be saved; on a full disk older checkpoints are removed."""
 
     def wait(self) -> None:
@@ -42,15 +43,18 @@ class NoSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error that ends the training is told, rather than what comes of it in the writing thread.
+        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
+            self.wait()
 
 
 class Saver(NoSaver):
     """Saves at the configured interval; the training goes on meanwhile, and if that fails.
 
-    The training stands still while a snapshot is taken, and not while it is written. There is one snapshot at a time,
-    so that it takes the memory of one: the next one waits for it, and none is due by time as long as it is written.
+    The training stands still while it is frozen, and not while the snapshot is fetched and written. There is one
+    snapshot at a time, so that it takes the memory of one: the next one waits for it, and none is due by time as long
+    as it is written.
 
     Args:
         every_secs: None for no saving by time.
@@ -73,28 +77,29 @@ class Saver(NoSaver):
     def due(self) -> bool:
         return self._clock() >= self._due_at and (self._writing is None or self._writing.done())
 
-    def save(self, take: Callable[[], Snapshot], stopping: bool = False) -> None:
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
         self.wait()
-        snapshot = take()
+        frozen = freeze()
         # An attempt that is still to fail sets an earlier time.
         self._due_at = self._clock() + self._every_secs
         if stopping:
-            self._write(snapshot, stopping, self._to_launcher.warn)
+            self._write(frozen, stopping, self._to_launcher.warn)
         else:
             # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
-            self._writing = self._thread.submit(self._write, snapshot, stopping, None)
+            self._writing = self._thread.submit(self._write, frozen, stopping, None)
 
-    def retry(self, step: int, take: Callable[[], Snapshot]) -> None:
+    def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
         if self.saved_step != step:
-            self._write(take(), False, self._to_launcher.warn)
+            self._write(freeze(), False, self._to_launcher.warn)
 
     def wait(self) -> None:
         if self._writing:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, snapshot: Snapshot, stopping: bool, notify_removed: Notify | None) -> None:
+    def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None) -> None:
+        snapshot = frozen()
         try:
             self._checkpoints.save(snapshot, notify_removed)
         except OSError as error:  # such as a full disk, which may have room again later: no reason to stop a training

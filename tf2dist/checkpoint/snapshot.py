@@ -14,7 +14,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class Snapshot:
 
     def weights(self) -> Weights:
         return Weights({name: array for name, array in self.arrays.items() if name.startswith("model/")})
+
+
+# A run at one exact global step that is not all fetched yet: to be called once, from any thread, while the run goes on.
+Frozen = Callable[[], Snapshot]
 
 
 def to_bytes(start: Snapshot | Weights) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tf2dist.checkpoint.saver import NoSaver
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Interrupted
@@ -230,17 +230,22 @@ class EpochDriver:
         self._stop_if(self._loop.combine(self._pause_request()))
         return evaluation
 
-    def _snapshot(self) -> Snapshot:
-        snapshot = self._loop.snapshot()
-        return replace(snapshot, arrays=snapshot.arrays | self._state.arrays(self._loop.progress.metrics))
+    def _freeze(self) -> Frozen:
+        frozen, own = self._loop.freeze(), self._state.arrays(self._loop.progress.metrics)
+
+        def fetch() -> Snapshot:
+            snapshot = frozen()
+            return replace(snapshot, arrays=snapshot.arrays | own)
+
+        return fetch
 
     def _save(self) -> None:
-        self._saver.save(self._snapshot)
+        self._saver.save(self._freeze)
         heartbeat.progress()
 
     def _stop_if(self, requested: PauseRequest) -> None:
         if PauseRequest.STOP in requested:
-            self._saver.save(self._snapshot, stopping=True)
+            self._saver.save(self._freeze, stopping=True)
             self._loop.finish(None)
             raise Interrupted(signal.SIGTERM)
 
@@ -253,8 +258,8 @@ class EpochDriver:
         # Callbacks may still set weights here, so what is evaluated, saved and written comes after.
         self._call("end", {})
         test = self._evaluate("test") if "test" in self._splits else None
-        self._saver.save(self._snapshot)
-        self._saver.retry(step, self._snapshot)
+        self._saver.save(self._freeze)
+        self._saver.retry(step, self._freeze)
         self._write_finished_model()
         self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
         loop.finish(test or self._validation or self._last)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.facts import Facts
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.state import has_sharding, input_facts
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
@@ -237,8 +237,11 @@ class Loop(Protocol):
     def broadcast(self, packed: bytes) -> bytes:
         """Returns the bytes that the leader passes; all tasks that drive the training must call this."""
 
-    def snapshot(self) -> Snapshot:
+    def freeze(self) -> Frozen:
         """The state at `progress.global_step`. Only for the leader, while no task trains."""
+
+    def snapshot(self) -> Snapshot:
+        """What `freeze` keeps, fetched at once."""
 
     def finalize(self) -> None:
         """Sets the final weights of the model, such as the optimizer's moving averages.

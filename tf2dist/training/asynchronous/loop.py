@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot, Weights
 from tf2dist.checkpoint.state import assign, finalize
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -233,14 +233,18 @@ class AsyncLoop:
         # The coordinator alone drives the training.
         return packed
 
-    def snapshot(self) -> Snapshot:
+    def freeze(self) -> Frozen:
         counts = self._graphs.servers[0].counters.now()
         # Only steps that were applied move the input: a batch of a refused update is seen again after a resume.
         positions = list(map(int, self._origin.offsets + counts.steps))
         facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
         own |= {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        return Snapshot(self.progress.global_step, self.arrays() | self._trained | own, facts)
+        step, own, fetch = self.progress.global_step, self._trained | own, self._read_all.freeze()
+        return lambda: Snapshot(step, fetch() | own, facts)
+
+    def snapshot(self) -> Snapshot:
+        return self.freeze()()
 
     def finalize(self) -> None:
         servers = self._graphs.servers

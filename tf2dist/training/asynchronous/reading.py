@@ -1,6 +1,6 @@
-"""Reading all variables of a run at once: a call to a ps costs a millisecond, and Adam keeps two more a weight."""
+"""Reading all variables of a run: small ones at once, since a call to a ps costs a millisecond; large ones later."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -9,8 +9,11 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
+from tf2dist.process.parts import parts_of
 
-MAX_PACKED_BYTES = 64 << 20  # of a ps; above, variables are read one by one, since a packed vector is a copy on the ps
+MAX_PACKED_BYTES = 64 << 20  # of a ps; above, nothing is packed: a packed vector is a copy on the ps, and takes time
+
+Arrays = dict[str, np.ndarray]
 
 
 class OnDevice(Protocol):
@@ -22,7 +25,7 @@ class OnDevice(Protocol):
 
 
 class PackedRead:
-    """Reads the variables of a run while no task trains.
+    """Reads the variables of a run as they are at a moment when no task trains.
 
     The functions are made in the constructor: on many hosts none may be made during the training, not even those of
     TensorFlow that would take a vector apart. So numpy does that.
@@ -30,40 +33,93 @@ class PackedRead:
 
     def __init__(self, named: Named, servers: Sequence[OnDevice]) -> None:
         self._names = list(named)
-        self._rest = dict(named)
-        self._parts: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
-        for server in servers:
-            # Of several variables with one name, which every ps has of its own, the first counts, as in `values`.
-            own = {name: found[0] for name, found in named.items() if _is_packed(found[0], server.device)}
-            packing = Packing(list(own.values()))
-            if not own or 4 * packing.size > MAX_PACKED_BYTES:
-                continue
-            shapes = {name: tuple(variable.shape) for name, variable in own.items()}
-            self._parts.append((shapes, packing, server.on_device(_packer(packing, list(own.values())))))
-            for name in own:
-                del self._rest[name]
+        self._packed: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
+        self._kept: list[tuple[list[tuple[str, int]], Any]] = []
+        on_servers = [(server, _parts_on(named, server.device)) for server in servers]
+        if any(_num_bytes(parts) > MAX_PACKED_BYTES for _, parts in on_servers):
+            for server, parts in on_servers:
+                self._kept.append((list(parts), server.on_device(_reader(list(parts.values())))))
+        else:
+            for server, parts in on_servers:
+                self._pack(server, {name: v for (name, _), v in parts.items() if len(parts_of(named[name][0])) == 1})
+        read = {name for keys, _ in self._kept for name, _ in keys}
+        read |= {name for shapes, _, _ in self._packed for name in shapes}
+        self._rest = {name: variables for name, variables in named.items() if name not in read}
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Arrays:
         """The values of all variables by name, in the order of their names in the run.
 
         Raises:
             NotFiniteError: one is not finite.
         """
+        return self.freeze()()
+
+    def freeze(self) -> Callable[[], Arrays]:
+        """Keeps what the variables hold now; the result returns it as `arrays` does, once.
+
+        It may be called from any thread, and while tasks train: a ps that changes a variable leaves the memory alone
+        that somebody still has to read, and takes other memory for the new value.
+        """
         found = values(self._rest)
-        for shapes, packing, read in self._parts:
+        for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             found |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
-        # The order of the names decides the order of the arrays in a checkpoint.
-        return {name: found[name] for name in self._names}
+        kept: dict[str, dict[int, tf.Tensor]] = {}
+        for keys, read in self._kept:
+            for (name, number), tensor in zip(keys, read(), strict=True):
+                kept.setdefault(name, {})[number] = tensor
+
+        def fetch() -> Arrays:
+            # One after the other, so that the ps can free each, and no part is in memory with all of the whole.
+            for name in list(kept):
+                found.update(finite({name: _joined(kept.pop(name))}))
+            # The order of the names decides the order of the arrays in a checkpoint.
+            return {name: found[name] for name in self._names}
+
+        return fetch
+
+    def _pack(self, server: OnDevice, variables: dict[str, keras.Variable]) -> None:
+        if variables:
+            packing, shapes = Packing(list(variables.values())), {n: tuple(v.shape) for n, v in variables.items()}
+            self._packed.append((shapes, packing, server.on_device(_packer(packing, list(variables.values())))))
 
 
-def _is_packed(variable: keras.Variable, device: str) -> bool:
-    # The packed vector is float32, which holds neither large whole numbers nor float64 exactly.
-    return bool(variable.dtype == "float32" and variable.value.device == device)
+def _parts_on(named: Named, device: str) -> dict[tuple[str, int], keras.Variable]:
+    """What lies on a ps, by the name of the variable and the number of the part."""
+    # Of several variables with one name, which every ps has of its own, the first counts, as in `values`. The packed
+    # vector is float32, which holds neither large whole numbers nor float64 exactly.
+    return {
+        (name, number): part
+        for name, (first, *_) in named.items()
+        for number, part in enumerate(parts_of(first))
+        if part.dtype == "float32" and part.value.device == device
+    }
+
+
+def _num_bytes(variables: dict[Any, keras.Variable]) -> int:
+    return 4 * sum(int(np.prod(variable.shape)) for variable in variables.values())
+
+
+def _joined(parts: dict[int, tf.Tensor]) -> np.ndarray:
+    """The value of a variable from those of its parts on the ps."""
+    arrays = []
+    for number in sorted(parts):
+        # Copied by an operation first: `numpy` holds Python's lock until it has the value.
+        with tf.device("CPU:0"):
+            local = tf.identity(parts.pop(number))
+        arrays.append(local.numpy())
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _packer(packing: Packing, variables: list[keras.Variable]) -> Any:
     def read() -> tf.Tensor:
         return packing.pack([variable.value.read_value() for variable in variables])
+
+    return read
+
+
+def _reader(variables: list[keras.Variable]) -> Any:
+    def read() -> list[tf.Tensor]:
+        return [variable.value.read_value() for variable in variables]
 
     return read

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot, Weights
 from tf2dist.checkpoint.state import assign, finalize
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -195,14 +195,18 @@ class ReplicasLoop:
         # The coordinator alone drives the training.
         return packed
 
-    def snapshot(self) -> Snapshot:
+    def freeze(self) -> Frozen:
         counts = self._graphs.deciding.counts()
         positions = [int(each) for each in self._origin.offsets + counts.pushed]
         mode = self._config.mode
         facts = saved_facts(self._config, mode, self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
         own[GRADIENTS_ARRAY] = np.stack([counts.aggregated, counts.dropped])
-        return Snapshot(self.progress.global_step, self.arrays() | self._trained | own, facts)
+        step, own, fetch = self.progress.global_step, self._trained | own, self._read_all.freeze()
+        return lambda: Snapshot(step, fetch() | own, facts)
+
+    def snapshot(self) -> Snapshot:
+        return self.freeze()()
 
     def finalize(self) -> None:
         self._trained = finalize(self._named, [(part.optimizer, part.trainable) for part in self._graphs.parts])

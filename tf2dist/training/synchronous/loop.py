@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot, Weights
 from tf2dist.checkpoint.state import assign, counter_of, finalize, values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -161,15 +161,18 @@ class SyncLoop:
     def broadcast(self, packed: bytes) -> bytes:
         return self._workers.broadcast(packed)
 
-    def snapshot(self) -> Snapshot:
+    def freeze(self) -> Frozen:
         # All replicas have taken the same steps of their shards.
         position = self._origin.position + self.progress.global_step - self._origin.step
         positions = [position] * self.sharding.num_shards
         facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
-        return Snapshot(
-            self.progress.global_step, values(self._named) | self._trained | self._graphs.arrays() | own, facts
-        )
+        arrays = values(self._named) | self._trained | self._graphs.arrays() | own
+        snapshot = Snapshot(self.progress.global_step, arrays, facts)
+        return lambda: snapshot
+
+    def snapshot(self) -> Snapshot:
+        return self.freeze()()
 
     def finalize(self) -> None:
         self._trained = finalize(self._named, [(self.optimizer, self._step.trainable)])
