@@ -126,9 +126,13 @@ def test_the_error_that_ends_a_training_is_told_before_one_of_the_writing_thread
     def fetch() -> Snapshot:
         raise ZeroDivisionError
 
-    with pytest.raises(KeyError), Saver(Checkpoints(tmp_path), None, NOBODY) as saver:
-        saver.save(lambda: fetch)
-        raise KeyError
+    def train() -> None:
+        with Saver(Checkpoints(tmp_path), None, NOBODY) as saver:
+            saver.save(lambda: fetch)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
 
 
 def test_an_error_of_the_writing_thread_is_no_secret(tmp_path: Path) -> None:
