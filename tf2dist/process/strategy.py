@@ -45,7 +45,7 @@ def _make_room_for_copies(number: int) -> None:
     distributed_runtime/eager/cluster_function_library_runtime.cc) that grows under a lock but is read without one:
     when it moves, a copy that has just begun in another thread reads what is freed, and fails ("Unable to parse
     request") or crashes the coordinator. The vector doubles whenever it is full. One entry more than a power of two,
-    made here while nobody copies, leaves as much room as has been filled.
+    made here while nobody copies, leaves room for nearly as many more.
     """
 
     @tf.function(autograph=False, input_signature=[])
