@@ -22,7 +22,7 @@ test: lint
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/unit tests/replica tests/process tests/e2e $(ARGS)
 
-# Two minutes of kills and freezes in each mode.
+# Two minutes of kills and freezes in each mode and with each algorithm.
 chaos: $(STAMP)
 	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m "slow or not slow" tests/e2e/test_chaos.py $(ARGS)
 

@@ -1,7 +1,7 @@
 """Chaos: kills and freezes at random moments of a running job; all the same it ends exactly, and leaves nothing.
 
-``make chaos SEED=n`` runs two minutes of it in each mode; the ordinary test run a shorter one, with a
-seed that it prints.
+``make chaos SEED=n`` runs two minutes of it in each mode and with each algorithm; ``make slow`` runs a shorter one,
+with a seed that it prints.
 """
 
 import json
@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import Command, our_processes, task_process, wait_until
 from tf2dist.checkpoint import snapshot
+from tf2dist.config.algorithms import ALGORITHMS, SYNC_ALGORITHMS
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -28,6 +29,11 @@ COMMON = [
     "train.log_every_steps=50",
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
+RUNS = [
+    *(("async", algorithm) for algorithm in ALGORITHMS),
+    *(("sync", algorithm) for algorithm in ("plain", *SYNC_ALGORITHMS)),
+    ("sync_replicas", "plain"),
+]
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}
 BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
@@ -42,13 +48,13 @@ class Chaos:
         process: the launcher of this moment.
     """
 
-    def __init__(self, command: Command, mode: str, seed: int) -> None:
-        self._command, self._mode, self._random = command, mode, random.Random(f"{mode} {seed}")
+    def __init__(self, command: Command, mode: str, algorithm: str, seed: int) -> None:
+        self._command, self._random = command, random.Random(f"{mode} {algorithm} {seed}")
         self.run_dir = command.folder / "run"
         self._others = {process.pid for process in our_processes()}  # such as a fixture's fork server
         num_workers, num_ps = self._random.choice([2, 3]), self._random.choice([1, 2])
         self._arguments = [
-            *(f"mode={mode}", *COMMON, f"model={self._random.choice(['softmax', 'dnn'])}"),
+            *(f"mode={mode}", f"algorithm={algorithm}", *COMMON, f"model={self._random.choice(['softmax', 'dnn'])}"),
             *("cluster=local", f"cluster.num_workers={num_workers}"),
             f"train.steps_per_execution={self._random.choice([10, 'null'])}",
             f"checkpoint.every_steps={EVERY_STEPS[mode]}",
@@ -207,9 +213,9 @@ def assert_nothing_is_left(run_dir: Path) -> None:
 
 
 @pytest.fixture
-def chaos(command: Command, mode: str, no_leftovers: Callable[[], None]) -> Iterator[Chaos]:
+def chaos(command: Command, mode: str, algorithm: str, no_leftovers: Callable[[], None]) -> Iterator[Chaos]:
     print(f"SEED={SEED} TF2DIST_CHAOS_SECS={CHAOS_SECS:.0f}")
-    made = Chaos(command, mode, SEED)
+    made = Chaos(command, mode, algorithm, SEED)
     yield made
     if made.process.poll() is None:
         made.process.kill()
@@ -218,8 +224,8 @@ def chaos(command: Command, mode: str, no_leftovers: Callable[[], None]) -> Iter
 
 @pytest.mark.slow
 @pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
-@pytest.mark.parametrize("mode", list(EVERY_STEPS))
-def test_chaos(chaos: Chaos, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "algorithm"), RUNS)
+def test_chaos(chaos: Chaos, mode: str, algorithm: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)
     chaos.heal()
@@ -233,6 +239,7 @@ def test_chaos(chaos: Chaos, mode: str) -> None:
     assert f"going on at step {saved[1]}" in told
     summary = json.loads((chaos.run_dir / "summary.json").read_text())
     assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == target
+    assert summary["algorithm"] == algorithm
     assert summary["restarts"] == 0
     assert summary["test_accuracy"] >= 0.9
     assert summary["test_examples"] == 360

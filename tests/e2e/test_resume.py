@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Command, wait_until
 
-pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
+pytestmark = pytest.mark.timeout(600)  # several runs of some 10 s, each with a limit of its own
 
 SYNC_CNN = [
     *("mode=sync", "cluster=local2", "data=digits", "model=cnn", "model.dropout=0.3", "model.batch_norm=true"),
@@ -76,6 +76,39 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
     assert re.search(r"^ps-1: [\d,]+ bytes of the model, [\d,]+ with the optimizer's state$", log, re.MULTILINE)
     names = [path.name for path in sorted((command.folder / "run" / "checkpoints").iterdir())]
     assert names == ["step-0000000400", "step-0000000500", "step-0000000900"]
+
+
+EVERY_WAY = [
+    ["mode=async", "cluster.num_ps=2", "cluster.placement=partitioned", "cluster.min_part_bytes=1000"],
+    ["mode=sync"],
+    ["mode=sync_replicas", "sync_replicas.replicas_to_aggregate=1"],
+    ["mode=async", "algorithm=bounded"],
+    ["mode=sync", "algorithm=local_sgd", "algorithm.outer_momentum=0.5"],
+    ["mode=async", "algorithm=downpour", "algorithm.n_push=2"],
+    ["mode=sync_replicas", "cluster.num_ps=2", "cluster.placement=balanced"],
+    ["mode=async", "algorithm=delay_compensated"],
+    ["mode=sync", "algorithm=local_sgd"],
+    ["mode=async", "algorithm=staleness_aware"],
+    ["mode=sync"],
+    ["mode=async", "algorithm=downpour"],
+]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_every_mode_and_with_every_algorithm(command: Command) -> None:
+    common = ["cluster=local2", "data=digits", "model=dnn", "optimizer=adam"]
+    kernels: list[np.ndarray] = []
+    for number, options in enumerate(EVERY_WAY, 1):
+        steps = 100 * number
+        finished = command(f"train.steps={steps}", *options, *common)
+        assert finished.code == 0, finished
+        assert number == 1 or f"going on at step {steps - 100}\n" in finished.stderr, finished
+        summary = json.loads((command.folder / "run" / "summary.json").read_text())
+        assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == steps
+        kernels.append(arrays(command.folder / "run")["model/hidden1/kernel"])
+        if number > 1:  # trained from other initial weights, it would be farther away
+            assert 0 < np.linalg.norm(kernels[-1] - kernels[-2]) < 0.5 * np.linalg.norm(kernels[-2]), options
+        assert number < 3 or summary["test_accuracy"] > 0.8, options
 
 
 @pytest.mark.slow

@@ -125,6 +125,7 @@ def train_with_all(worker: SyncWorker) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # every optimizer, twice
 def test_one_synchronous_worker(sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(train_with_all, 1, ())
     for name, one in found.items():

@@ -99,13 +99,15 @@ def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["staleness_aware", "delay_compensated", "bounded"])
-def test_algorithms_with_cut_variables(async_loop: MakeLoop, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated", "bounded", "downpour"])
+def test_algorithms_with_variables_cut_into_three(async_loop: MakeLoop, algorithm: str) -> None:
     ends = {}
     for kind in ("partitioned", "round_robin"):
         config = placed(kind)
-        config.algorithm.kind = algorithm
-        loop = async_loop(config, num_workers=1)
+        config.algorithm.kind, config.algorithm.n_push, config.algorithm.n_fetch = algorithm, 2, 4
+        loop = async_loop(config, num_workers=1, num_ps=3)
+        most = max(len(parts_of(variable)) for variable in loop.model.variables)
+        assert most == (3 if kind == "partitioned" else 1)
         loop.train(20)
         ends[kind] = taken(loop)
     assert_same_arrays(ends["partitioned"], ends["round_robin"], STATE)
@@ -117,7 +119,7 @@ def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
     for kind in ("partitioned", "round_robin"):
         config = placed(kind, "momentum")
         config.mode, config.optimizer["use_ema"] = "sync_replicas", True
-        loop = replicas_loop(config, num_workers=1)
+        loop = replicas_loop(config, num_workers=1, num_ps=3)
         loop.train(5)
         loop.apply(Change(arrays={"model/hidden1/kernel": np.full([784, 30], 0.01, np.float32)}))
         changed = taken(loop)

@@ -138,14 +138,16 @@ class Scheduler:
         steps_left = last_step - progress.global_step
         # All workers are counted: one that is late or lost now will take part later.
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
-        max_trace_secs = self._grace_secs / 2  # no request to stop is noticed while a function is traced
+        # No request to stop is noticed while a function is traced.
+        max_trace_secs = self._grace_secs / 2 - self._graphs.exchange_secs
         traced = max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE)))
         return min(steps, traced, self._graphs.stragglers.max_steps)
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
         """Makes a longer function; the workers continue with short calls in the meantime."""
         # As many short calls as the workers can execute while the longer function is traced.
-        meanwhile = int(self._trace_secs * TRACED_SHARE * num_steps * self.steps_per_sec)
+        trace_secs = self._graphs.exchange_secs + self._trace_secs * TRACED_SHARE * num_steps
+        meanwhile = int(trace_secs * self.steps_per_sec)
         for _ in range(0, min(missing, meanwhile), self.num_steps):
             self._schedule()
         function = self._graphs.train_function(num_steps)

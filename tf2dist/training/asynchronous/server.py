@@ -8,6 +8,7 @@ inlined, each is a single node of the worker's graph however many operations it 
 the time of a step and divides that of tracing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +123,7 @@ class ParameterServer:
         return PushLayout([*self.trainable, *changing], self.counters.added, pulled)
 
     def trace_push(self, decays: dict[int, float]) -> None:
-        """Makes `push` and `exchange`.
+        """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
 
         Args:
             decays: see `recurrence`, by id of the variable; what is not there stays as it is.
@@ -139,7 +140,7 @@ class ParameterServer:
 
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
-        self.exchange = self.on_device(self._exchange, *signature)
+        self.exchange = self.on_device_later(self._exchange, *signature)
 
     def on_device(self, function: Any, *signature: Any) -> Any:
         """Traces a function whose call is one node, placed on the ps with all that it does."""
@@ -151,6 +152,16 @@ class ParameterServer:
                 return concrete(*args)
 
         return call
+
+    def on_device_later(self, function: Any, *signature: Any) -> Any:
+        """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
+
+        @functools.cache
+        def traced() -> Any:
+            with tf.init_scope():
+                return self.on_device(function, *signature)
+
+        return lambda *args: traced()(*args)
 
     def _pull(self) -> Parcel:
         """All variables, and the updates applied so far."""

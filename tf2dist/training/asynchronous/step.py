@@ -7,6 +7,7 @@ small variables are packed (see `vectors`).
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ class AsyncStep:
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
+        exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -99,8 +101,11 @@ class AsyncStep:
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
         self._compute = self._traced_compute()
+        began_at = time.monotonic()
         for server in self.servers:
             server.trace_push(self.decays)
+        # An exchange does what a push and a pull do.
+        self.exchange_secs = 2 * (time.monotonic() - began_at)
 
     def _new_server(self, number: int, *arguments: Any) -> ParameterServer:
         """The ps with this number, from 0; `arguments`: those of `ParameterServer`."""

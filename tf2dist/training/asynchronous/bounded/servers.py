@@ -57,7 +57,7 @@ class GatedServer(UngatedServer):
 
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push_and_move, *signature, INDEX)
-        self.exchange = self.on_device(self._exchange_at_gate, *signature, INDEX)
+        self.exchange = self.on_device_later(self._exchange_at_gate, *signature, INDEX)
 
     def _begin(self, worker: tf.Tensor) -> Parcel:
         may_go_on = self._clocks.wait(worker)
