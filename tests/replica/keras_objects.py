@@ -1,4 +1,4 @@
-"""Keras objects for the tests of the functions that use private names."""
+"""Keras objects for the tests of `tf_internals`, whose functions use private names of TensorFlow and Keras."""
 
 import functools
 from collections.abc import Callable
@@ -7,12 +7,12 @@ import keras
 
 from tf2dist.process import tf_internals
 
-# The classes of Keras, not public, that define these names for all optimizers and models.
-BASE = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))
+# The private base classes in which Keras defines these methods for all optimizers and for all models.
+BASE_OPTIMIZER = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))
 TRAINER = next(kind for kind in keras.Model.__mro__ if "_symbolic_build" in vars(kind))
 
 
-def built(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam) -> keras.Optimizer:
+def built_optimizer(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam) -> keras.Optimizer:
     optimizer = kind(learning_rate=0.5)
     optimizer.build([keras.Variable([1.0, 2.0])])
     return optimizer
@@ -23,7 +23,7 @@ def random_model() -> keras.Model:
     return keras.Sequential([keras.Input([3]), inner, keras.layers.GaussianNoise(0.1)])
 
 
-def compiled() -> keras.Model:
+def compiled_model() -> keras.Model:
     """A model with two outputs, a loss for each, and a metric."""
     inputs = keras.Input([3])
     model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(2)(inputs)])
@@ -34,10 +34,11 @@ def compiled() -> keras.Model:
 BATCH = tuple(keras.KerasTensor((None, size)) for size in (3, 1, 2))
 
 
-def with_metrics() -> keras.Model:
-    model = compiled()
+def model_with_metrics() -> keras.Model:
+    model = compiled_model()
     tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
     return model
 
 
-one_model = functools.cache(random_model)
+# Built once: a test builds it before a name is removed from `keras.Layer`, and uses the same model afterwards.
+shared_random_model = functools.cache(random_model)

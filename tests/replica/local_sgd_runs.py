@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.replica.given import Given
+from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.replica.test_epochs import regression
 from tests.replica.test_resume import arrived
@@ -87,7 +87,9 @@ class Counted:
         return found
 
 
-def built(worker: SyncWorker, config: RunConfig, start: Snapshot | None = None, given: Given | None = None) -> Any:
+def built(
+    worker: SyncWorker, config: RunConfig, start: Snapshot | None = None, given: InMemorySource | None = None
+) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
     packing.LARGE_BYTES = 256  # so that the kernels travel alone, as those of large models do
@@ -106,7 +108,7 @@ def change(loop: Any) -> None:
     loop.apply(Change(arrays={name: loop.arrays()[name] + 0.5}))
 
 
-def trained(worker: SyncWorker, config: RunConfig, pauses: tuple[int, ...], given: Given | None = None) -> Any:
+def trained(worker: SyncWorker, config: RunConfig, pauses: tuple[int, ...], given: InMemorySource | None = None) -> Any:
     """Trains to each of these steps; returns what the worker has before and afterwards."""
     loop = built(worker, config, given=given)
     before = loop.snapshot().arrays

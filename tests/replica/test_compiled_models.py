@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.given import Given
+from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import data
 from tf2dist.data.loading import load_digits
@@ -19,8 +19,8 @@ from tf2dist.model.source import MakeOptimizer, build_step
 from tf2dist.model.step import ModelStep
 
 layers = keras.layers
-CLASSES = keras.losses.SparseCategoricalCrossentropy
-ERRORS = keras.losses.MeanSquaredError
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy
+SQUARED_ERROR = keras.losses.MeanSquaredError
 
 
 def dense(outputs: int = 10) -> keras.Model:
@@ -30,9 +30,9 @@ def dense(outputs: int = 10) -> keras.Model:
 def built(make: Callable[[], keras.Model]) -> tuple[ModelStep, MakeOptimizer]:
     """The step of a model for the digits; each of its outputs is trained to predict the class."""
     digits = load_digits(run_config().data)
-    has_two_ends = len(make().outputs) == 2
-    splits = data.Splits(data.Arrays(digits.train.x, [digits.train.y] * 2) if has_two_ends else digits.train)
-    return build_step(Given(make, splits), splits, run_config(), contextlib.nullcontext())
+    has_two_outputs = len(make().outputs) == 2
+    splits = data.Splits(data.Arrays(digits.train.x, [digits.train.y] * 2) if has_two_outputs else digits.train)
+    return build_step(InMemorySource(make, splits), splits, run_config(), contextlib.nullcontext())
 
 
 def compiled(model: keras.Model, *arguments: Any, **more: Any) -> keras.Model:
@@ -68,7 +68,7 @@ def mean_of_all(y: Any, y_pred: Any) -> Any:
 def regularized(reduction: str) -> keras.Model:
     model = dense()
     model.add(layers.Dense(10, kernel_regularizer="l2"))
-    return compiled(model, CLASSES(reduction=reduction))
+    return compiled(model, CROSSENTROPY(reduction=reduction))
 
 
 def own_loss() -> keras.Model:
@@ -77,38 +77,38 @@ def own_loss() -> keras.Model:
 
 
 def masked() -> keras.Model:
-    twice = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(1), Repeated()])
-    return compiled(twice, ERRORS())
+    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(1), Repeated()])
+    return compiled(model, SQUARED_ERROR())
 
 
-NOT_ALONE = "its loss leaves out parts of the outputs, so no synchronous worker alone knows"
+MASKED = "its loss leaves out parts of the outputs, so no synchronous worker alone knows"
+# What the refusal says (empty if the loss is accepted), the model, and whether a single replica is refused, too.
 LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
-    # The losses that are refused, and whether asynchronous workers refuse them too.
-    "no reduction": ("gives no single number", lambda: compiled(dense(), CLASSES(reduction=None)), True),
+    "no reduction": ("gives no single number", lambda: compiled(dense(), CROSSENTROPY(reduction=None)), True),
     "a sum beside a mean": (
         "reduction=sum beside others",
-        lambda: two_losses(CLASSES(reduction="sum"), CLASSES()),
+        lambda: two_losses(CROSSENTROPY(reduction="sum"), CROSSENTROPY()),
         False,
     ),
-    "two sums": ("reduction=sum beside others", lambda: two_losses(*[CLASSES(reduction="sum")] * 2), False),
+    "two sums": ("reduction=sum beside others", lambda: two_losses(*[CROSSENTROPY(reduction="sum")] * 2), False),
     "a sum beside a regularizer": ("reduction=sum beside others", lambda: regularized("sum"), False),
     "a mean over weights": (
         "reduction=mean_with_sample_weight, whose divisor no synchronous worker knows",
-        lambda: compiled(dense(), CLASSES(reduction="mean_with_sample_weight")),
+        lambda: compiled(dense(), CROSSENTROPY(reduction="mean_with_sample_weight")),
         False,
     ),
-    "a mask": (NOT_ALONE, masked, False),
-    "a class that is ignored": (NOT_ALONE, lambda: compiled(dense(), CLASSES(ignore_class=3)), False),
+    "a mask": (MASKED, masked, False),
+    "a class that is ignored": (MASKED, lambda: compiled(dense(), CROSSENTROPY(ignore_class=3)), False),
     "a number for a batch": ("its loss mean_of_all gives one number", lambda: compiled(dense(), mean_of_all), False),
-    "a number of Keras for a batch": (
+    "a loss of Keras with a number for a batch": (
         "its loss dice gives one number for a whole batch",
         lambda: compiled(dense(1), keras.losses.Dice(axis=None)),
         False,
     ),
-    "an own compute_loss": ("has a compute_loss of its own", own_loss, False),
-    "a sum alone": ("", lambda: compiled(dense(), CLASSES(reduction="sum")), False),
-    "a mean": ("", lambda: compiled(dense(), CLASSES(reduction="mean")), False),
-    "means beside others": ("", lambda: two_losses(CLASSES(), ERRORS()), False),
+    "a custom compute_loss": ("has a compute_loss of its own", own_loss, False),
+    "a sum alone": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="sum")), False),
+    "a mean": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="mean")), False),
+    "two means": ("", lambda: two_losses(CROSSENTROPY(), SQUARED_ERROR()), False),
     "a mean beside a regularizer": ("", lambda: regularized("sum_over_batch_size"), False),
     "a number for each example": (
         "",
@@ -119,7 +119,7 @@ LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_are_refused_with_several_workers(name: str) -> None:
+def test_losses_that_several_workers_cannot_share_are_refused(name: str) -> None:
     says, make, is_refused_for_one = LOSSES[name]
     step, _ = built(make)
     for num_replicas in (1, 3):
@@ -144,7 +144,7 @@ class Largest(keras.metrics.Metric):  # type: ignore[misc]
 
 
 class SumFromOne(Largest):
-    """Its variable is a sum, but it does not start at zero."""
+    """A metric whose variable is a sum, but does not start at zero."""
 
     def reset_state(self) -> None:
         self.most.assign(1.0)
@@ -156,19 +156,19 @@ class SumFromOne(Largest):
 @pytest.mark.parametrize("metric", [Largest, SumFromOne])
 def test_metrics_whose_states_cannot_be_added_up_are_refused(metric: Any) -> None:
     with pytest.raises(ConfigError, match=r"^model \(given\): the metric variable \S*most is no sum over the examples"):
-        built(lambda: compiled(dense(), CLASSES(), metrics=[metric()]))
+        built(lambda: compiled(dense(), CROSSENTROPY(), metrics=[metric()]))
 
 
 def all_metrics() -> list[keras.metrics.Metric]:
     """The metrics of Keras for three classes, each with the arguments that it needs."""
     metrics = keras.metrics
-    made = [metrics.AUC(), metrics.Precision(), metrics.Recall(), metrics.F1Score(), metrics.FBetaScore("macro")]
-    made += [metrics.SensitivityAtSpecificity(0.5), metrics.PrecisionAtRecall(0.5), metrics.TruePositives()]
-    made += [metrics.CategoricalAccuracy(), metrics.TopKCategoricalAccuracy(2), metrics.OneHotMeanIoU(3)]
-    made += [metrics.CategoricalCrossentropy(), metrics.KLDivergence(), metrics.CategoricalHinge(), metrics.Poisson()]
-    made += [metrics.MeanSquaredError(), metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.LogCoshError()]
-    made += [metrics.CosineSimilarity(), metrics.PearsonCorrelation(), metrics.ConcordanceCorrelation()]
-    return made
+    found = [metrics.AUC(), metrics.Precision(), metrics.Recall(), metrics.F1Score(), metrics.FBetaScore("macro")]
+    found += [metrics.SensitivityAtSpecificity(0.5), metrics.PrecisionAtRecall(0.5), metrics.TruePositives()]
+    found += [metrics.CategoricalAccuracy(), metrics.TopKCategoricalAccuracy(2), metrics.OneHotMeanIoU(3)]
+    found += [metrics.CategoricalCrossentropy(), metrics.KLDivergence(), metrics.CategoricalHinge(), metrics.Poisson()]
+    found += [metrics.MeanSquaredError(), metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.LogCoshError()]
+    found += [metrics.CosineSimilarity(), metrics.PearsonCorrelation(), metrics.ConcordanceCorrelation()]
+    return found
 
 
 @pytest.mark.slow
@@ -193,12 +193,12 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
 
 
 def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:
-    def twelve() -> keras.Model:
+    def with_adam() -> keras.Model:
         model = dense(12)
         model.compile(keras.optimizers.Adam(0.5), "mse", metrics=["mae"])
         return model
 
-    step, make_optimizer = built(twelve)
+    step, make_optimizer = built(with_adam)
     optimizer = make_optimizer(10)
     assert isinstance(optimizer, keras.optimizers.Adam)
     assert float(optimizer.learning_rate) == 0.5
@@ -211,7 +211,7 @@ def test_a_model_that_is_not_compiled_needs_class_labels() -> None:
     splits = replace(splits, num_classes=None)
     for each, says in (
         (
-            Given(dense, splits),
+            InMemorySource(dense, splits),
             r"model \(given\): is not compiled, and the data has no classes; compile it with its loss",
         ),
         (source, r"model \(softmax\): classifies images, and the data is .*uint8 \[n, 28, 28, 1\].*; register a model"),

@@ -4,36 +4,36 @@ from typing import Any
 
 import pytest
 
-from tests.replica.given import Recording, weights_of
-from tests.replica.test_epochs import BATCH, assert_same, config_of, drive, keras_fit, source, train_in_sync
+from tests.replica.in_memory_source import RecordingHooks, weights_of
+from tests.replica.test_epochs import BATCH, assert_same, config_of, drive, keras_fit, source_of, train_in_sync
 from tf2dist.testing import SyncWorkers
 
 
 @pytest.mark.slow
 def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
     """Only the first two batches of the validation set count, in both modes."""
-    given, config, hooks = source("regression", validation_steps=2), config_of(BATCH), Recording()
-    expected = keras_fit(given)
-    assert expected[0]["val_loss"] != keras_fit(source("regression"))[0]["val_loss"]
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
+    source, config, hooks = source_of("regression", validation_steps=2), config_of(BATCH), RecordingHooks()
+    expected = keras_fit(source)
+    assert expected[0]["val_loss"] != keras_fit(source_of("regression"))[0]["val_loss"]
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), expected)
-    assert_same(sync_workers(train_in_sync, num_workers=1, args=(given, BATCH))[0], expected)
+    assert_same(sync_workers(train_in_sync, num_workers=1, args=(source, BATCH))[0], expected)
 
 
 @pytest.mark.parametrize(("freq", "validated"), [(2, [2]), ((1, 3), [1, 3])])
 def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = source("regression", validation_freq=freq), config_of(BATCH), Recording()
-    publishing(given.load())
-    drive(async_loop(config, 1, 1, source=given), config, given, hooks)
+    source, config, hooks = source_of("regression", validation_freq=freq), config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    drive(async_loop(config, 1, 1, source=source), config, source, hooks)
     assert [epoch + 1 for kind, epoch, _, logs in hooks.calls if kind == "epoch" and "val_loss" in logs] == validated
 
 
 def test_epochs_are_counted_from_the_initial_one(async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = source("regression", initial_epoch=1), config_of(BATCH), Recording()
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    source, config, hooks = source_of("regression", initial_epoch=1), config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert [epoch for kind, epoch, *_ in hooks.calls if kind == "epoch"] == [1, 2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.given import Given, Recording, weights_of
+from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.config.schema import RunConfig
@@ -119,14 +119,16 @@ FIRST_CASES = [
 ]
 
 
-def source(name: str, **plan: Any) -> Given:
+def source_of(name: str, **plan: Any) -> InMemorySource:
     make, drawn = CASES[name]
-    return Given(make, examples(drawn), EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH, **plan))
+    return InMemorySource(
+        make, examples(drawn), EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH, **plan)
+    )
 
 
-def keras_fit(given: Given, batch_size: int = BATCH) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+def keras_fit(source: InMemorySource, batch_size: int = BATCH) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     keras.utils.set_random_seed(SEED)
-    model, splits = given.make(), given.load()
+    model, splits = source.make(), source.load()
     train, other = splits.train, splits.validation
     assert other is not None
     history = model.fit(
@@ -136,8 +138,8 @@ def keras_fit(given: Given, batch_size: int = BATCH) -> tuple[dict[str, list[flo
         validation_data=(other.x, other.y) if other.sample_weight is None else (other.x, other.y, other.sample_weight),
         batch_size=batch_size,
         validation_batch_size=BATCH,
-        validation_steps=given.plan.validation_steps if given.plan else None,
-        initial_epoch=given.plan.initial_epoch if given.plan else 0,
+        validation_steps=source.plan.validation_steps if source.plan else None,
+        initial_epoch=source.plan.initial_epoch if source.plan else 0,
         epochs=EPOCHS,
         shuffle=False,
         verbose=0,
@@ -151,25 +153,27 @@ def config_of(batch_size: int) -> RunConfig:
     return config
 
 
-def drive(loop: Any, config: RunConfig, given: Given, hooks: Recording) -> None:
-    assert given.plan
-    splits = given.load().sizes()
+def drive(loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks) -> None:
+    assert source.plan
+    splits = source.load().sizes()
     known = NoSaver(), NoReporter(), splits, lambda: None
-    EpochDriver(config, None, loop, *known, given.plan, hooks).drive()  # type: ignore[arg-type]
+    EpochDriver(config, None, loop, *known, source.plan, hooks).drive()  # type: ignore[arg-type]
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    return train_in_sync(worker, source(name) if name in CASES else trained_before(Path(name)), batch_size)
+    return train_in_sync(worker, source_of(name) if name in CASES else trained_before(Path(name)), batch_size)
 
 
-def train_in_sync(worker: SyncWorker, given: Given, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+def train_in_sync(
+    worker: SyncWorker, source: InMemorySource, batch_size: int
+) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    config, hooks = config_of(batch_size), Recording()
+    config, hooks = config_of(batch_size), RecordingHooks()
     loop = SyncLoop.build(
-        config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None, worker.strategy
+        config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
     )
-    drive(loop, config, given, hooks)
+    drive(loop, config, source, hooks)
     return hooks.history(), weights_of(loop.model)
 
 
@@ -184,11 +188,11 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("name", FIRST_CASES)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = source(name), config_of(BATCH), Recording()
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert [call[:3] for call in hooks.calls] == [
         ("begin", 0, 0),
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
@@ -198,17 +202,17 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
 
 @pytest.mark.slow
 def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, sync_workers: SyncWorkers) -> None:
-    given, config, hooks = source("regression"), config_of(500), Recording()
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    expected = keras_fit(given, 500)
+    source, config, hooks = source_of("regression"), config_of(500), RecordingHooks()
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
+    expected = keras_fit(source, 500)
     assert_same((hooks.history(), weights_of(loop.model)), expected)
     found, *_ = sync_workers(drive_in_sync, num_workers=3, args=("regression", 200))
     assert_same(found, expected)
 
 
-def trained_before(folder: Path) -> Given:
+def trained_before(folder: Path) -> InMemorySource:
     """A model that was trained before: its optimizer has a state, and its learning rate schedule has started."""
     path, splits = folder / "trained.keras", examples(table)
     if not path.exists():
@@ -219,18 +223,18 @@ def trained_before(folder: Path) -> Given:
         model.fit(splits.train.x, splits.train.y, batch_size=BATCH, epochs=1, verbose=0)
         model.save(path)
     plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
-    return Given(lambda: keras.models.load_model(path), splits, plan)
+    return InMemorySource(lambda: keras.models.load_model(path), splits, plan)
 
 
 def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, async_loop: Any, publishing: Any) -> None:
-    given, config, hooks = trained_before(tmp_path), config_of(BATCH), Recording()
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given))
+    source, config, hooks = trained_before(tmp_path), config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert loop.updates_applied() == 10 * EPOCHS
     saved = loop.snapshot()
-    later = async_loop(config, 1, 2, source=given, start=saved)
+    later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10
     later.train(saved.step)  # finishes the work of this loop
 
@@ -246,7 +250,7 @@ def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_w
 )
 def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
-    assert_same(found, keras_fit(source(name)))
+    assert_same(found, keras_fit(source_of(name)))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +259,13 @@ def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorker
 )
 def test_three_synchronous_workers_equal_one_with_three_times_the_batch(name: str, sync_workers: SyncWorkers) -> None:
     found, *others = sync_workers(drive_in_sync, num_workers=3, args=(name, BATCH // 3))
-    assert_same(found, keras_fit(source(name)))
+    assert_same(found, keras_fit(source_of(name)))
     for _, weights in others:
         assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
 
 
 @dataclass
-class Pausing(Recording):
+class Pausing(RecordingHooks):
     """Asks for one pause as soon as training has begun."""
 
     def wanted(self) -> bool:
@@ -272,10 +276,10 @@ def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]
     """The calls of a callback that ends the first epoch at a pause, and answers `end` at the end of that epoch."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    given, config = source("regression"), config_of(BATCH)
+    source, config = source_of("regression"), config_of(BATCH)
     hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})
-    loop = SyncLoop.build(config, worker.cluster, worker.task, given, given.load(), None, lambda progress: None)
-    drive(loop, config, given, hooks)
+    loop = SyncLoop.build(config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None)
+    drive(loop, config, source, hooks)
     return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
 
 

@@ -21,13 +21,16 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import seeds_of
 from tf2dist.testing import SyncWorker, SyncWorkers
 
-STEPS = 15  # of 2 * 50 examples; of the 1,257 the 13th step has the last 57
+STEPS = 15  # of 100 examples; the 13th step has the last 57 of the 1,257 training examples
 layers = keras.layers
-# "weights", "metrics" of all steps, the evaluation of the "test" set, and the states of "random" generators
+# The "weights", the "metrics" of all steps, the evaluation of the "test" set and the states of "random" generators; of
+# our runs also the "raw" weights, before those of the optimizer's moving averages replace them.
 Training = dict[str, Any]
-# Models that one worker trains in both modes, models that two synchronous workers train, and settings of optimizers.
-ALONE = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
-TOGETHER = ["large", "spectral", "synchronized", "summed"]
+# Models that one worker trains in each mode.
+ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
+# Models that two synchronous workers train.
+TWO_WORKERS = ["large", "spectral", "synchronized", "summed"]
+# Settings of the optimizer, with which a softmax model is trained.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
     "ema_overwrite_frequency": {"use_ema": True, "ema_overwrite_frequency": 5},
@@ -36,30 +39,32 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def begin(input_shape: tuple[int, ...]) -> list[Any]:
+def first_layers(input_shape: tuple[int, ...]) -> list[Any]:
     return [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
 
 
 @registry.register_model("large")
 def large(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """With two kernels that travel alone."""
+    """Three kernels exceed `packing.LARGE_BYTES`, so each is sent as a tensor of its own."""
     hidden = [layers.Dense(601, "relu"), layers.Dense(601, "relu"), layers.Dense(600, "relu")]
-    return keras.Sequential([*begin(input_shape), *hidden, layers.Dense(num_classes)])
+    return keras.Sequential([*first_layers(input_shape), *hidden, layers.Dense(num_classes)])
 
 
 @registry.register_model("spectral")
 def spectral(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Spectral normalization, which assigns trained kernels in each call."""
+    """Spectral normalization assigns the trained kernels in each call."""
     hidden = layers.SpectralNormalization(layers.Dense(20, "relu"))
     return keras.Sequential(
-        [*begin(input_shape), hidden, layers.SpectralNormalization(layers.Dense(num_classes))],
+        [*first_layers(input_shape), hidden, layers.SpectralNormalization(layers.Dense(num_classes))],
     )
 
 
 @registry.register_model("synchronized")
 def synchronized(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     norm = layers.BatchNormalization(synchronized=True, momentum=0.9)
-    return keras.Sequential([*begin(input_shape), layers.Dense(20), norm, layers.ReLU(), layers.Dense(num_classes)])
+    return keras.Sequential(
+        [*first_layers(input_shape), layers.Dense(20), norm, layers.ReLU(), layers.Dense(num_classes)]
+    )
 
 
 @registry.register_model("no_training")
@@ -68,7 +73,7 @@ class NoTraining(keras.Model):  # type: ignore[misc]
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
-        self.flatten = keras.Sequential(begin(input_shape))
+        self.flatten = keras.Sequential(first_layers(input_shape))
         self.logits = layers.Dense(num_classes)
 
     def call(self, images: Any) -> Any:
@@ -95,13 +100,13 @@ def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Draws random numbers from several generators, twice from one of them."""
     dropout = layers.Dropout(0.3)
     hidden = [layers.Dense(20, "relu"), dropout, layers.GaussianNoise(0.1)]
-    return keras.Sequential([*begin(input_shape), dropout, *hidden, layers.Dense(num_classes)])
+    return keras.Sequential([*first_layers(input_shape), dropout, *hidden, layers.Dense(num_classes)])
 
 
 @registry.register_model("summed")
 def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """A model whose loss is the sum over the batch."""
-    model = keras.Sequential([*begin(input_shape), layers.Dense(num_classes)])
+    model = keras.Sequential([*first_layers(input_shape), layers.Dense(num_classes)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.compile(keras.optimizers.SGD(0.001), loss, metrics=["accuracy"])
     return model
@@ -117,7 +122,7 @@ class OwnLoss(keras.Model):  # type: ignore[misc]
 @registry.register_model("own_loss")
 def own_loss(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     images = keras.Input(input_shape)
-    model = OwnLoss(images, keras.Sequential([*begin(input_shape), layers.Dense(num_classes)])(images))
+    model = OwnLoss(images, keras.Sequential([*first_layers(input_shape), layers.Dense(num_classes)])(images))
     model.compile(keras.optimizers.SGD(0.1), metrics=["accuracy"])
     return model
 
@@ -126,8 +131,8 @@ def optimizer(**more: Any) -> dict[str, Any]:
     return {"name": "sgd", "learning_rate": 0.1, **more}
 
 
-def case(name: str, num_workers: int = 1) -> RunConfig:
-    """The configuration of a model, or of a softmax with settings of the optimizer."""
+def config_of(name: str, num_workers: int = 1) -> RunConfig:
+    """The configuration for a model of this file, or for a softmax model with one of `OPTIMIZERS`."""
     settings = OPTIMIZERS.get(name)
     config = run_config(name if settings is None else "softmax", batch_size=100 // num_workers, steps_per_execution=5)
     config.optimizer = optimizer(**(settings or {}))
@@ -136,8 +141,8 @@ def case(name: str, num_workers: int = 1) -> RunConfig:
 
 @functools.cache
 def plain_keras(name: str) -> Training:
-    """The results of Keras after `STEPS` batches of 100 examples and the end of `fit`."""
-    config = case(name)
+    """The results of `keras.Model.fit` after `STEPS` batches of 100 examples."""
+    config = config_of(name)
     source, splits = source_and_splits(config)
     model = built_model(source, splits, config.seed)
     if not model.compiled:
@@ -146,15 +151,16 @@ def plain_keras(name: str) -> Training:
     model.run_eagerly = True
     sharding = pipeline.Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
     rows = pipeline.batches(lambda index: [index], sharding, 0).take(STEPS)
+    # A weight of 0 marks padding, which Keras does not get.
     taken = (splits.train.take(index[weights > 0]) for index, weights in rows.as_numpy_iterator())
     batches = (splits.layout.pack(leaves) for leaves in taken)
     history = model.fit(batches, steps_per_epoch=STEPS, verbose=0, shuffle=False).history
     test = split_of(splits, "test")
-    tested = model.evaluate(test.x, test.y, 1000, verbose=0, return_dict=True)
+    evaluation = model.evaluate(test.x, test.y, 1000, verbose=0, return_dict=True)
     return {
         "weights": weights_of(model),
         "metrics": {name: value for name, (value,) in history.items()},
-        "test": tested,
+        "test": evaluation,
         "random": [np.array(state.value) for state in seeds_of(model)],
     }
 
@@ -170,7 +176,7 @@ def train(loop: Any) -> Training:
     assert loop.progress.global_step == loop.updates_applied() == STEPS
     kept = loop.snapshot().weights().arrays
     assert all(np.array_equal(kept[name], array) for name, array in raw.items()), (
-        "a checkpoint must keep the trained weights"
+        "a checkpoint must hold the trained weights, not their moving averages"
     )
     return {
         "weights": weights_of(loop.model),
@@ -182,30 +188,31 @@ def train(loop: Any) -> Training:
 
 
 def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str, Training]:
-    """Trains as configured, one after another; returns the results by the names of the cases."""
+    """Trains with one configuration after another; returns the results by the names of the configurations."""
     from tf2dist.training.synchronous.loop import SyncLoop
 
     found = {}
     for name, config in configs.items():
-        print("the case", name, flush=True)  # shown if it fails
-        given = source_and_splits(config)
-        # One strategy for all: a new one replaces what another worker may already be sending to, and fails there.
-        within = worker.cluster, worker.task, *given, None, lambda progress: None, worker.strategy
-        found[name] = train(SyncLoop.build(config, *within))
+        print("configuration", name, flush=True)  # pytest shows it if the training fails
+        # All runs share one strategy: a new one would replace state of this worker to which another worker may already
+        # be sending, and that worker would fail.
+        cluster, task, strategy = worker.cluster, worker.task, worker.strategy
+        loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
+        found[name] = train(loop)
     return found
 
 
-# Workers of a test take seconds to connect, so all cases with as many workers are trained by the same ones.
+# Workers take seconds to connect, so the same ones train all models and settings for this number of workers.
 @pytest.fixture(scope="module")
 def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
     found: dict[str, Training]
-    (found,) = sync_workers(train_in_sync, 1, ({name: case(name) for name in ALONE},))
+    (found,) = sync_workers(train_in_sync, 1, ({name: config_of(name) for name in ONE_WORKER},))
     return found
 
 
 @pytest.fixture(scope="module")
 def two_workers(sync_workers: SyncWorkers) -> list[dict[str, Training]]:
-    configs = {name: case(name, 2) for name in (*TOGETHER, *OPTIMIZERS)}
+    configs = {name: config_of(name, 2) for name in (*TWO_WORKERS, *OPTIMIZERS)}
     found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (configs,))
     return found
 
@@ -215,12 +222,12 @@ def assert_like(found: Training, expected: Training) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
     for part in ("metrics", "test"):
         assert found[part] == pytest.approx(expected[part], rel=1e-4), part
-    # The seeds themselves differ from run to run.
+    # Only the counts are compared, because the seeds differ from run to run.
     counts = [[count for _, count in each["random"]] for each in (found, expected)]
     assert counts[0] == counts[1], "random generators must have advanced as far as those of Keras"
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", TWO_WORKERS)
 def test_two_synchronous_workers_equal_keras(two_workers: list[dict[str, Training]], name: str) -> None:
     for result in two_workers:
         assert_like(result[name], plain_keras(name))
@@ -231,41 +238,41 @@ def test_settings_of_optimizers_equal_keras(two_workers: list[dict[str, Training
     for result in two_workers:
         assert_like(result[name], plain_keras(name))
     first = two_workers[0][name]
-    moved = any(not np.array_equal(*pair) for pair in zip(first["weights"], first["raw"], strict=True))
-    assert moved == ("ema_momentum" in OPTIMIZERS[name]), "only moving averages may replace the final weights"
+    is_replaced = any(not np.array_equal(*pair) for pair in zip(first["weights"], first["raw"], strict=True))
+    assert is_replaced == ("ema_momentum" in OPTIMIZERS[name]), "only moving averages may replace the final weights"
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ONE_WORKER)
 def test_one_worker_equals_keras(one_worker: dict[str, Training], async_loop: Callable[..., Any], name: str) -> None:
     assert_like(one_worker[name], plain_keras(name))
-    assert_like(train(async_loop(case(name), num_workers=1)), plain_keras(name))
+    assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], name: str) -> None:
-    assert_like(train(async_loop(case(name), num_workers=1)), plain_keras(name))
+    assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 
 
 def test_a_model_that_assigns_trained_weights_is_refused_with_async(async_loop: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"spectral.*assigns .*kernel, which is trained.*use mode=sync"):
-        async_loop(case("spectral"))
+        async_loop(config_of("spectral"))
 
 
 def step_of(model: str) -> tuple[ModelStep, data.Splits]:
-    config = case(model)
+    config = config_of(model)
     source, splits = source_and_splits(config)
     return build_step(source, splits, config, contextlib.nullcontext())[0], splits
 
 
 def loss_of(step: ModelStep, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
-    """The loss of a step, which is traced again."""
-    at = tf.constant(place, tf.int64)
-    traced = tf.function(lambda: step(*step.values(), leaves, at), autograph=False)
+    """The loss of a step, which is traced anew; `place` is the worker and the number of its step."""
+    place_tensor = tf.constant(place, tf.int64)
+    traced = tf.function(lambda: step(*step.values(), leaves, place_tensor), autograph=False)
     return float(traced().sums[0])
 
 
 def test_losses_added_in_an_earlier_call_are_not_counted_again() -> None:
-    """The earlier call may be a trace of ours, a trace that failed, or an eager call."""
+    """The earlier call may be a trace of the step, a trace that failed, or an eager call of the model."""
     step, splits = step_of("looks_at_the_batch")
     images, labels = splits.train.take(np.arange(8))
     first = loss_of(step, [tf.constant(images), tf.constant(labels)])

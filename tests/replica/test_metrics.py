@@ -1,4 +1,4 @@
-"""For every metric of Keras the sums of all workers equal its value over all examples, or it is refused by name."""
+"""The sums of all workers give the value of every metric of Keras; other metrics are refused by name."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.given import Given
+from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import ConfigError
@@ -18,19 +18,19 @@ from tf2dist.model.step import ModelStep
 
 N = 60
 RNG = np.random.default_rng(3)
-ONE = RNG.uniform(0.05, 0.95, (N, 1)).astype("float32")
-TWO_KINDS = RNG.integers(0, 2, (N, 1)).astype("float32")
-FOUR = RNG.dirichlet(np.ones(4), N).astype("float32")
-KINDS = RNG.integers(0, 4, N).astype("int64")
-ONE_HOT = np.eye(4, dtype="float32")[KINDS]
+PROBABILITIES = RNG.uniform(0.05, 0.95, (N, 1)).astype("float32")
+BINARY_LABELS = RNG.integers(0, 2, (N, 1)).astype("float32")
+CLASS_PROBABILITIES = RNG.dirichlet(np.ones(4), N).astype("float32")
+LABELS = RNG.integers(0, 4, N).astype("int64")
+ONE_HOT = np.eye(4, dtype="float32")[LABELS]
 VECTORS = RNG.normal(size=(N, 3)).astype("float32")
 M = keras.metrics
-# The inputs of metrics: predictions and targets.
-BINARY = (ONE, TWO_KINDS)
-CLASSES = (FOUR, KINDS)
-HOT = (FOUR, ONE_HOT)
+# Predictions and targets.
+BINARY = (PROBABILITIES, BINARY_LABELS)
+CLASSES = (CLASS_PROBABILITIES, LABELS)
+HOT = (CLASS_PROBABILITIES, ONE_HOT)
 NUMBERS = (VECTORS, RNG.normal(size=(N, 3)).astype("float32"))
-POSITIVE = (ONE, RNG.uniform(0.1, 0.9, (N, 1)).astype("float32"))
+POSITIVE = (PROBABILITIES, RNG.uniform(0.1, 0.9, (N, 1)).astype("float32"))
 CASES: dict[str, tuple[Callable[[], Any], tuple[np.ndarray, np.ndarray]]] = {
     "AUC": (M.AUC, BINARY),
     "Accuracy": (M.Accuracy, BINARY),
@@ -77,6 +77,8 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[np.ndarray, np.ndarray]]] = {
 
 
 class Scale(keras.layers.Layer):  # type: ignore[misc]
+    """Returns its input unchanged; it has a weight because a model must have something to train."""
+
     def build(self, shape: Any) -> None:
         self.factor = self.add_weight(shape=(), initializer="ones")
 
@@ -85,7 +87,7 @@ class Scale(keras.layers.Layer):  # type: ignore[misc]
 
 
 def compiled(metrics: list[Callable[[], Any]], width: int) -> keras.Model:
-    keras.utils.clear_session()  # restarts the numbers in the names of metrics
+    keras.utils.clear_session()  # Keras numbers the names of metrics; this starts at 0 again
     model = keras.Sequential([keras.Input((width,)), Scale()])
     model.compile("sgd", lambda y, outputs: keras.ops.mean(outputs, axis=-1), metrics=[make() for make in metrics])
     return model
@@ -94,21 +96,23 @@ def compiled(metrics: list[Callable[[], Any]], width: int) -> keras.Model:
 DATA = {"binary": BINARY, "classes": CLASSES, "one-hot": HOT, "numbers": NUMBERS, "positive": POSITIVE}
 
 
-def given(kind: str) -> Given:
-    """A model compiled with all metrics for a kind of data."""
-    outputs, truth = DATA[kind]
-    metrics = [make for make, data in CASES.values() if data[0] is outputs and data[1] is truth]
+def source_of(kind: str) -> InMemorySource:
+    """A model that is compiled with all metrics for this kind of data, and the data."""
+    outputs, targets = DATA[kind]
+    metrics = [make for make, data in CASES.values() if data[0] is outputs and data[1] is targets]
     assert metrics
-    return Given(lambda: compiled(metrics, outputs.shape[1]), Splits(Arrays(outputs, truth), num_classes=None))
+    return InMemorySource(
+        lambda: compiled(metrics, outputs.shape[1]), Splits(Arrays(outputs, targets), num_classes=None)
+    )
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
-    source = given(kind)
+    source = source_of(kind)
     step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())
     train = source.load().train
-    cuts = [train[:10], train[10:45], train[45:]]
-    found = np.sum([evaluated(step, part) for part in cuts], axis=0)
+    parts = [train[:10], train[10:45], train[45:]]
+    found = np.sum([metric_sums(step, part) for part in parts], axis=0)
     results = step.metrics.results(found[1:])
     expected = source.make().evaluate(train.x, train.y, batch_size=7, verbose=0, return_dict=True)
     assert found[0] == N
@@ -117,19 +121,20 @@ def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
         np.testing.assert_allclose(results[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
-def evaluated(step: ModelStep, part: Arrays) -> np.ndarray:
+def metric_sums(step: ModelStep, part: Arrays) -> np.ndarray:
     sums: np.ndarray = step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]).numpy()
     return sums
 
 
 def test_every_metric_of_keras_is_tested() -> None:
-    kinds = {
+    classes = {
         name
         for name, kind in vars(M).items()
         if isinstance(kind, type) and issubclass(kind, M.Metric) and name == kind.__name__
     }
-    of_one_argument = {"Mean", "Sum", "Metric", "MeanMetricWrapper", "IoU"}  # MeanIoU is the last one's
-    assert kinds - of_one_argument == set(CASES)
+    # Base classes, and metrics that take no targets; MeanIoU stands for its base class IoU.
+    untested = {"Mean", "Sum", "Metric", "MeanMetricWrapper", "IoU"}
+    assert classes - untested == set(CASES)
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
@@ -147,6 +152,6 @@ class Largest(keras.metrics.Metric):  # type: ignore[misc]
 
 
 def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name() -> None:
-    source = Given(lambda: compiled([Largest], 1), Splits(Arrays(*BINARY), num_classes=None))
+    source = InMemorySource(lambda: compiled([Largest], 1), Splits(Arrays(*BINARY), num_classes=None))
     with pytest.raises(ConfigError, match=r"largest.*several workers cannot add it up; leave the metric out"):
         build_step(source, source.load(), run_config(), contextlib.nullcontext())

@@ -27,74 +27,76 @@ def dense(outputs: int = 10, activation: str | None = None, inputs: tuple[int, .
     return keras.Sequential([keras.Input(inputs), layers.Flatten(), logits])
 
 
-def several(num_inputs: int, num_outputs: int) -> keras.Model:
+def model_with(num_inputs: int, num_outputs: int) -> keras.Model:
     inputs = [keras.Input((28, 28, 1)) for _ in range(num_inputs)]
     flat = layers.Flatten()(layers.Add()(inputs) if num_inputs > 1 else inputs[0])
     return keras.Model(inputs, [layers.Dense(10)(flat) for _ in range(num_outputs)])
 
 
+# By a part of the message: what the builder returns.
 REFUSED: dict[str, Callable[[], Any]] = {
     "gives None, and must give a keras.Model": lambda: None,
     "gives a Dense, and must": lambda: layers.Dense(10),
     r"gives \[batch, 12\], and must give \[batch, 10\]": lambda: dense(12),
     r"gives \[batch, 28, 28, 10\], and must": lambda: keras.Sequential([keras.Input((28, 28, 1)), layers.Dense(10)]),
-    "has 2 inputs": lambda: several(2, 1),
-    "gives a list, and must give one tensor": lambda: several(1, 2),
+    "has 2 inputs": lambda: model_with(2, 1),
+    "gives a list, and must give one tensor": lambda: model_with(1, 2),
     r"takes inputs of \[32, 32, 1\], and the data has \[28, 28, 1\]": lambda: dense(inputs=(32, 32, 1)),
 }
 
 
 @pytest.fixture
-def registered() -> Iterator[Callable[[registry.Registry, Any], None]]:
+def register() -> Iterator[Callable[[registry.Registry, Any], None]]:
+    """Yields a function that registers another function as "mine" until the test ends."""
     with contextlib.ExitStack() as stack:
 
-        def register(where: registry.Registry, function: Any) -> None:
-            where["mine"] = function
-            stack.callback(where.pop, "mine")
+        def register_as_mine(functions: registry.Registry, function: Any) -> None:
+            functions["mine"] = function
+            stack.callback(functions.pop, "mine", None)
 
-        yield register
+        yield register_as_mine
 
 
-def build() -> ModelStep:
+def build_mine() -> ModelStep:
+    """Builds the model that is registered as "mine" for the digits, with its checks."""
     source, splits = source_and_splits(run_config("mine"))
     return build_step(source, splits, run_config("mine"), contextlib.nullcontext())[0]
 
 
 @pytest.mark.parametrize("says", REFUSED, ids=lambda says: says.replace("\\", ""))
-def test_a_model_that_cannot_be_trained_is_refused(registered: Callable[..., None], says: str) -> None:
-    registered(registry.MODELS, lambda input_shape, num_classes: REFUSED[says]())
+def test_a_model_that_cannot_be_trained_is_refused(register: Callable[..., None], says: str) -> None:
+    register(registry.MODELS, lambda input_shape, num_classes: REFUSED[says]())
     with pytest.raises(ConfigError, match=says) as raised:
-        build()
+        build_mine()
     assert str(raised.value).startswith("model (mine): ")
     assert "\n" not in str(raised.value)
 
 
-def test_images_with_and_without_a_channel(registered: Callable[..., None]) -> None:
-    """Keras accepts either for the other, too."""
+def test_inputs_with_or_without_a_channel_dimension_are_accepted(register: Callable[..., None]) -> None:
+    """Keras itself adds or removes a last dimension of 1."""
+
+    def flat(shape: tuple[int | None, ...]) -> keras.Model:
+        return keras.Sequential([keras.Input(shape), layers.Reshape([784]), layers.Dense(10)])
+
     for shape in ((28, 28), (28, 28, 1), (None, None, 1)):
-        registry.MODELS["mine"] = lambda input_shape, num_classes, shape=shape: keras.Sequential(
-            [keras.Input(shape), layers.Reshape([784]), layers.Dense(10)]
-        )
-        build()
-    registered(registry.MODELS, None)
+        register(registry.MODELS, lambda input_shape, num_classes, shape=shape: flat(shape))
+        build_mine()
 
 
-def test_a_builder_without_arguments_is_refused(registered: Callable[..., None]) -> None:
-    registered(registry.MODELS, dense)
+def test_a_builder_with_other_arguments_is_refused(register: Callable[..., None]) -> None:
+    register(registry.MODELS, dense)
     with pytest.raises(ConfigError, match=r"model \(mine\): its function must take input_shape and num_classes"):
-        build()
+        build_mine()
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
-def test_probabilities_instead_of_logits_cause_a_warning(
-    registered: Callable[..., None], activation: str | None
-) -> None:
-    registered(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
-    advice = checks.advice_on_outputs(build())
+def test_probabilities_instead_of_logits_cause_a_warning(register: Callable[..., None], activation: str | None) -> None:
+    register(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
+    advice = checks.advice_on_outputs(build_mine())
     assert f"leave the {activation} out" in advice if activation else not advice
 
 
-def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(registered: Callable[..., None]) -> None:
+def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(register: Callable[..., None]) -> None:
     class Noise(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self, seed: Any = None) -> None:
             super().__init__()
@@ -106,35 +108,36 @@ def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(register
     def noisy(seed: Any) -> Callable[..., keras.Model]:
         return lambda input_shape, num_classes: keras.Sequential([dense(), Noise(seed)])
 
-    registered(registry.MODELS, noisy(None))
-    rule = r"^model \(mine\): its call changes .*; make it a weight of a layer .*; a recurrent layer needs"
-    with pytest.raises(ConfigError, match=rule):
-        build()
-    registry.MODELS["mine"] = noisy(keras.random.SeedGenerator(1))
-    build()
+    # Without a seed Keras draws from its global generator, which belongs to no layer.
+    register(registry.MODELS, noisy(None))
+    message = r"^model \(mine\): its call changes .*; make it a weight of a layer .*; a recurrent layer needs"
+    with pytest.raises(ConfigError, match=message):
+        build_mine()
+    register(registry.MODELS, noisy(keras.random.SeedGenerator(1)))
+    build_mine()
 
 
 @pytest.mark.parametrize("method", ["train_step", "test_step", "compute_metrics"])
-def test_a_model_that_overrides_the_steps_of_keras_is_refused(registered: Callable[..., None], method: str) -> None:
-    kind = type("Own", (keras.Sequential,), {method: lambda self, *_: {}})
-    registered(
+def test_a_model_that_overrides_the_steps_of_keras_is_refused(register: Callable[..., None], method: str) -> None:
+    model_class = type("Own", (keras.Sequential,), {method: lambda self, *_: {}})
+    register(
         registry.MODELS,
-        lambda input_shape, num_classes: kind([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
+        lambda input_shape, num_classes: model_class([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
     )
     with pytest.raises(ConfigError, match=rf"^model \(mine\): has {method} of its own, which would not be used; leave"):
-        build()
+        build_mine()
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("build", "says"),
     [
         (lambda: None, "gives None, and must give a keras.optimizers.Optimizer"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "give its inner optimizer"),
         (lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()), "give one optimizer for all"),
     ],
 )
-def test_an_optimizer_that_cannot_be_used_is_refused(registered: Callable[..., None], made: Any, says: str) -> None:
-    registered(registry.OPTIMIZERS, made)
+def test_an_optimizer_that_cannot_be_used_is_refused(register: Callable[..., None], build: Any, says: str) -> None:
+    register(registry.OPTIMIZERS, build)
     with pytest.raises(ConfigError, match=rf"optimizer \(mine\): .*{says}"):
         models.build_optimizer({"name": "mine"}, 10)
 
@@ -156,29 +159,29 @@ def test_synchronized_layers_are_refused_with_xla() -> None:
         checks.check_compiled("mine", model, by_xla_for_several=True)
 
 
-def test_data_of_another_type_is_refused(registered: Callable[..., None]) -> None:
+def test_data_of_another_type_is_refused(register: Callable[..., None]) -> None:
     digits = load_digits(run_config().data)
     test = split_of(digits, "test")
     config = run_config().data
     config.name = "mine"
     empty = data.Arrays(test.x[:0], test.y[:0])
-    for made, says in (
+    for returned, says in (
         (None, "gives None, and must give tf2dist.data.Splits"),
         ((digits.train, digits.test), "gives a tuple, and must give"),
         (tf.data.Dataset.range(3), "gives a _RangeDataset, and must give"),
         (data.Splits((test.x, test.y), digits.validation, test), f"tuple.*{ARRAYS}"),  # type: ignore[arg-type]
         (data.Splits(digits.train, digits.validation, empty), "test has no examples"),
     ):
-        registry.DATA["mine"] = lambda config, made=made: made
+        register(registry.DATA, lambda config, returned=returned: returned)
         with pytest.raises(DataError, match=rf"data \(mine\): .*{says}"):
             data.load(config)
-    registered(registry.DATA, None)
 
 
-def test_a_worker_without_examples_in_the_last_step() -> None:
+def test_synchronized_layers_need_an_example_for_each_worker_in_the_last_step() -> None:
+    """A worker without one computes an example of padding, which the layer would count like the others."""
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
-    for last_batch in (0, 3, 57):
+    for last_batch in (0, 3, 57):  # 0: the last step is as large as the others
         checks.check_last_batch("mine", model, last_batch, 3)
     with pytest.raises(ConfigError, match=r"model \(mine\): batch_norm.* 2 examples for 3 workers"):
         checks.check_last_batch("mine", model, 2, 3)

@@ -1,4 +1,4 @@
-"""Every optimizer of Keras, and the settings that they share, against `keras.Model.fit` on the same batches."""
+"""Every optimizer of Keras, and every setting that they share, gives the results of `keras.Model.fit`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.given import Given, Recording, weights_of
+from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, SEED, assert_same, config_of, drive, examples, table, train_in_sync
 from tf2dist.data.arrays import Splits
 from tf2dist.model.plan import EpochPlan
@@ -26,8 +26,8 @@ class Halving(optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, 
         return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
 
 
-class Own(optimizers.Optimizer):  # type: ignore[misc, name-defined]
-    """Momentum, written by a user."""
+class OwnMomentum(optimizers.Optimizer):  # type: ignore[misc, name-defined]
+    """A custom optimizer: SGD with momentum."""
 
     def build(self, variables: list[keras.Variable]) -> None:
         if not self.built:
@@ -40,11 +40,11 @@ class Own(optimizers.Optimizer):  # type: ignore[misc, name-defined]
         self.assign_sub(variable, slot * learning_rate)
 
 
-KINDS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam")
-MADE: dict[str, Make] = {
-    **{name: lambda kind=name: getattr(optimizers, kind)(0.02) for name in (*KINDS, "RMSprop", "SGD")},  # type: ignore[misc, name-defined]
+CLASSES = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam")
+OPTIMIZERS: dict[str, Make] = {
+    **{name: lambda kind=name: getattr(optimizers, kind)(0.02) for name in (*CLASSES, "RMSprop", "SGD")},  # type: ignore[misc, name-defined]
     "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.02),
-    "own": lambda: Own(0.02),
+    "own": lambda: OwnMomentum(0.02),
     "nesterov": lambda: optimizers.SGD(0.02, momentum=0.9, nesterov=True),
     "schedule": lambda: optimizers.AdamW(optimizers.schedules.CosineDecay(0.01, 8, warmup_steps=3, warmup_target=0.05)),
     "own schedule": lambda: optimizers.SGD(Halving()),
@@ -58,6 +58,7 @@ MADE: dict[str, Make] = {
     "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss_scale_factor": lambda: optimizers.SGD(0.01, loss_scale_factor=128.0),
 }
+# Variables that weight decay leaves out; an empty dict stands for the variables of the first layer.
 EXCLUSIONS: dict[str, dict[str, Any]] = {
     "without its biases": {"var_names": ["bias"]},
     "without a layer": {},
@@ -71,8 +72,8 @@ def compiled(name: str) -> keras.Model:
         optimizer = optimizers.SGD(0.01, weight_decay=0.5)
         optimizer.exclude_from_weight_decay(**(EXCLUSIONS[name] or {"var_list": model.layers[0].weights}))
     else:
-        optimizer = MADE[name]()
-    if name == "ScheduleFreeAdamW":  # otherwise Keras would build it within the graph of a step
+        optimizer = OPTIMIZERS[name]()
+    if name == "ScheduleFreeAdamW":  # otherwise Keras would set its sequence to the weights in each step
         optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
     return model
@@ -88,20 +89,20 @@ class Compiled:
         return compiled(self.name)
 
 
-def given(name: str) -> Given:
+def source_of(name: str) -> InMemorySource:
     plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
-    drawn = examples(table, 200)
-    return Given(Compiled(name), Splits(drawn.train, None, num_classes=None), plan)
+    train = examples(table, 200).train
+    return InMemorySource(Compiled(name), Splits(train, None, num_classes=None), plan)
 
 
 def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     keras.utils.set_random_seed(SEED)
-    model, train = compiled(name), given(name).splits.train
+    model, train = compiled(name), source_of(name).splits.train
     history = model.fit(train.x, train.y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
     return history.history, weights_of(model)
 
 
-# Those that an asynchronous worker treats in different ways; `make slow` has the rest.
+# An asynchronous worker handles each of these in another way; `make slow` tests the rest.
 FIRST = (
     *("Adafactor", "Adam", "Muon", "SGD", "ScheduleFreeAdamW", "own", "schedule", "clipnorm", "global_clipnorm"),
     *("use_ema", "gradient_accumulation_steps", "loss_scale_factor", *EXCLUSIONS),
@@ -109,10 +110,10 @@ FIRST = (
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in MADE if name not in FIRST)]
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name not in FIRST)]
 )
-def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) -> None:
-    source, config, hooks = given(name), config_of(BATCH), Recording()
+def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
+    source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 2, source=source)
     drive(loop, config, source, hooks)
@@ -121,12 +122,12 @@ def test_one_asynchronous_worker(name: str, async_loop: Any, publishing: Any) ->
 
 
 def train_with_all(worker: SyncWorker) -> dict[str, Any]:
-    return {name: train_in_sync(worker, given(name), BATCH) for name in (*MADE, *EXCLUSIONS)}
+    return {name: train_in_sync(worker, source_of(name), BATCH) for name in (*OPTIMIZERS, *EXCLUSIONS)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # every optimizer, twice
-def test_one_synchronous_worker(sync_workers: SyncWorkers) -> None:
+def test_one_synchronous_worker_equals_keras(sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(train_with_all, 1, ())
     for name, one in found.items():
         try:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica import test_optimizers
-from tests.replica.given import Recording, weights_of
+from tests.replica.in_memory_source import RecordingHooks, weights_of
 from tests.replica.small_runs import run_config
 from tests.replica.test_epochs import BATCH, config_of, drive
 from tests.replica.test_resume import assert_same_arrays, taken
@@ -175,7 +175,7 @@ def fresh(make: Callable[[], keras.Model]) -> keras.Model:
 
 
 REFUSED = {"Adafactor", "Lamb", "Muon", "own", "clipnorm"}
-CASES = [*test_optimizers.MADE, *test_optimizers.EXCLUSIONS]
+CASES = [*test_optimizers.OPTIMIZERS, *test_optimizers.EXCLUSIONS]
 FIRST = ("without a layer", "own")  # `make slow` has the rest
 
 
@@ -184,7 +184,7 @@ FIRST = ("without a layer", "own")  # `make slow` has the rest
 )
 def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishing: Any) -> None:
     """Equal to the last bit, or refused."""
-    source, config = test_optimizers.given(name), config_of(BATCH)
+    source, config = test_optimizers.source_of(name), config_of(BATCH)
     source.make = functools.partial(fresh, source.make)
     publishing(source.load())
     config.cluster.placement, config.cluster.min_part_bytes = "partitioned", 100
@@ -194,11 +194,11 @@ def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishi
         return
     loop = async_loop(config, 1, source=source)
     assert any(len(parts_of(variable)) > 1 for variable in loop.model.trainable_variables)
-    drive(loop, config, source, Recording())
+    drive(loop, config, source, RecordingHooks())
     found = weights_of(loop.model), taken(loop)
     config.cluster.placement = "balanced"
     whole = async_loop(config, 1, source=source)
-    drive(whole, config, source, Recording())
+    drive(whole, config, source, RecordingHooks())
     for one, other in zip(found[0], weights_of(whole.model), strict=True):
         np.testing.assert_array_equal(one, other)
     assert_same_arrays(found[1], taken(whole), STATE)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.given import Given, Recording, weights_of
+from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import SEED, assert_same, config_of, drive, everything, regression, two_outputs
 from tests.unit.test_saving import facts
 from tf2dist import data
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Load]] = {
 
 
 @dataclass
-class Streamed(Given):
+class Streamed(InMemorySource):
     """A model and a stream, as `fit` passes them to the tasks."""
 
     loader: Load = of_rows
@@ -106,7 +106,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
 @pytest.mark.parametrize("name", CASES)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     """Calls of 5 steps in epochs of 7: updates beyond the end of an epoch are refused, and no batch is left out."""
-    given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), Recording()
+    given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), RecordingHooks()
     publishing(given.load(), 1)
     loop = async_loop(config, 1, 1, source=given)
     drive(loop, config, given, hooks)
@@ -116,7 +116,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
 def drive_in_sync(worker: SyncWorker, given: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    config, hooks, strategy = config_of(BATCH), Recording(), worker.strategy
+    config, hooks, strategy = config_of(BATCH), RecordingHooks(), worker.strategy
     loop = SyncLoop.build(
         config, worker.cluster, worker.task, given, given.load(), start, lambda progress: None, strategy
     )

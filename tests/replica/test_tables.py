@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sklearn import datasets
 
-from tests.replica.given import Given, Recording, weights_of
+from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
 from tf2dist.data.arrays import Splits
 from tf2dist.fitting.request import training_set, validation_set
@@ -56,11 +56,11 @@ class Table:
         is_number = y.dtype.kind == "f"
         return standardized(x)[order], (standardized(y) if is_number else y)[order]
 
-    def given(self) -> Given:
+    def given(self) -> InMemorySource:
         examples = training_set(*self.columns(), None, self.class_weight)
         train, validation = validation_set(examples, None, VALIDATION, self.class_weight is not None)
         plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
-        return Given(self.make, Splits(train, validation, num_classes=None), plan)
+        return InMemorySource(self.make, Splits(train, validation, num_classes=None), plan)
 
 
 def standardized(columns: np.ndarray) -> np.ndarray:
@@ -112,7 +112,7 @@ def of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> lis
 )
 def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_loop: Any, publishing: Any) -> None:
     """Steps beyond the end of an epoch are refused; their batches belong to the next one."""
-    given, config, hooks = TABLES[name].given(), config_of(BATCH), Recording()
+    given, config, hooks = TABLES[name].given(), config_of(BATCH), RecordingHooks()
     config.train.steps_per_execution = steps_per_call
     publishing(given.load())
     loop = async_loop(config, 1, 1, source=given)

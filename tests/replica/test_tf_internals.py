@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tests.replica.keras_objects import BATCH, built, compiled, random_model
+from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, random_model
 from tf2dist.process import tf_internals
 
 
@@ -63,7 +63,7 @@ def test_slots_are_found_by_variable() -> None:
     place = tf_internals.place_of(optimizer, variables[1])
     np.testing.assert_allclose(tf_internals.momentums(optimizer)[place], [[0.2, 0.4]], rtol=1e-5)
     np.testing.assert_allclose(tf_internals.velocities(optimizer)[place], [[0.004, 0.016]], rtol=1e-5)
-    assert tf_internals.momentums(built(keras.optimizers.RMSprop)) == []
+    assert tf_internals.momentums(built_optimizer(keras.optimizers.RMSprop)) == []
 
 
 def test_an_optimizer_counts_updates_in_the_given_variable() -> None:
@@ -74,14 +74,14 @@ def test_an_optimizer_counts_updates_in_the_given_variable() -> None:
 
 
 def test_a_fixed_learning_rate_is_a_number() -> None:
-    optimizer = built(keras.optimizers.SGD)
+    optimizer = built_optimizer(keras.optimizers.SGD)
     tf_internals.fix_learning_rate(optimizer)
     assert tf_internals.learning_rate_of(optimizer) == 0.5
     (weight,) = tf_internals.trained_variables(optimizer)
     optimizer.apply([tf.constant([1.0, 1.0])])
     np.testing.assert_allclose(weight, [0.5, 1.5])
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    scheduled = built(lambda learning_rate: keras.optimizers.SGD(schedule))
+    scheduled = built_optimizer(lambda learning_rate: keras.optimizers.SGD(schedule))
     tf_internals.fix_learning_rate(scheduled)
     assert tf_internals.learning_rate_of(scheduled) is schedule
 
@@ -96,7 +96,7 @@ def test_nested_layers_and_their_seeds_are_found() -> None:
 
 
 def test_losses_and_metrics_are_built_without_a_batch() -> None:
-    model = compiled()
+    model = compiled_model()
     tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
     assert [loss.reduction for loss in tf_internals.losses_of(model)] == ["sum_over_batch_size", "sum"]
     tracker, *others = model.metrics_variables[:2], *tf_internals.output_trackers_of(model)

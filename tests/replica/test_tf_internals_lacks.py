@@ -12,7 +12,16 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.ops import script_ops
 
-from tests.replica.keras_objects import BASE, BATCH, TRAINER, built, compiled, one_model, random_model, with_metrics
+from tests.replica.keras_objects import (
+    BASE_OPTIMIZER,
+    BATCH,
+    TRAINER,
+    built_optimizer,
+    compiled_model,
+    model_with_metrics,
+    random_model,
+    shared_random_model,
+)
 from tf2dist.errors import InstallationError
 from tf2dist.process import tf_internals
 
@@ -81,31 +90,33 @@ LACKS = [
     ),
     Lack(
         "a checkpoint could not name the optimizer's variables",
-        built,
+        built_optimizer,
         "_trainable_variables",
         tf_internals.trained_variables,
     ),
-    Lack("concurrent updates of Adam would interleave on a ps", built, "_momentums", tf_internals.momentums),
-    Lack("concurrent updates of Adam would interleave on a ps", built, "_velocities", tf_internals.velocities),
+    Lack("concurrent updates of Adam would interleave on a ps", built_optimizer, "_momentums", tf_internals.momentums),
+    Lack(
+        "concurrent updates of Adam would interleave on a ps", built_optimizer, "_velocities", tf_internals.velocities
+    ),
     Lack(
         "a fused kernel would not find the slots of a weight",
-        lambda: BASE,
+        lambda: BASE_OPTIMIZER,
         "_get_variable_index",
-        lambda _: tf_internals.place_of(built(), None),
+        lambda _: tf_internals.place_of(built_optimizer(), None),
     ),
     Lack(
         "Adam's bias correction would follow a wrong number of updates",
-        built,
+        built_optimizer,
         "_iterations",
         lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
     ),
-    Lack("the reported learning rate would be wrong", built, "_learning_rate", tf_internals.learning_rate_of),
-    Lack("a schedule of the user's own could not be copied", built, "_learning_rate", tf_internals.config_of),
+    Lack("the reported learning rate would be wrong", built_optimizer, "_learning_rate", tf_internals.learning_rate_of),
+    Lack("a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", tf_internals.config_of),
     Lack(
         "weights that are excluded from the decay would decay",
-        lambda: BASE,
+        lambda: BASE_OPTIMIZER,
         "_use_weight_decay",
-        lambda _: tf_internals.undecayed(built(), [keras.Variable(0.0)]),
+        lambda _: tf_internals.undecayed(built_optimizer(), [keras.Variable(0.0)]),
     ),
     Lack(
         "a model that was trained before could not be built with cut variables",
@@ -113,18 +124,18 @@ LACKS = [
         "_distribute_strategy",
         lambda part: tf_internals.PartitionedVariable([part])._distribute_strategy,
     ),
-    Lack("each update would read the learning rate", built, "_learning_rate", tf_internals.fix_learning_rate),
+    Lack("each update would read the learning rate", built_optimizer, "_learning_rate", tf_internals.fix_learning_rate),
     Lack(
         "stale updates would count as much as others",
-        lambda: BASE,
+        lambda: BASE_OPTIMIZER,
         "_get_current_learning_rate",
-        lambda _: tf_internals.scale_learning_rate(built(), lambda: 0.5),
+        lambda _: tf_internals.scale_learning_rate(built_optimizer(), lambda: 0.5),
     ),
     Lack(
         "synchronized layers would be overlooked",
-        lambda: (one_model(), keras.Layer)[1],
+        lambda: (shared_random_model(), keras.Layer)[1],
         "_flatten_layers",
-        lambda _: tf_internals.layers_of(one_model()),
+        lambda _: tf_internals.layers_of(shared_random_model()),
     ),
     Lack(
         "dropout would drop the same units on every worker, or fail",
@@ -136,24 +147,24 @@ LACKS = [
         "the metrics would have no variables to sum",
         lambda: TRAINER,
         "_symbolic_build",
-        lambda _: tf_internals.build_metrics(compiled(), (BATCH[0], list(BATCH[1:]), None)),
+        lambda _: tf_internals.build_metrics(compiled_model(), (BATCH[0], list(BATCH[1:]), None)),
     ),
-    Lack("the loss would not be averaged", with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    Lack("the loss would not be averaged", model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
     Lack(
         "losses that cannot be split among workers would be accepted",
-        with_metrics,
+        model_with_metrics,
         "_compile_loss",
         tf_internals.losses_of,
     ),
     Lack(
         "the losses of single outputs would be averaged wrongly",
-        with_metrics,
+        model_with_metrics,
         "_compile_loss",
         tf_internals.output_trackers_of,
     ),
     Lack(
         "losses that cannot be split among workers would be accepted",
-        lambda: with_metrics()._compile_loss,
+        lambda: model_with_metrics()._compile_loss,
         "_flat_losses",
         lambda loss: tf_internals.losses_of(SimpleNamespace(_compile_loss=loss)),
     ),
@@ -182,11 +193,11 @@ def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, lack: Lack)
 KINDS = [
     (lambda: script_ops._py_funcs, "_funcs", lambda _: tf_internals.publish_functions({})),
     (context.Context, "_config", tf_internals.keep_threads_from_spinning),
-    (built, "_momentums", tf_internals.momentums),
-    (built, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
-    (built, "_learning_rate", tf_internals.fix_learning_rate),
-    (with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
-    (with_metrics, "_compile_loss", tf_internals.losses_of),
+    (built_optimizer, "_momentums", tf_internals.momentums),
+    (built_optimizer, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
+    (built_optimizer, "_learning_rate", tf_internals.fix_learning_rate),
+    (model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    (model_with_metrics, "_compile_loss", tf_internals.losses_of),
 ]
 
 
@@ -229,7 +240,7 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
         (context, "Context"),
         (context.Context, "wait_at_barrier"),
         (script_ops, "_py_funcs"),
-        (BASE, "_get_variable_index"),
+        (BASE_OPTIMIZER, "_get_variable_index"),
         (TRAINER, "_symbolic_build"),
     ],
     ids=str,

@@ -1,8 +1,7 @@
-"""A model and data as a call of `fit` passes them, but without sending them to tasks."""
+"""A model and data that a test passes to a training loop directly, and hooks that record their calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,13 +12,13 @@ from tf2dist.training.hooks import Change, NamedArrays
 
 
 @dataclass
-class Given:
-    """A `Source` whose model and data are made by a test."""
+class InMemorySource:
+    """A `Source` whose model and data come from a test; nothing is sent to other tasks."""
 
     make: Callable[[], keras.Model]
     splits: Splits
     plan: EpochPlan | None = None
-    name: str = "given"
+    name: str = "given"  # of the model, in messages
 
     def load(self) -> Splits:
         return checked("given", self.splits)
@@ -29,19 +28,28 @@ class Given:
 
 
 @dataclass
-class Recording:
-    """Hooks that record their calls, and give the answers that a test has chosen."""
+class RecordingHooks:
+    """Hooks that record their calls, and return the answers that a test has chosen."""
 
-    answers: dict[tuple[str, int], Change] = field(default_factory=dict)  # by kind and epoch
+    answers: dict[tuple[str, int], Change] = field(default_factory=dict)  # by the kind of the call and its epoch
     calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
     arrays: NamedArrays = field(default_factory=dict)
 
     def wanted(self) -> bool:
         return False
 
-    def post(self, kind: str, epoch: int, step: int, logs: dict[str, float], *more: Any) -> None:
+    def post(
+        self,
+        kind: str,
+        epoch: int,
+        step: int,
+        logs: dict[str, float],
+        learning_rate: float,
+        arrays: Callable[[], NamedArrays],
+        state: NamedArrays,
+    ) -> None:
         self.calls.append((kind, epoch, step, logs))
-        self.arrays = more[1]()
+        self.arrays = arrays()
 
     def answer(self, timeout_secs: float) -> Change | None:
         kind, epoch, *_ = self.calls[-1]
@@ -54,4 +62,5 @@ class Recording:
 
 
 def weights_of(model: keras.Model) -> list[np.ndarray]:
+    """The weights without the states of random generators, whose seeds differ from run to run."""
     return [v.numpy() for v in model.weights if "seed_generator" not in v.path]
