@@ -1,4 +1,4 @@
-"""The pipeline: for all numbers of examples and workers, shards are disjoint and cover the data."""
+"""The data sets and the input pipeline, whose shards are disjoint and cover the data for any number of workers."""
 
 import urllib.parse
 from dataclasses import replace
@@ -26,12 +26,11 @@ from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-
-
 PIXELS = np.arange(8, dtype=np.uint8).reshape(4, 2)
 
 
 def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the examples of one shard in an epoch and their weights, both [steps, batch]."""
     rows, weights = sharding.epoch_rows(tf.constant(number), tf.constant(shard))
     return rows.numpy(), weights.numpy()
 
@@ -46,8 +45,9 @@ def test_every_example_once_an_epoch(num_examples: int, batch_size: int, num_sha
     batches = sum(int((weights.sum(axis=1) > 0).sum()) for _, weights in shards)
     assert sharding.updates_per_epoch == (sharding.steps_per_epoch if whole else batches)
     sums = np.array([weights.sum(axis=1) for _, weights in shards])  # [shards, steps]
-    means = sums.sum(axis=0) if whole else sums[sums > 0]
-    np.testing.assert_allclose(means, 1.0, rtol=1e-5)
+    # The weights add up to 1 over the whole step, or over the batch of each worker.
+    totals = sums.sum(axis=0) if whole else sums[sums > 0]
+    np.testing.assert_allclose(totals, 1.0, rtol=1e-5)
     assert all(len(rows) == sharding.steps_per_epoch for rows, _ in shards)
 
 
@@ -58,12 +58,12 @@ def test_epochs_and_seeds_differ() -> None:
     assert (first == epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]).all()
 
 
-def test_examples_may_stay_in_their_order() -> None:
+def test_without_shuffling_examples_stay_in_their_order() -> None:
     sharding = Sharding(10, 2, 2, 0, True, shuffle=False)
     for number in range(2):
         rows = [epoch(sharding, shard, number)[0].tolist() for shard in range(2)]
         assert rows == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [9, 0]]], (
-            "the last two examples are divided among the workers"
+            "the last two examples must be divided among the workers"
         )
     assert [weights[-1].tolist() for _, weights in (epoch(sharding, shard) for shard in range(2))] == [[0.5, 0]] * 2
 
@@ -95,7 +95,7 @@ def test_batches_without_examples_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_worker_continues_after_its_counted_steps(shard: int) -> None:
+def test_a_worker_continues_after_the_steps_that_it_has_counted(shard: int) -> None:
     """The second worker has one step less in an epoch than the first."""
     sharding = Sharding(21, 5, 2, 0, False)
 
@@ -114,11 +114,11 @@ def test_blocks_begin_with_the_number_of_their_first_step() -> None:
 def test_a_worker_continues_at_the_same_part_of_the_data_in_another_mode() -> None:
     before = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
     snapshot = Snapshot(6, {}, replace(facts(6), examples=42, input=before))
-    assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs, of 3 and of 2 steps"
+    assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs of 3 steps, and two of 2"
     assert input_positions(snapshot, Sharding(21, 5, 2, 0, True)) == [6, 6]
 
 
-def test_digits() -> None:
+def test_the_splits_of_the_digits() -> None:
     splits = data.load(DataConfig(name="digits", num_validation=180))
     assert [len(split_of(splits, name)) for name in SPLITS] == [1257, 180, 360]
     assert splits.input_shape == (28, 28, 1)
@@ -148,7 +148,7 @@ def test_invalid_arrays_are_refused(x: Any, y: Any, words: str) -> None:
     assert f"data (broken): train{words}" in str(caught.value)
 
 
-def test_splits_of_several_kinds() -> None:
+def test_splits_of_different_kinds_are_refused() -> None:
     for other in ({"a": PIXELS}, PIXELS.astype(np.float32), PIXELS[:, :1]):
         train, test = data.Arrays(PIXELS, PIXELS[:, 0]), data.Arrays(other, PIXELS[:, 0])
         splits = data.Splits(train, None, test)
@@ -159,12 +159,12 @@ def test_splits_of_several_kinds() -> None:
 
 @pytest.mark.parametrize("dtype", [np.str_, object])
 def test_data_of_any_structure(dtype: Any) -> None:
-    """The structure stays; leaves are converted as Keras converts them, and contiguous in memory."""
+    """The structure is kept; leaves are converted as Keras converts them, and made contiguous in memory."""
     words = ["a", "bc", "ä", ""]
     x = {"words": np.array(words, dtype), "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS))}
     y = [np.arange(8.0).reshape(4, 2), None]
-    given = data.Arrays(x, y, sample_weight=[np.ones(4), None])
-    splits = checked("data (mine)", data.Splits(given, num_classes=None))
+    train = data.Arrays(x, y, sample_weight=[np.ones(4), None])
+    splits = checked("data (mine)", data.Splits(train, num_classes=None))
     found = splits.train
     assert keras.tree.map_structure(lambda leaf: leaf is None, (found.x, found.y, found.sample_weight)) == (
         {"words": False, "table": (False, False)},
@@ -183,12 +183,13 @@ def test_data_of_any_structure(dtype: Any) -> None:
 
 
 def test_batches_of_any_structure(tmp_path: Path) -> None:
-    """Batches of text, numbers and truth values, from arrays in memory and from mapped files."""
+    """Batches of strings, numbers and booleans, from arrays in memory and from mapped files."""
     leaves = [np.array([b"a", b"bc", b"", b"d"]), PIXELS, PIXELS * 0.5, np.array([True, False, True, True])]
     mapped = [leaf.copy() for leaf in leaves]
     for number, leaf in enumerate(leaves):
         np.save(tmp_path / f"{number}.npy", leaf)
         mapped[number] = np.load(tmp_path / f"{number}.npy", mmap_mode="r")
+    # Without its first example, a mapped array lacks the alignment with which TensorFlow reads it in place.
     for each in (leaves, mapped, [leaf[1:] for leaf in mapped]):
         take = pipeline.of_arrays(data.Arrays(each))
         sharding = Sharding(len(each[0]), 3, 1, 0, True, shuffle=False)
@@ -201,6 +202,7 @@ def test_batches_of_any_structure(tmp_path: Path) -> None:
 
 def test_the_newest_complete_version_of_mnist_is_used(tmp_path: Path) -> None:
     names = ["mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001", "dataset_info.json"]
+    # 3.0.0 has no file to train on, and 3.0.2 has no dataset_info.json.
     for version, files in (("3.0.0", names[1:]), ("3.0.1", names), ("3.0.2", names[:2])):
         (tmp_path / "mnist" / version).mkdir(parents=True)
         for name in files:
@@ -212,37 +214,37 @@ def test_the_newest_complete_version_of_mnist_is_used(tmp_path: Path) -> None:
         load_mnist(DataConfig(dir=str(tmp_path)))
 
 
-def picture(label: int, png: bytes | None = None) -> bytes:
-    """An encoded example, as tensorflow-datasets writes it."""
+def encoded_example(label: int, png: bytes | None = None) -> bytes:
+    """An example as tensorflow-datasets encodes it; its image is `png`, or has the label as each pixel."""
     png = tf.io.encode_png(np.full((28, 28, 1), label, np.uint8)).numpy() if png is None else png
     features = {
         "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[png])),
         "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
     }
-    text: bytes = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
-    return text
+    encoded: bytes = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+    return encoded
 
 
 def test_damaged_or_missing_records_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    examples = [picture(label) for label in range(6)]
+    examples = [encoded_example(label) for label in range(6)]
     config = DataConfig(name="mnist", dir=str(tmp_path), num_validation=2)
     train, _ = write_mnist(tmp_path, examples)
     assert data.load(config).train.y.tolist() == [2, 3, 4, 5]
     records = [record(example) for example in examples]
     flipped = bytearray(b"".join(records))
     flipped[len(flipped) // 2] ^= 1
-    for wrong, words in (
+    for content, words in (
         (b"".join(records[:3]), "has 3 of 6 examples"),
         (b"".join([*records, records[0]]), "has 7 of 6 examples"),
         (b"", "has 0 of 6 examples"),
         (b"".join(records)[:-1], "is damaged (DataLossError: "),
         (bytes(flipped), "is damaged (DataLossError: "),
-        (b"".join([*records[:5], record(picture(5, b"no picture"))]), "is damaged (InvalidArgumentError: "),
+        (b"".join([*records[:5], record(encoded_example(5, b"no picture"))]), "is damaged (InvalidArgumentError: "),
         (b"".join([*records[:5], record(b"no example")]), "is damaged (InvalidArgumentError: "),
     ):
         train.unlink()
-        train.write_bytes(wrong)
+        train.write_bytes(content)
         with pytest.raises(DataError) as caught:
             data.load(config)
         assert str(caught.value).startswith(f"data (mnist): {train} {words}")
@@ -251,7 +253,7 @@ def test_damaged_or_missing_records_are_reported(tmp_path: Path, monkeypatch: py
         )
 
 
-def test_mnist(real_data: str) -> None:
+def test_the_splits_of_mnist(real_data: str) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
     splits = data.load(DataConfig(name="mnist", num_validation=5000))
@@ -272,14 +274,14 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2
     np.testing.assert_array_equal(split_of(decoded, "test").x, expected)
     damaged = next(tmp_path.glob("tf2dist/*test*/images.npy"))
-    text = bytearray(damaged.read_bytes())
-    text[-1000] ^= 255
+    content = bytearray(damaged.read_bytes())
+    content[-1000] ^= 255
     damaged.unlink()  # removed, not overwritten, because `cached` maps it
-    damaged.write_bytes(text)
+    damaged.write_bytes(content)
     location.resolve(config, warned.append)
     assert len(warned) == 1
     np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # where no folder can be created
     np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
 
 
@@ -287,5 +289,6 @@ def test_mnist_is_downloaded_from_the_named_host_and_not_as_a_prepared_copy() ->
     import tensorflow_datasets as tfds
 
     assert urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname == location.MNIST_HOST
+    # The access is enabled first, in case a setting of this machine disables it; the download disables it in this way.
     with tfds.testing.enable_gcs_access(), tfds.testing.disable_gcs_access():
         assert not tfds.is_dataset_on_gcs("mnist/3.0.1")

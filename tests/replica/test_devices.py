@@ -37,7 +37,7 @@ def test_without_gpus_a_worker_gets_none() -> None:
     assert devices.choose_gpus([], SYNC, Task("worker", 1), share_host=True) == []
 
 
-def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_VISIBLE_DEVICES renumbers the GPUs; nvidia-smi keeps the numbers 0 to 2."""
     script = tmp_path / "nvidia-smi"
     script.write_text('#!/bin/sh\ncase "$*" in *=0) echo 16384;; *=1) echo 24576;; *=2) echo 8192;; *) exit 6;; esac')
@@ -55,7 +55,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_tasks_of_one_host_share_its_cores() -> None:
-    """Runs in a separate process, because TensorFlow accepts the settings only before its first operation."""
+    """Runs in a process of its own, because TensorFlow accepts these settings only before its first operation."""
     code = """if True:
         import tensorflow as tf
         from tensorflow.python.eager import context

@@ -60,10 +60,10 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_are_converted_as_keras_does(kind: str) -> None:
     x = KINDS[kind]()
-    wanted, _, _ = seen_by_keras(x)
-    ours = training_set(x, None, None, None).x
-    keras.tree.assert_same_structure(ours, x)  # Keras converts lists to tuples, and accepts both
-    for mine, theirs in zip(keras.tree.flatten(ours), keras.tree.flatten(wanted), strict=True):
+    expected, _, _ = seen_by_keras(x)
+    found = training_set(x, None, None, None).x
+    keras.tree.assert_same_structure(found, x)  # Keras converts lists to tuples, and accepts both
+    for mine, theirs in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
         assert tf.convert_to_tensor(mine).dtype == tf.convert_to_tensor(theirs).dtype
         assert np.array_equal(mine.astype(theirs.dtype), theirs)
 
@@ -79,24 +79,24 @@ LABELS = {
 @pytest.mark.parametrize("labels", LABELS)
 def test_class_weights_become_the_sample_weights_of_keras(labels: str) -> None:
     class_weight = {0: 1.5, 2: 0.25}
-    _, _, wanted = seen_by_keras(NUMBERS, LABELS[labels], class_weight=class_weight)
-    ours = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
-    assert np.array_equal(ours, wanted)
-    assert ours.dtype == np.float32
+    _, _, expected = seen_by_keras(NUMBERS, LABELS[labels], class_weight=class_weight)
+    found = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
+    assert np.array_equal(found, expected)
+    assert found.dtype == np.float32
 
 
 def test_one_array_of_weights_applies_to_each_output() -> None:
     outputs = {"a": NUMBERS, "b": NUMBERS[:, 0]}
     weights = np.arange(N) / 5
-    _, _, wanted = seen_by_keras(NUMBERS, outputs, sample_weight=weights)
-    ours = training_set(NUMBERS, outputs, weights, None).sample_weight
-    assert set(ours) == set(wanted) == {"a", "b"}
-    assert all(np.array_equal(ours[name], wanted[name]) for name in wanted)
+    _, _, expected = seen_by_keras(NUMBERS, outputs, sample_weight=weights)
+    found = training_set(NUMBERS, outputs, weights, None).sample_weight
+    assert set(found) == set(expected) == {"a", "b"}
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("weighted", ["train", "validation", "split"])
 def test_sample_weights_of_one_set_do_not_affect_the_other(weighted: str) -> None:
-    """The other set gets weights of 1, which Keras assumes where none are given."""
+    """The other set gets weights of 1, which Keras assumes if none are passed."""
     y, weights = NUMBERS[:, 0], np.arange(1.0, N + 1)
     by_class = {int(each): 9.0 for each in y}
     train = training_set(NUMBERS, y, None, None if weighted == "validation" else by_class)
@@ -108,31 +108,31 @@ def test_sample_weights_of_one_set_do_not_affect_the_other(weighted: str) -> Non
     assert set(validation.sample_weight) == (set(weights) if weighted == "validation" else {1.0})
 
 
-def test_the_validation_set_is_the_last_part() -> None:
-    seen = {}
+def test_validation_split_takes_the_last_part_of_the_data() -> None:
+    validations = []
 
-    class Look(keras.callbacks.Callback):
+    class NoteValidation(keras.callbacks.Callback):
         def on_test_begin(self, logs: Any = None) -> None:
-            seen["samples"] = True
+            validations.append(logs)
 
     train, validation = validation_set(training_set(NUMBERS, NUMBERS[:, 0], None, None), None, 0.3)
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
     model.compile(keras.optimizers.SGD(0.0), "mse")
-    history = model.fit(NUMBERS, NUMBERS[:, 0], validation_split=0.3, verbose=0, callbacks=[Look()]).history
+    history = model.fit(NUMBERS, NUMBERS[:, 0], validation_split=0.3, verbose=0, callbacks=[NoteValidation()]).history
     assert validation
     assert (len(train), len(validation)) == (8, 4)
-    assert seen
+    assert validations
     assert history["val_loss"][0] == pytest.approx(float(model.evaluate(validation.x, validation.y, verbose=0)))
     assert np.array_equal(np.concatenate([train.x, validation.x]), NUMBERS)
 
 
-@pytest.mark.parametrize("given", [(NUMBERS, NUMBERS), (NUMBERS, NUMBERS, np.ones(N)), [NUMBERS, NUMBERS]])
-def test_validation_data_of_two_or_three_parts(given: Any) -> None:
+@pytest.mark.parametrize("data", [(NUMBERS, NUMBERS), (NUMBERS, NUMBERS, np.ones(N)), [NUMBERS, NUMBERS]])
+def test_validation_data_of_two_or_three_parts(data: Any) -> None:
     train = training_set(NUMBERS, NUMBERS, None, None)
-    _, validation = validation_set(train, given, 0.5)
+    _, validation = validation_set(train, data, 0.5)
     assert validation is not None
     assert np.array_equal(validation.x, NUMBERS), "validation_data must override validation_split"
-    assert (validation.sample_weight is not None) == (len(given) == 3)
+    assert (validation.sample_weight is not None) == (len(data) == 3)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -160,12 +160,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
     arguments, words = REFUSED[what]
-    given = {"y": None, "sample_weight": None, "class_weight": None, **arguments}
-    with pytest.raises(FitError) as told:
-        training_set(**given)
-    assert words in str(told.value)
-    assert isinstance(told.value, ConfigError)
-    assert isinstance(told.value, ValueError)
+    passed = {"y": None, "sample_weight": None, "class_weight": None, **arguments}
+    with pytest.raises(FitError) as raised:
+        training_set(**passed)
+    assert words in str(raised.value)
+    assert isinstance(raised.value, ConfigError)
+    assert isinstance(raised.value, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +180,18 @@ def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
     ],
 )
 def test_an_invalid_validation_set_is_refused(data: Any, split: float, words: str) -> None:
-    with pytest.raises(FitError) as told:
+    with pytest.raises(FitError) as raised:
         validation_set(training_set(NUMBERS, NUMBERS, None, None), data, split)
-    assert words in str(told.value)
+    assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(("given", "steps", "at_once", "wanted"), [
+@pytest.mark.parametrize(("passed", "steps_per_epoch", "batches_a_step", "expected"), [
     (None, None, 1, 32), (7, None, 1, 7), (None, 5, 1, 20), (None, 5, 3, 7), (7, 5, 3, 7),
 ])  # fmt: skip
-def test_the_batch_size_is_that_of_keras(given: int | None, steps: int | None, at_once: int, wanted: int) -> None:
-    assert inputs.batch_size_of(given, 100, steps, at_once) == wanted
+def test_the_batch_size_is_that_of_keras(
+    passed: int | None, steps_per_epoch: int | None, batches_a_step: int, expected: int
+) -> None:
+    assert inputs.batch_size_of(passed, 100, steps_per_epoch, batches_a_step) == expected
 
 
 def test_arrays_that_are_written_and_mapped_are_unchanged(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_arrays_that_are_written_and_mapped_are_unchanged(tmp_path: Path) -> Non
         assert np.array_equal(mine, theirs)
     keras.tree.assert_same_structure(found.x, examples.x)
     assert isinstance(found.x["numbers"][1], tuple)
-    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that occurs twice was written twice"
+    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that occurs twice must be written once"
 
 
 def test_a_mapped_file_is_passed_on_and_not_copied(tmp_path: Path) -> None:

@@ -29,11 +29,16 @@ def own_mb() -> float:
 
 
 def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float, list[int], bool]:
-    """Returns the MB that training adds to the memory, values of some images, and whether they are read in place."""
+    """Trains without the `skipped` first images.
+
+    Returns:
+        The MB that training adds to the memory, the values of some images, and whether images are read in place.
+    """
     from tf2dist.data import pipeline
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    before, images, config = own_mb(), np.load(path, mmap_mode="r"), run_config()
+    before = own_mb()
+    images, config = np.load(path, mmap_mode="r"), run_config()
     few = Arrays(images[:50], np.zeros(50, np.int32))
     train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
     loop = SyncLoop.build(
@@ -54,7 +59,7 @@ def test_synchronous_workers_hold_no_copy_of_mapped_images(
     path, count = tmp_path / "images.npy", SIZE_MB * 2**20 // int(np.prod(SHAPE))
     images = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(count, *SHAPE))
     images[:] = 7
-    del images
+    del images  # flushes the mapping to the file
     for added_mb, values, is_shared in sync_workers(train_on_mapped, num_workers=2, args=(str(path), skipped)):
         assert values == [7, 7, 7]
         assert is_shared == (skipped == 64)
@@ -62,7 +67,7 @@ def test_synchronous_workers_hold_no_copy_of_mapped_images(
 
 
 LARGE = (256, 256, 3)
-evaluated: list[int] = []  # examples of each forward pass
+evaluated: list[int] = []  # the number of examples in each forward pass of `counted`
 
 
 @registry.register_data("large")
@@ -75,6 +80,8 @@ def large(config: Any) -> Splits:
 
 @registry.register_model("counted")
 def counted(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """A model that notes in `evaluated` how many examples each forward pass has."""
+
     def count(images: Any) -> Any:
         tf.numpy_function(lambda number: evaluated.append(int(number)), [tf.shape(images)[0]], [])
         return images
@@ -101,6 +108,7 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     from tf2dist import data
     from tf2dist.training.asynchronous import examples
 
+    # Under another name, so that the digits stay published for the other tests.
     monkeypatch.setattr(examples, "NAME", "large")
     config = config_of_large()
     splits = data.load(config.data)

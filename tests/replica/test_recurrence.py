@@ -1,4 +1,4 @@
-"""How a new state depends on the old one: added to it, averaged with it, or assigned; read from the graph of a step."""
+"""The constant factor of the old state in the new one, which is read from the graph of a step; 0 if there is none."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,7 @@ from tf2dist.model.recurrence import decay_of
 from tf2dist.model.step import ModelStep
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+# The expected factor, and the new state from the old one and an input.
 CHANGES: dict[str, tuple[float, Change]] = {
     "a sum": (1, lambda old, x: old + x),
     "a sum of sums": (1, lambda old, x: x - (x - tf.add_n([x, old, x]))),
@@ -20,12 +21,12 @@ CHANGES: dict[str, tuple[float, Change]] = {
     "divided": (0.5, lambda old, x: tf.identity(old + x) / 2.0),
     "in half precision": (0.5, lambda old, x: tf.cast(tf.cast(old, tf.float16) * 0.5 + 1.0, tf.float32)),
     "assigned": (0, lambda old, x: x),
-    "a part of each": (0, lambda old, x: old * tf.constant([0.5, 0.25])),
+    "a factor for each element": (0, lambda old, x: old * tf.constant([0.5, 0.25])),
     "times the input": (0, lambda old, x: old * x + x),
     "a maximum": (0, lambda old, x: tf.maximum(old, x)),
     "normalized": (0, lambda old, x: old / tf.norm(old)),
-    "of its own square": (0, lambda old, x: old * old),
-    "of another element": (0, lambda old, x: tf.reverse(old, [0])),
+    "its own square": (0, lambda old, x: old * old),
+    "another element": (0, lambda old, x: tf.reverse(old, [0])),
     "rounded": (0, lambda old, x: tf.cast(tf.cast(old, tf.int32), tf.float32)),
 }
 
@@ -56,7 +57,7 @@ def test_integers_are_added_or_assigned() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_moving_averages_of_keras(dtype: str) -> None:
+def test_the_momentum_of_batch_normalization_is_found(dtype: str) -> None:
     layers = keras.layers
     norms = [layers.BatchNormalization(momentum=m, dtype=dtype) for m in (0.1, 0.75)]
     frozen = layers.BatchNormalization(trainable=False)

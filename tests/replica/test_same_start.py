@@ -29,19 +29,22 @@ def own_weights(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 @registry.register_model("own_structure")
 def own_structure(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Has a layer whose size differs from process to process."""
     hidden = layers.Dense(10 + os.getpid() % 1000)
     return keras.Sequential([keras.Input(input_shape), layers.Flatten(), hidden, layers.Dense(num_classes)])
 
 
 @registry.register_optimizer("own_rate")
 def own_rate(learning_rate: float) -> keras.Optimizer:
+    """Draws its learning rate from a generator that the run does not seed."""
     return keras.optimizers.SGD(learning_rate * UNSEEDED().uniform())
 
 
 @registry.register_data("own_examples")
 def own_examples(config: Any) -> data.Splits:
-    splits, number = load_digits(config), int(UNSEEDED().integers(500, 1000))
-    return data.Splits(splits.train[:number], splits.validation, splits.test)
+    """Draws its number of examples from a generator that the run does not seed."""
+    splits, num_examples = load_digits(config), int(UNSEEDED().integers(500, 1000))
+    return data.Splits(splits.train[:num_examples], splits.validation, splits.test)
 
 
 def train(worker: SyncWorker, config: RunConfig) -> Any:
@@ -60,18 +63,18 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[mis
 
 
 def test_optimizers_without_a_configuration_can_be_compared() -> None:
-    told = [
+    schedule, function, number = [
         same_start._description_of_optimizer(keras.optimizers.SGD(rate, name="mine"))
         for rate in (Rate(), lambda: 0.25, 0.25)
     ]
-    assert told[1] == told[2] != told[0]
+    assert function == number != schedule
 
 
 def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers) -> None:
     first, *others = sync_workers(train, 3, (run_config("own_weights"),))
     for other in others:
-        for one, same in zip(first, other, strict=True):
-            np.testing.assert_array_equal(one, same)
+        for expected, found in zip(first, other, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

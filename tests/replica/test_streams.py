@@ -1,4 +1,4 @@
-"""Data that a function of the user yields in batches, compared with `keras.Model.fit` on the same batches."""
+"""Training on batches from a function of the user gives the results of `keras.Model.fit` on the same batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ def of_rows(shard: Shard) -> tf.data.Dataset:
 
 
 def of_trees(shard: Shard) -> tf.data.Dataset:
+    """Dicts of inputs, outputs and sample weights."""
     y = {"sum": WIDE["wide"].sum(1), "kind": WIDE["tokens"][:, 0] % 3}
     weights = {"sum": np.linspace(0, 1, 300), "kind": np.ones(300)}
     return tf.data.Dataset.from_tensor_slices((WIDE, y, weights)).batch(shard.batch_size)
@@ -75,16 +76,16 @@ def streamed(make: Callable[[], keras.Model], load: Load, count: int, steps: int
     return Streamed(make, Splits(Arrays(X), validation), plan, loader=load, count=count)
 
 
-def keras_fit(given: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    assert given.plan
+def keras_fit(source: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    assert source.plan
     keras.utils.set_random_seed(SEED)
-    model, other = given.make(), given.splits.validation
+    model, other = source.make(), source.splits.validation
     history = model.fit(
         dataset.repeat(),
         validation_data=(other.x, other.y) if other else None,
         validation_batch_size=BATCH,
-        epochs=given.plan.epochs,
-        steps_per_epoch=given.plan.steps_per_epoch,
+        epochs=source.plan.epochs,
+        steps_per_epoch=source.plan.steps_per_epoch,
         verbose=0,
     )
     return history.history, weights_of(model)
@@ -92,7 +93,7 @@ def keras_fit(given: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, list
 
 @pytest.fixture
 def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
-    """Publishes other data for the workers of this process, until the test ends."""
+    """Publishes data for this many workers of this process, until the test ends."""
     from tests.replica.small_runs import run_config
     from tf2dist.training.asynchronous.examples import publish
 
@@ -100,30 +101,30 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
     publish(data.load(run_config().data))
 
 
-# mode=async
+# Whole runs.
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
-    """Calls of 5 steps in epochs of 7: updates beyond the end of an epoch are refused, and no batch is left out."""
-    given, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), RecordingHooks()
-    publishing(given.load(), 1)
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
+    """Calls have 5 steps and epochs 7: updates beyond the end of an epoch are refused, and no batch is left out."""
+    source, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), RecordingHooks()
+    publishing(source.load(), 1)
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
 
 
-def drive_in_sync(worker: SyncWorker, given: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
+def drive_in_sync(worker: SyncWorker, source: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
     config, hooks, strategy = config_of(BATCH), RecordingHooks(), worker.strategy
     loop = SyncLoop.build(
-        config, worker.cluster, worker.task, given, given.load(), start, lambda progress: None, strategy
+        config, worker.cluster, worker.task, source, source.load(), start, lambda progress: None, strategy
     )
     if until:
         loop.train(until)
         return loop.snapshot()
-    drive(loop, config, given, hooks)
+    drive(loop, config, source, hooks)
     return hooks.history(), weights_of(loop.model), loop.progress
 
 
@@ -141,31 +142,31 @@ def one_worker(sync_workers: SyncWorkers) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, Any]) -> None:
-    given = streamed(*CASES[name], 1, steps=7)
+    source = streamed(*CASES[name], 1, steps=7)
     *found, _ = one_worker[name]
-    assert_same(found, keras_fit(given, given.loader(Shard(0, 1, SEED, BATCH))))
+    assert_same(found, keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
 
 
-def joined(given: Streamed, count: int, steps: int) -> tf.data.Dataset:
-    """A data set whose batches are the joined batches of all workers in each step."""
-    shards = [Reader(given.load().stream, index) for index in range(count)]  # type: ignore[arg-type]
+def joined_batches(source: Streamed, count: int, steps: int) -> tf.data.Dataset:
+    """A dataset with one batch for each step: the batches of all workers, concatenated."""
+    shards = [Reader(source.load().stream, index) for index in range(count)]  # type: ignore[arg-type]
 
     def batches() -> Iterator[tuple[np.ndarray, ...]]:
         for step in range(steps):
             parts = [reader.take(step, 1) for reader in shards]
             yield tuple(map(np.concatenate, zip(*parts, strict=True)))
 
-    signature = tuple(given.load().layout.batched(None))
+    signature = tuple(source.load().layout.batched(None))
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
 
 @pytest.mark.parametrize("load", [pytest.param(each, marks=pytest.mark.slow) for each in (of_rows, of_generator)])
 def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_workers: SyncWorkers) -> None:
     """Batches in a step differ in size; each worker has five batches in a pass, and epochs have seven steps."""
-    given = streamed(regression, load, 3, steps=7)
-    (*found, progress), *others = sync_workers(drive_in_sync, num_workers=3, args=(given,))
-    whole = joined(given, 3, 7 * EPOCHS)
-    assert_same(found, keras_fit(given, whole))
+    source = streamed(regression, load, 3, steps=7)
+    (*found, progress), *others = sync_workers(drive_in_sync, num_workers=3, args=(source,))
+    whole = joined_batches(source, 3, 7 * EPOCHS)
+    assert_same(found, keras_fit(source, whole))
     assert progress.examples == sum(len(x) for x, _ in whole)
     for _, weights, _ in others:
         assert all(np.array_equal(one, other) for one, other in zip(weights, found[1], strict=True))
@@ -173,17 +174,17 @@ def test_synchronous_workers_equal_one_with_all_their_batches(load: Load, sync_w
 
 @pytest.mark.slow
 def test_a_synchronous_run_continues_at_its_batch(sync_workers: SyncWorkers) -> None:
-    given = streamed(regression, of_generator, 2, steps=7)
-    whole = sync_workers(drive_in_sync, 2, args=(given, None, 21))[0]
-    snapshot = sync_workers(drive_in_sync, 2, args=(given, None, 10))[0]
+    source = streamed(regression, of_generator, 2, steps=7)
+    whole = sync_workers(drive_in_sync, 2, args=(source, None, 21))[0]
+    snapshot = sync_workers(drive_in_sync, 2, args=(source, None, 10))[0]
     assert snapshot.facts.input.positions == (10, 10)
-    parts = sync_workers(drive_in_sync, 2, args=(given, snapshot, 21))[0]
+    parts = sync_workers(drive_in_sync, 2, args=(source, snapshot, 21))[0]
     assert parts.facts.examples == whole.facts.examples
     for name, array in whole.arrays.items():
         np.testing.assert_allclose(parts.arrays[name], array, atol=1e-6, err_msg=name)
 
 
-# The parts.
+# Readers and positions.
 
 
 def test_a_reader_repeats_batches_of_refused_updates() -> None:
@@ -203,24 +204,25 @@ def test_a_reader_repeats_batches_of_refused_updates() -> None:
 
 
 def test_whole_passes_are_not_read_again() -> None:
-    passes = []
+    read: list[int] = []  # the examples
 
     def counted(shard: Shard) -> tf.data.Dataset:
         def note(number: tf.Tensor) -> tf.Tensor:
-            passes.append(int(number))
+            read.append(int(number))
             return number
 
         numbers = tf.data.Dataset.range(10).map(lambda n: tf.ensure_shape(tf.numpy_function(note, [n], tf.int64), []))
         return numbers.batch(2)
 
     reader = Reader(Stream("load", counted, 1, SEED, 2), 0)
+    # A pass has 5 batches, so batch 1002 is the third one of a pass.
     assert [x.tolist() for x in reader.take(1002, 2)] == [[4, 5], [6, 7]]
-    assert len(passes) < 30
+    assert len(read) < 30
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_positions_count_batches_of_the_streams(whole: bool) -> None:
-    """Another length of epochs keeps the positions; another number of workers keeps the part of the epoch."""
+    """Another length of the epochs keeps each position; another number of workers keeps the fraction of the epoch."""
 
     def sharding(steps: int, workers: int) -> StreamSharding:
         return StreamSharding.of(steps, BATCH, workers, SEED, whole)
@@ -230,4 +232,6 @@ def test_positions_count_batches_of_the_streams(whole: bool) -> None:
     snapshot = Snapshot(6, {}, replace(facts(6), examples=1, input=before))
     assert input_positions(snapshot, sharding(50, 3)) == positions
     assert sharding(11, 2).updates_per_epoch == 11
-    assert input_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), "in the middle, or at 18 of 12"
+    assert input_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), (
+        "half of an epoch; or one and a half, which are 18 updates of 12 an epoch"
+    )

@@ -1,4 +1,4 @@
-"""Both modes against `keras.Model.fit` on tables of scikit-learn: regression, two weighted classes, three classes."""
+"""Both modes give the results of `keras.Model.fit` for a regression, two weighted classes and three classes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tf2dist.testing import SyncWorker, SyncWorkers
 
 layers = keras.layers
 VALIDATION = 0.2
-TRAINED = {"diabetes": 353, "breast cancer": 455, "wine": 142}  # examples that are left to train on
+NUM_TRAINED = {"diabetes": 353, "breast cancer": 455, "wine": 142}  # examples without those for validation
 
 
 def diabetes() -> keras.Model:
@@ -56,7 +56,7 @@ class Table:
         is_number = y.dtype.kind == "f"
         return standardized(x)[order], (standardized(y) if is_number else y)[order]
 
-    def given(self) -> InMemorySource:
+    def source(self) -> InMemorySource:
         examples = training_set(*self.columns(), None, self.class_weight)
         train, validation = validation_set(examples, None, VALIDATION, self.class_weight is not None)
         plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
@@ -76,7 +76,7 @@ TABLES = {
 
 
 def keras_fit(table: Table) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    """Here Keras itself applies `class_weight`."""
+    """What `fit` of Keras returns; it applies `class_weight` itself."""
     keras.utils.set_random_seed(SEED)
     model = table.make()
     history = model.fit(
@@ -95,13 +95,13 @@ Trained = dict[str, tuple[Any, list[np.ndarray]]]
 
 
 def train_tables_in_sync(worker: SyncWorker, batch_size: int) -> Trained:
-    return {name: train_in_sync(worker, table.given(), batch_size) for name, table in TABLES.items()}
+    return {name: train_in_sync(worker, table.source(), batch_size) for name, table in TABLES.items()}
 
 
 # Workers take seconds to connect, so the same ones train on all tables.
 @pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.slow)])
-def of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> list[Trained]:
-    """The results of each worker; three with a third of the batch equal one."""
+def results_of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> list[Trained]:
+    """The results of each worker; three workers with a third of the batch each must equal one worker."""
     found: list[Trained] = sync_workers(train_tables_in_sync, request.param, (BATCH // request.param,))
     return found
 
@@ -110,19 +110,21 @@ def of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest) -> lis
     ("name", "steps_per_call"),
     [("diabetes", 5), pytest.param("breast cancer", None, marks=pytest.mark.slow), ("wine", 40)],
 )
-def test_one_asynchronous_worker(name: str, steps_per_call: int | None, async_loop: Any, publishing: Any) -> None:
-    """Steps beyond the end of an epoch are refused; their batches belong to the next one."""
-    given, config, hooks = TABLES[name].given(), config_of(BATCH), RecordingHooks()
+def test_one_asynchronous_worker_equals_keras(
+    name: str, steps_per_call: int | None, async_loop: Any, publishing: Any
+) -> None:
+    """Steps beyond the end of an epoch are refused; their batches belong to the next epoch."""
+    source, config, hooks = TABLES[name].source(), config_of(BATCH), RecordingHooks()
     config.train.steps_per_execution = steps_per_call
-    publishing(given.load())
-    loop = async_loop(config, 1, 1, source=given)
-    drive(loop, config, given, hooks)
+    publishing(source.load())
+    loop = async_loop(config, 1, 1, source=source)
+    drive(loop, config, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(TABLES[name]))
-    assert loop.progress.examples == EPOCHS * TRAINED[name]
+    assert loop.progress.examples == EPOCHS * NUM_TRAINED[name]
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_synchronous_workers(name: str, of_workers: list[Trained]) -> None:
+def test_synchronous_workers_equal_keras(name: str, results_of_workers: list[Trained]) -> None:
     expected = keras_fit(TABLES[name])
-    for found in of_workers:
+    for found in results_of_workers:
         assert_same(found[name], expected)
