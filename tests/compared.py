@@ -1,4 +1,4 @@
-"""Comparisons whose runs have been made up, with the files that real runs leave."""
+"""Comparisons of invented runs, with the files that real runs would leave."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.config.source import Source
 from tf2dist.launch.start import check_alone
 
-Secs = Callable[[Contender, int], float]  # of an example, from the contender and the seed
+SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed
 NUM_EXAMPLES = 40_000
 
 
@@ -22,14 +22,14 @@ def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
 
 
 def compared(
-    folder: Path, *arguments: str, secs_per_example: Secs, failed: tuple[str, ...] = (), **summary: Any
+    folder: Path, *arguments: str, secs_per_example: SecsPerExample, failed: tuple[str, ...] = (), **summary: Any
 ) -> tuple[Options, list[Result]]:
     """The results of runs that reach an accuracy of 1 - 4000 / examples.
 
     Args:
-        arguments: of the comparison.
-        failed: the folders of runs that have failed.
-        summary: further content of each summary.json.
+        arguments: the command line of the comparison.
+        failed: the folders of the runs that failed.
+        summary: values to add to each summary.json, or to replace there.
     """
     options, all_contenders = contenders(*arguments)
     outcomes = []
@@ -38,8 +38,8 @@ def compared(
             outcomes.append(Outcome(run, "failed", 3))
             continue
         outcomes.append(Outcome(run, "done", 0))
-        its = secs_per_example(run.contender, run.seed)
-        _write_run(folder / RUNS / run.folder, run.contender, its, options.workers, summary)
+        secs = secs_per_example(run.contender, run.seed)
+        _write_run(folder / RUNS / run.folder, run.contender, secs, options.workers, summary)
     return options, results_of(outcomes, folder, options.until)
 
 
@@ -84,6 +84,6 @@ def _write_run(
 
 
 def usual_secs(contender: Contender, seed: int) -> float:
-    """Sync is fastest with equal workers and slowest with a slow one; seeds differ by 1 %."""
+    """Sync is the fastest mode with equal workers and the slowest with a slow one; each seed adds 1 %."""
     secs = {"sync": 1e-4, "async": 2e-4, "sync_replicas": 3e-4}[contender.mode]
     return (secs + (contender.delay_secs / 100 if contender.mode == "sync" else 0.0)) * (1 + seed / 100)

@@ -8,15 +8,15 @@ NAMES = [f"mnist-{split}.tfrecord-00000-of-00001" for split in ("train", "test")
 
 
 def write_mnist(folder: Path, examples: list[bytes], version: str = "3.0.1") -> list[Path]:
-    """Writes the same examples as training and test set, as TensorFlow would; returns their files."""
-    made = folder / "mnist" / version
-    made.mkdir(parents=True)
+    """Writes the same examples as training set and as test set; returns the two files."""
+    version_dir = folder / "mnist" / version
+    version_dir.mkdir(parents=True)
     info = {"shardLengths": [str(len(examples))], "numBytes": str(sum(map(len, examples)))}
     splits = [{"name": split, **info} for split in ("train", "test")]
-    (made / "dataset_info.json").write_text(json.dumps({"splits": splits}))
+    (version_dir / "dataset_info.json").write_text(json.dumps({"splits": splits}))
     for name in NAMES:
-        (made / name).write_bytes(b"".join(map(record, examples)))
-    return [made / name for name in NAMES]
+        (version_dir / name).write_bytes(b"".join(map(record, examples)))
+    return [version_dir / name for name in NAMES]
 
 
 def record(example: bytes) -> bytes:
@@ -25,10 +25,10 @@ def record(example: bytes) -> bytes:
     return length + _checksum(length) + example + _checksum(example)
 
 
-def _checksum(text: bytes) -> bytes:
+def _checksum(content: bytes) -> bytes:
     """The CRC-32C checksum with the mask of the TFRecord format."""
     crc = 0xFFFFFFFF
-    for byte in text:
+    for byte in content:
         crc ^= byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)

@@ -1,4 +1,4 @@
-"""The real data, damaged, and for users who have no home directory."""
+"""Runs on damaged data, and runs of a user without a home directory."""
 
 import os
 import shutil
@@ -12,16 +12,16 @@ from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 
 
-def test_a_byte_of_the_data_that_has_changed(command: Command, real_data: str, tmp_path: Path) -> None:
+def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
-    there = location.mnist_files(location.mnist_dir(DataConfig()))
-    assert there
+    files = location.mnist_files(location.mnist_dir(DataConfig()))
+    assert files
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
-    for file in (*there, there[0].parent / "dataset_info.json"):
+    for file in (*files, files[0].parent / "dataset_info.json"):
         shutil.copyfile(file, folder / file.name)
-    with open(folder / there[0].name, "r+b") as train:
+    with open(folder / files[0].name, "r+b") as train:
         train.seek(9_000_000)
         (byte,) = train.read(1)
         train.seek(9_000_000)
@@ -29,21 +29,21 @@ def test_a_byte_of_the_data_that_has_changed(command: Command, real_data: str, t
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     finished = command("cluster=local1", f"data.dir={tmp_path}", "train.steps=20", env=env)
     assert finished.code == 2, finished
-    assert f"data (mnist): {folder / there[0].name} is damaged (DataLossError: corrupted record" in finished.stderr
+    assert f"data (mnist): {folder / files[0].name} is damaged (DataLossError: corrupted record" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
 def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
-    """Neither HOME nor an entry in passwd; nothing is left where the command runs but the run."""
-    alone = ["unshare", "--user", "--map-user=54321"]
-    if subprocess.run([*alone, "true"], stderr=subprocess.DEVNULL, timeout=30).returncode:
+    """The user has neither HOME nor an entry in /etc/passwd; the command must leave nothing but the run directory."""
+    as_unknown_user = ["unshare", "--user", "--map-user=54321"]
+    if subprocess.run([*as_unknown_user, "true"], stderr=subprocess.DEVNULL, timeout=30).returncode:
         pytest.skip("this system allows no user namespaces")
     folder = location.mnist_dir(DataConfig())
     env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "KERAS_HOME")}
     done = subprocess.run(
-        [*alone, *COMMAND, "cluster=local1", f"data={real_data}", "train.steps=20", "run_dir=run"],
+        [*as_unknown_user, *COMMAND, "cluster=local1", f"data={real_data}", "train.steps=20", "run_dir=run"],
         cwd=tmp_path,
         env=env | {"TFDS_DATA_DIR": str(folder)},
         capture_output=True,

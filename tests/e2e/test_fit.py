@@ -36,7 +36,7 @@ def exploding() -> keras.Model:
     return model
 
 
-def as_keras(build: Callable[[], keras.Model], **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+def keras_fit(build: Callable[[], keras.Model], **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
     with fresh_names():
         model = build()
     return model, model.fit(X, Y, batch_size=20, shuffle=False, verbose=0, **arguments).history
@@ -116,7 +116,7 @@ def test_callbacks_do_what_they_do_in_keras(mode: str, tmp_path: Path) -> None:
     callbacks = [all_kinds(tmp_path / name, notes) for name, notes in (("a", ours), ("b", theirs))]
     more = {"validation_split": 0.2, "epochs": 4}
     result = on_one_worker(regression, tmp_path / "run", mode=mode, callbacks=callbacks[0], **more)
-    model, history = as_keras(regression, callbacks=callbacks[1], **more)
+    model, history = keras_fit(regression, callbacks=callbacks[1], **more)
 
     assert_same(result.history, history)
     assert weights_agree(result.model, model)
@@ -157,7 +157,7 @@ def test_a_function_inside_a_function_and_a_custom_layer(tmp_path: Path) -> None
         model.compile("sgd", distance)
         return model
 
-    model, history = as_keras(build, epochs=2)
+    model, history = keras_fit(build, epochs=2)
     result = on_one_worker(build, tmp_path / "function", epochs=2)
     assert_same(result.history, history)
     assert weights_agree(result.model, model)
@@ -212,7 +212,7 @@ def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_p
             if epoch == self.last:
                 raise KeyError("as if the power failed")
 
-    model, history = as_keras(regression, epochs=20, validation_data=validation, callbacks=[stopping(), slowing()])
+    model, history = keras_fit(regression, epochs=20, validation_data=validation, callbacks=[stopping(), slowing()])
     assert len(history["loss"]) == 4
     given = {"epochs": 20, "validation_data": validation, "options": {"checkpoint.every_steps": 10}}
     with pytest.raises(KeyError, match="power failed"):

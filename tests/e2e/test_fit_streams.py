@@ -1,4 +1,4 @@
-"""`tf2dist.fit(build, data=load)` on real clusters, held against `keras.Model.fit` and against what was asked for."""
+"""`tf2dist.fit(build, data=load)` on real clusters: results, progress and messages."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def generated(shard: tf2dist.Shard) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
 
-def as_keras(load: Any, **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+def keras_fit(load: Any, **arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
     with fresh_names():
         model = regression()
     dataset = load(tf2dist.Shard(0, 1, 0, 30))
@@ -43,15 +43,15 @@ def as_keras(load: Any, **arguments: Any) -> tuple[keras.Model, dict[str, list[f
 
 
 def fit(load: Any, run_dir: Path, cluster: tf2dist.Local = ONE, **arguments: Any) -> tf2dist.Result:
-    given = {"batch_size": 30, "verbose": 0, "epochs": 3, **arguments}
-    return tf2dist.fit(regression, data=load, cluster=cluster, run_dir=run_dir, **given)
+    arguments = {"batch_size": 30, "verbose": 0, "epochs": 3, **arguments}
+    return tf2dist.fit(regression, data=load, cluster=cluster, run_dir=run_dir, **arguments)
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_one_worker_does_what_keras_does(mode: str, tmp_path: Path) -> None:
-    """Seven batches a pass, the last of them smaller; nobody has to say how many they are."""
+def test_one_worker_equals_keras(mode: str, tmp_path: Path) -> None:
+    """A pass has seven batches, the last of them smaller; `steps_per_epoch` may be left out."""
     validation = (X[:50], Y[:50])
-    model, history = as_keras(rows, epochs=3, steps_per_epoch=7, validation_data=validation)
+    model, history = keras_fit(rows, epochs=3, steps_per_epoch=7, validation_data=validation)
     result = fit(rows, tmp_path / "run", mode=mode, validation_data=validation)
     assert_same(result.history, history)
     assert weights_agree(result.model, model)
@@ -61,7 +61,7 @@ def test_one_worker_does_what_keras_does(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_workers_whose_data_are_not_equally_long_end(mode: str, tmp_path: Path) -> None:
+def test_workers_with_different_numbers_of_batches_finish(mode: str, tmp_path: Path) -> None:
     result = fit(generated, tmp_path / "run", THREE, mode=mode, steps_per_epoch=11)
     summary = result.summary
     assert summary["global_step"] == summary["updates_applied"] == 33
@@ -71,7 +71,7 @@ def test_workers_whose_data_are_not_equally_long_end(mode: str, tmp_path: Path) 
 
 
 def numbered(shard: tf2dist.Shard) -> tf.data.Dataset:
-    """Each batch holds its own number, and writes it down when it is trained on."""
+    """Each batch holds its own number."""
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for number in range(1000):
@@ -82,7 +82,7 @@ def numbered(shard: tf2dist.Shard) -> tf.data.Dataset:
 
 
 def summing() -> keras.Model:
-    """Its only weight becomes less by the number of each batch."""
+    """A model whose only weight decreases by the number of each batch that it is trained on."""
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(1.0), loss=output_alone)
     return model
@@ -94,24 +94,26 @@ def output_alone(y: Any, output: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_at_its_batch(mode: str, tmp_path: Path) -> None:
-    """Every batch is trained on once: the weight is the sum of their numbers."""
+def test_a_resumed_run_continues_at_its_batch(mode: str, tmp_path: Path) -> None:
+    """Every batch is trained on exactly once, so the weight is minus the sum of their numbers."""
 
-    class End(keras.callbacks.Callback):
+    class Fail(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
                 raise KeyError("as if the power failed")
 
-    given: dict[str, Any] = {"cluster": ONE, "epochs": 4, "steps_per_epoch": 13, "batch_size": 1, "verbose": 0}
-    given |= {"run_dir": tmp_path / "run", "mode": mode, "options": {"checkpoint.every_steps": 13}}
+    arguments: dict[str, Any] = {"cluster": ONE, "epochs": 4, "steps_per_epoch": 13, "batch_size": 1, "verbose": 0}
+    arguments |= {"run_dir": tmp_path / "run", "mode": mode, "options": {"checkpoint.every_steps": 13}}
     with pytest.raises(KeyError, match="power failed"):
-        tf2dist.fit(summing, data=numbered, callbacks=[End()], **given)
-    result = tf2dist.fit(summing, data=numbered, **given)
+        tf2dist.fit(summing, data=numbered, callbacks=[Fail()], **arguments)
+    result = tf2dist.fit(summing, data=numbered, **arguments)
     assert result.summary["global_step"] == 52
     assert result.model.get_weights()[0].item() == -sum(range(52))
 
 
 def raising(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """The generator of the second worker fails after 20 batches."""
+
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for _ in range(20):
             yield X[:30], Y[:30]
@@ -123,8 +125,8 @@ def raising(shard: tf2dist.Shard) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
 
-def ending(shard: tf2dist.Shard) -> tf.data.Dataset:
-    """For the second worker nothing."""
+def without_batches(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """The second worker gets no batch."""
     return generated(shard).take(0 if shard.index == 1 else 9)
 
 
@@ -133,10 +135,10 @@ def ending(shard: tf2dist.Shard) -> tf.data.Dataset:
     ("load", "reason"),
     [
         (raising, "shard 1 of 2: KeyError: 'no such file'"),
-        pytest.param(ending, "shard 1 of 2 gives no batch", marks=pytest.mark.slow),
+        pytest.param(without_batches, "shard 1 of 2 gives no batch", marks=pytest.mark.slow),
     ],
 )
-def test_data_that_fail_in_a_worker_are_named(mode: str, load: Any, reason: str, tmp_path: Path) -> None:
+def test_data_that_fails_in_a_worker_is_named(mode: str, load: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(tf2dist.TfDistError) as raised:
         fit(load, tmp_path / "run", tf2dist.Local(2, 1), mode=mode, steps_per_epoch=100)
     assert f"data ({load.__name__}): {reason}" in str(raised.value).splitlines()[0]
@@ -147,7 +149,7 @@ def unknown_shape(shard: tf2dist.Shard) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: iter([]), (tf.float32, tf.float32))
 
 
-WRONG: dict[str, tuple[Any, str]] = {
+INVALID: dict[str, tuple[Any, str]] = {
     "no dataset": (lambda shard: [X, Y], "gives a list, and must give a tf.data.Dataset"),
     "no batches": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y[:, 0])), "is no batch; end with"),
     "one example": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y)), "are no batches; end with"),
@@ -160,9 +162,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_data_are_refused_before_anything_starts(kind: str, tmp_path: Path) -> None:
-    load, reason = WRONG[kind]
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_data_is_refused_before_anything_starts(kind: str, tmp_path: Path) -> None:
+    load, reason = INVALID[kind]
     with pytest.raises(tf2dist.TfDistError, match=re.escape(reason)) as raised:
         fit(load, tmp_path / "run")
     assert len(str(raised.value).splitlines()) == 1
@@ -193,6 +195,6 @@ def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_what_does_not_go_with_a_stream_is_refused(arguments: dict[str, Any], reason: str) -> None:
+def test_arguments_that_do_not_fit_a_stream_are_refused(arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(tf2dist.ConfigError, match=re.escape(reason)):
         tf2dist.fit(regression, **{"data": rows, "cluster": ONE, **arguments})

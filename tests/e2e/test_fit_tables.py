@@ -1,4 +1,4 @@
-"""`tf2dist.fit` with three workers on a table of scikit-learn: what `keras.Model.fit` gives, all examples counted."""
+"""`tf2dist.fit` with three workers on a table of scikit-learn, compared with `keras.Model.fit`."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def build() -> keras.Model:
     return model
 
 
-def as_keras(**arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+def keras_fit(**arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
     keras.utils.set_random_seed(SEED)
     with fresh_names():
         model = build()
@@ -39,39 +39,32 @@ def as_keras(**arguments: Any) -> tuple[keras.Model, dict[str, list[float]]]:
 
 
 def fit(run_dir: Path, mode: str, **arguments: Any) -> tf2dist.Result:
-    given: dict[str, Any] = {
-        "class_weight": CLASS_WEIGHT,
-        "cluster": THREE,
-        "seed": SEED,
-        "verbose": 0,
-        "run_dir": run_dir,
-    }
+    arguments |= {"class_weight": CLASS_WEIGHT, "cluster": THREE, "seed": SEED, "verbose": 0}
     x, y = breast_cancer()
-    return tf2dist.fit(build, x, y, mode=mode, **given, **arguments)
+    return tf2dist.fit(build, x, y, mode=mode, run_dir=run_dir, **arguments)
 
 
 @pytest.mark.slow
-def test_synchronous_workers_are_one_with_the_threefold_batch(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"epochs": 4, "validation_split": 0.2, "shuffle": False}
-    result = fit(tmp_path / "run", "sync", batch_size=16, **given)
-    model, history = as_keras(batch_size=48, **given)
+def test_three_synchronous_workers_equal_one_with_three_times_the_batch(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"epochs": 4, "validation_split": 0.2, "shuffle": False}
+    result = fit(tmp_path / "run", "sync", batch_size=16, **arguments)
+    model, history = keras_fit(batch_size=48, **arguments)
     assert_same(result.history, history)
     assert weights_agree(result.model, model)
     assert result.summary["examples_seen"] == 4 * 455
 
 
 @pytest.mark.slow
-def test_synchronous_replicas_are_one_worker_with_the_threefold_batch(tmp_path: Path) -> None:
-    """Also when a callback changes the learning rate, and the run is resumed with another number of epochs."""
-    given: dict[str, Any] = {"validation_split": 0.2, "shuffle": False}
+def test_three_synchronous_replicas_equal_one_worker_with_three_times_the_batch(tmp_path: Path) -> None:
+    """That holds also if a callback changes the learning rate, and if the run is resumed with more epochs."""
+    arguments: dict[str, Any] = {"validation_split": 0.2, "shuffle": False}
 
-    def slower() -> list[keras.callbacks.Callback]:
+    def decaying_rate() -> list[keras.callbacks.Callback]:
         return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (1 + epoch))]
 
-    ours = {"batch_size": 16, **given}
-    fit(tmp_path / "run", "sync_replicas", epochs=2, callbacks=slower(), **ours)
-    result = fit(tmp_path / "run", "sync_replicas", epochs=4, callbacks=slower(), **ours)
-    model, history = as_keras(batch_size=48, epochs=4, callbacks=slower(), **given)
+    fit(tmp_path / "run", "sync_replicas", epochs=2, callbacks=decaying_rate(), batch_size=16, **arguments)
+    result = fit(tmp_path / "run", "sync_replicas", epochs=4, callbacks=decaying_rate(), batch_size=16, **arguments)
+    model, history = keras_fit(batch_size=48, epochs=4, callbacks=decaying_rate(), **arguments)
     assert_same(result.history, history)
     assert weights_agree(result.model, model)
     assert result.summary["examples_seen"] == 4 * 455
@@ -81,16 +74,19 @@ def test_synchronous_replicas_are_one_worker_with_the_threefold_batch(tmp_path: 
 
 @pytest.mark.slow
 def test_asynchronous_workers_count_every_example(tmp_path: Path) -> None:
-    """Steps, examples and metrics are exact, and the model is as good as one of Keras'."""
-    given: dict[str, Any] = {"epochs": 8, "validation_split": 0.2, "batch_size": 16}
-    result = fit(tmp_path / "run", "async", **given)
+    """The counts of steps and examples are exact, and the model is about as good as that of `keras.Model.fit`."""
+    arguments: dict[str, Any] = {"epochs": 8, "validation_split": 0.2, "batch_size": 16}
+    result = fit(tmp_path / "run", "async", **arguments)
     summary, history = result.summary, result.history
-    steps = sum(-(-len(part) // 16) for part in np.array_split(np.arange(455), 3))  # of an epoch
+    # The steps of an epoch: the last batch of a worker may be smaller.
+    steps = sum(-(-len(part) // 16) for part in np.array_split(np.arange(455), 3))
     assert summary["global_step"] == summary["updates_applied"] == 8 * steps
     assert sum(worker["local_steps"] for worker in summary["workers"]) == 8 * steps
     counted = [[history[prefix + name] for name in COUNTS] for prefix in ("", "val_")]
     assert np.sum(counted[0]) == summary["examples_seen"]
-    assert np.sum(counted[1], axis=0).tolist() == [114] * 8, "each example of the validation once"
-    _, expected = as_keras(**given)
+    assert np.sum(counted[1], axis=0).tolist() == [114] * 8, (
+        "each example of the validation set must be counted once an epoch"
+    )
+    _, expected = keras_fit(**arguments)
     assert history["val_accuracy"][-1] > expected["val_accuracy"][-1] - 0.05
     assert history["val_loss"][-1] < expected["val_loss"][-1] + 0.1

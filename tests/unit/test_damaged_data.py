@@ -1,4 +1,4 @@
-"""Damaged data is reported before anything starts; a damaged cache of decoded data is made again."""
+"""Damaged data is reported before anything starts; a damaged cache of decoded data is removed."""
 
 import json
 import os
@@ -25,21 +25,22 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: 40 * 4])
 
 
-def folder_in_its_place(path: Path) -> None:
+def replace_by_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-def number_gone(path: Path) -> None:
+def rename_shard_lengths(path: Path) -> None:
     path.write_text(path.read_text().replace("shardLengths", "lengths"))
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the cache and the run directory into the folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
@@ -48,12 +49,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("damage", "name", "words"),
     [
         (empty, "mnist-train*", "has 0 bytes of at least 200"),
-        (cut, "mnist-train*", "has 160 bytes of at least 200"),
-        (cut, "mnist-test*", "has 160 bytes of at least 200"),
-        (folder_in_its_place, "mnist-test*", "cannot be read: Is a directory"),
+        (truncate, "mnist-train*", "has 160 bytes of at least 200"),
+        (truncate, "mnist-test*", "has 160 bytes of at least 200"),
+        (replace_by_a_folder, "mnist-test*", "cannot be read: Is a directory"),
         (empty, "dataset_info.json", "does not say how many examples the split train has"),
-        (number_gone, "dataset_info.json", "does not say how many examples the split train has"),
-        (folder_in_its_place, "dataset_info.json", "cannot be read: Is a directory"),
+        (rename_shard_lengths, "dataset_info.json", "does not say how many examples the split train has"),
+        (replace_by_a_folder, "dataset_info.json", "cannot be read: Is a directory"),
     ],
 )
 def test_damaged_data_is_refused_by_name(
@@ -79,16 +80,16 @@ def test_damaged_data_is_refused_by_name(
 
 def test_an_unknown_size_is_not_reported_as_damage(tmp_path: Path) -> None:
     files = write_mnist(tmp_path, EXAMPLES)
-    about = tmp_path / "mnist" / "3.0.1" / "dataset_info.json"
-    info = json.loads(about.read_text())
+    info_file = tmp_path / "mnist" / "3.0.1" / "dataset_info.json"
+    info = json.loads(info_file.read_text())
     for split in info["splits"]:
-        del split["numBytes"]  # tensorflow-datasets leaves out what is 0, and writes 0 for a size that it does not know
-    about.write_text(json.dumps(info))
+        del split["numBytes"]  # tensorflow-datasets has 0 for an unknown size, and leaves out what is 0
+    info_file.write_text(json.dumps(info))
     location.resolve(DataConfig(dir=str(tmp_path)), pytest.fail)
     assert [location.num_examples(file) for file in files] == [len(EXAMPLES)] * 2
 
 
-OF_A_STRANGER = """
+AS_ANOTHER_USER = """
 import os, sys
 from tf2dist.config import load
 from tf2dist.config.schema import DataConfig
@@ -106,7 +107,7 @@ for option in ("init_from", "data.dir"):
 """
 
 
-def test_a_home_that_this_user_may_not_enter() -> None:
+def test_a_home_directory_that_this_user_may_not_enter_counts_as_missing() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +120,7 @@ def test_a_home_that_this_user_may_not_enter() -> None:
         for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
             environment.pop(name, None)
         done = subprocess.run(
-            [sys.executable, "-c", OF_A_STRANGER, str(data)],
+            [sys.executable, "-c", AS_ANOTHER_USER, str(data)],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -133,8 +134,8 @@ def test_a_home_that_this_user_may_not_enter() -> None:
     assert refused[0].startswith("init_from (")
 
 
-def kept_of(file: Path) -> Path:
-    """The cache folder of a file, filled."""
+def filled_cache_of(file: Path) -> Path:
+    """Fills the cache folder of a data file; returns the folder."""
     folder = cache.folder_of(file)
     assert folder
     folder.mkdir(parents=True)
@@ -144,17 +145,17 @@ def kept_of(file: Path) -> Path:
     return folder
 
 
-def flip(path: Path) -> None:
-    text = bytearray(path.read_bytes())
-    text[50] ^= 1
-    path.write_bytes(text)
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", [*cache.ARRAYS, cache.HASHES])
-@pytest.mark.parametrize("damage", [flip, empty, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_a_bit, empty, Path.unlink])
 def test_a_damaged_cache_is_removed_and_reported(tmp_path: Path, damage: Callable[[Path], None], name: str) -> None:
     files = write_mnist(tmp_path, EXAMPLES)
-    whole, broken = map(kept_of, files)
+    whole, broken = map(filled_cache_of, files)
     damage(broken / name)
     warned: list[str] = []
     for _ in range(2):
@@ -163,7 +164,7 @@ def test_a_damaged_cache_is_removed_and_reported(tmp_path: Path, damage: Callabl
     assert list((tmp_path / "cache" / "tf2dist").iterdir()) == [whole]
 
 
-SCRIPT = """
+RESOLVE = """
 import sys
 from tf2dist import errors
 from tf2dist.config import schema
@@ -178,7 +179,7 @@ except errors.DataError as error:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
 @pytest.mark.parametrize(
-    ("offline", "given", "lines"),
+    ("offline", "has_data_dir", "lines"),
     [
         ("fail", True, ["mnist"]),
         (
@@ -189,15 +190,15 @@ except errors.DataError as error:
         ("fallback", False, ["data (mnist): this user has no home directory for ~/tensorflow_datasets; ", "digits"]),
     ],
 )
-def test_a_user_without_a_home(tmp_path: Path, offline: str, given: bool, lines: list[str]) -> None:
-    """Neither HOME nor an entry in passwd, as in containers that run under an arbitrary user id."""
+def test_a_user_without_a_home(tmp_path: Path, offline: str, has_data_dir: bool, lines: list[str]) -> None:
+    """The user has neither HOME nor an entry in /etc/passwd, as in containers that run under an arbitrary user id."""
     write_mnist(tmp_path, EXAMPLES)
-    own = {"HOME", "XDG_CACHE_HOME", "TFDS_DATA_DIR"}
-    env = {key: value for key, value in os.environ.items() if key not in own}
-    command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", SCRIPT, offline]
+    unset = {"HOME", "XDG_CACHE_HOME", "TFDS_DATA_DIR"}
+    env = {key: value for key, value in os.environ.items() if key not in unset}
+    command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", RESOLVE, offline]
     done = subprocess.run(
         command,
-        env=env | ({"TFDS_DATA_DIR": str(tmp_path)} if given else {}),
+        env=env | ({"TFDS_DATA_DIR": str(tmp_path)} if has_data_dir else {}),
         capture_output=True,
         text=True,
         timeout=60,

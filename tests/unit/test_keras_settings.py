@@ -16,6 +16,7 @@ from tf2dist.errors import ConfigError
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path at which Keras reads its settings."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     return tmp_path / "keras.json"
 
@@ -31,9 +32,9 @@ def test_without_a_file_the_defaults_are_those_of_keras(file: Path) -> None:
 
 def test_an_option_overrides_the_file(file: Path) -> None:
     file.write_text(json.dumps({"image_data_format": "channels_first", "epsilon": 1e-3, "nnx_enabled": True}))
-    made = keras_of()
-    assert made == KerasConfig(floatx="float32", image_data_format="channels_first", epsilon=1e-3)
-    assert keras_settings.notes(made) == [
+    settings = keras_of()
+    assert settings == KerasConfig(floatx="float32", image_data_format="channels_first", epsilon=1e-3)
+    assert keras_settings.notes(settings) == [
         f"keras.image_data_format is channels_first, as in {file}",
         f"keras.epsilon is 0.001, as in {file}",
     ]
@@ -86,10 +87,10 @@ def test_an_unsupported_option_is_refused(file: Path) -> None:
 
 def test_hosts_compare_their_settings(file: Path) -> None:
     cluster = Cluster("sync", {"worker": ("a:1", "b:1")})
-    made = []
+    identities = []
     for value in ("channels_last", "channels_first"):
         file.write_text(json.dumps({"image_data_format": value}))
-        made.append(identity_of(load(["data=digits", "mode=sync"], None), cluster))
-    assert explain(differences(made[0], made[1]), "at worker-0", "here") == (
+        identities.append(identity_of(load(["data=digits", "mode=sync"], None), cluster))
+    assert explain(differences(*identities), "at worker-0", "here") == (
         "keras.image_data_format: channels_last at worker-0, channels_first here"
     )

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,41 +16,44 @@ import tf2dist
 
 @tf2dist.register_model("mine"{more})
 def mine(input_shape, num_classes, act="relu"):
-    import {lazily}
-    return act, {lazily}.VALUE
+    import {late_import}
+    return act, {late_import}.VALUE
 """
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restore_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restores the registries, the search path and the modules of this process after each test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for kept in (registry.MODELS, registry._PLACES, sys.modules):
-        for key in [*kept]:
-            monkeypatch.setitem(kept, key, kept[key])  # type: ignore[attr-defined]
-    before = {id(kept): {*kept} for kept in (registry.MODELS, registry._PLACES, sys.modules)}
+    mappings: tuple[dict[Any, Any], ...] = (registry.MODELS, registry._PLACES, sys.modules)
+    for mapping in mappings:
+        for key in [*mapping]:
+            monkeypatch.setitem(mapping, key, mapping[key])
+    keys_before = [{*mapping} for mapping in mappings]
     yield
-    for kept in (registry.MODELS, registry._PLACES, sys.modules):
-        for key in {*kept} - before[id(kept)]:
-            del kept[key]  # type: ignore[attr-defined]
+    for mapping, keys in zip(mappings, keys_before, strict=True):
+        for key in {*mapping} - keys:
+            del mapping[key]
 
 
 def plugin(
-    folder: Path, name: str = "plugin", imports: str = "", lazily: str = "beside_the_plugin", more: str = ""
+    folder: Path, name: str = "plugin", imports: str = "", late_import: str = "beside_the_plugin", more: str = ""
 ) -> str:
+    """Writes a plugin and a module beside it, which the plugin imports when its model is built; returns its path."""
     folder.mkdir(exist_ok=True)
     (folder / "beside_the_plugin.py").write_text("VALUE = 7\n")
     path = folder / f"{name}.py"
-    path.write_text(MODEL.format(imports=imports, lazily=lazily, more=more))
+    path.write_text(MODEL.format(imports=imports, late_import=late_import, more=more))
     return str(path)
 
 
-def test_modules_beside_a_plugin_can_be_imported_at_once_and_later(tmp_path: Path) -> None:
+def test_modules_beside_a_plugin_can_be_imported_at_once_and_when_its_model_is_built(tmp_path: Path) -> None:
     registry.load_plugins([plugin(tmp_path, imports="from beside_the_plugin import VALUE")])
     assert registry.MODELS["mine"]((1,), 2, act="gelu") == ("gelu", 7)
 
 
-def test_modules_beside_a_plugin_do_not_shadow_others_later(tmp_path: Path) -> None:
+def test_modules_beside_a_plugin_do_not_shadow_others(tmp_path: Path) -> None:
+    """The folder of the plugin is searched last, so the module of the standard library is found first."""
     (tmp_path / "antigravity.py").write_text("raise RuntimeError\n")
     registry.load_plugins([plugin(tmp_path)])
     assert sys.path[-1] == str(tmp_path) not in sys.path[:-1]
@@ -94,14 +98,16 @@ def test_one_plugin_may_import_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"input_shape": 3}, "model.input_shape (3): is given by the run itself; leave it out"),
         ({"width": 3}, "model (mine): got an unexpected keyword argument 'width'; leave it out"),
     ],
 )
-def test_arguments_that_a_plugin_does_not_accept_are_refused(tmp_path: Path, given: dict[str, int], words: str) -> None:
+def test_arguments_that_a_plugin_does_not_accept_are_refused(
+    tmp_path: Path, arguments: dict[str, int], words: str
+) -> None:
     registry.load_plugins([plugin(tmp_path)])
     with pytest.raises(ConfigError) as caught:
-        registry.call("model", "mine", registry.MODELS["mine"], given, {"input_shape": (1,), "num_classes": 2})
+        registry.call("model", "mine", registry.MODELS["mine"], arguments, {"input_shape": (1,), "num_classes": 2})
     assert str(caught.value) == words

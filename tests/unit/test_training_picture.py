@@ -1,4 +1,4 @@
-"""The picture of a run: the data read from metrics.jsonl, and that every kind of run can be drawn."""
+"""The picture of a run: its data is read from metrics.jsonl, and every kind of run can be drawn."""
 
 import json
 import math
@@ -18,34 +18,37 @@ def row(step: int, secs: float, /, task: str = "chief-0", **values: Any) -> dict
 
 def series_of(*rows: dict[str, Any]) -> SeriesByName:
     series = SeriesByName()
-    for one in rows:
-        series.add(one)
+    for each in rows:
+        series.add(each)
     return series
 
 
-def points(series: SeriesByName, name: str) -> list[tuple[float, float, float]]:
-    one = series.by_name[name]
-    return list(zip(one.steps, one.secs, one.values, strict=True))
+def points(found: SeriesByName, name: str) -> list[tuple[float, float, float]]:
+    """The step, the seconds and the value of each point."""
+    series = found.by_name[name]
+    return list(zip(series.steps, series.secs, series.values, strict=True))
 
 
 def test_repeated_steps_replace_earlier_ones() -> None:
     first = [row(step, secs, loss=1.0) for step, secs in ((1, 5.0), (50, 6.0), (90, 7.0))]
-    # From the checkpoint at step 40: in the same command, and then in a command of its own.
-    same = series_of(*first, row(41, 9.0, loss=0.5), row(95, 10.0, loss=0.4))
-    assert points(same, "loss") == [(1, 5, 1), (41, 9, 0.5), (95, 10, 0.4)]
-    later = series_of(*first, row(41, 4.0, loss=0.5), row(95, 5.0, loss=0.4))
-    assert points(later, "loss") == [(1, 5, 1), (41, 11, 0.5), (95, 12, 0.4)], (
+    # The run continues from the checkpoint at step 40: in the same command, and in a new one, whose clock starts at 0.
+    same_command = series_of(*first, row(41, 9.0, loss=0.5), row(95, 10.0, loss=0.4))
+    assert points(same_command, "loss") == [(1, 5, 1), (41, 9, 0.5), (95, 10, 0.4)]
+    new_command = series_of(*first, row(41, 4.0, loss=0.5), row(95, 5.0, loss=0.4))
+    assert points(new_command, "loss") == [(1, 5, 1), (41, 11, 0.5), (95, 12, 0.4)], (
         "the times of both commands must be added up"
     )
 
 
-def test_the_evaluator_has_the_time_of_the_leader() -> None:
+def test_evaluations_are_drawn_at_the_time_of_the_leader() -> None:
+    """The evaluator counts its seconds from its own start."""
     found = series_of(row(1, 5.0, loss=1.0), row(1, 900.0, "evaluator-0", validation_loss=2.0), row(9, 6.0, loss=0.5))
     assert points(found, "validation_loss") == [(1, 5, 2)]
     assert points(found, "loss")[-1] == (9, 6, 0.5)
 
 
 def test_the_metrics_to_draw() -> None:
+    """The loss, then three metrics of the model that have numbers, accuracies first."""
     values: dict[str, Any] = {
         "mae": 1.0,
         "top_accuracy": 0.5,
@@ -58,7 +61,8 @@ def test_the_metrics_to_draw() -> None:
     assert found.metrics() == ["loss", "top_accuracy", "mae", "a"]
 
 
-def test_a_file_with_lines_that_are_cut_off(tmp_path: Path) -> None:
+def test_a_file_with_damaged_and_incomplete_lines(tmp_path: Path) -> None:
+    """Damaged lines are skipped; a last line without an end is read when it is complete."""
     path, series = tmp_path / "metrics.jsonl", SeriesByName()
     lines = [json.dumps(row(step, step, loss=1.0)) for step in (1, 2, 3)]
     path.write_text(f'{lines[0]}\n{{"step": 2, "ti\n[1]\n{lines[1]}\n{lines[2][:9]}')
@@ -82,7 +86,7 @@ RUNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")  # for a character that the font lacks
+@pytest.mark.filterwarnings("ignore:Glyph")  # the font lacks some of the characters
 @pytest.mark.parametrize(
     ("run", "staleness"),
     [*((run, []) for run in RUNS), *(("one step", counts) for counts in ([3], [0, 5, 2], [10**6] + [0] * 998 + [1]))],
