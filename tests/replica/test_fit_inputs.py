@@ -199,10 +199,10 @@ def test_arrays_that_are_written_and_mapped_are_unchanged(tmp_path: Path) -> Non
     x = {"numbers": [NUMBERS / 7, (NUMBERS,)], "texts": texts, "again": NUMBERS}
     examples = training_set(x, NUMBERS, np.ones(N), None)
     found = inputs.load(inputs.store(examples, tmp_path, "train"))
-    for mine, theirs in zip(found.leaves, examples.leaves, strict=True):
-        assert isinstance(mine, np.memmap)
-        assert mine.dtype == theirs.dtype
-        assert np.array_equal(mine, theirs)
+    for mapped, original in zip(found.leaves, examples.leaves, strict=True):
+        assert isinstance(mapped, np.memmap)
+        assert mapped.dtype == original.dtype
+        assert np.array_equal(mapped, original)
     keras.tree.assert_same_structure(found.x, examples.x)
     assert isinstance(found.x["numbers"][1], tuple)
     assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that occurs twice must be written once"
