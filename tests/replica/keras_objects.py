@@ -31,6 +31,7 @@ def compiled_model() -> keras.Model:
     return model
 
 
+# The symbolic input and the two symbolic targets of `compiled_model`.
 BATCH = tuple(keras.KerasTensor((None, size)) for size in (3, 1, 2))
 
 

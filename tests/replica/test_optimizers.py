@@ -19,7 +19,7 @@ EPOCHS = 2
 Make = Callable[[], keras.Optimizer]
 
 
-class Halving(optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
+class InverseTimeDecay(optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
     """A custom schedule without `get_config`."""
 
     def __call__(self, step: Any) -> Any:
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Make] = {
     "own": lambda: OwnMomentum(0.02),
     "nesterov": lambda: optimizers.SGD(0.02, momentum=0.9, nesterov=True),
     "schedule": lambda: optimizers.AdamW(optimizers.schedules.CosineDecay(0.01, 8, warmup_steps=3, warmup_target=0.05)),
-    "own schedule": lambda: optimizers.SGD(Halving()),
+    "own schedule": lambda: optimizers.SGD(InverseTimeDecay()),
     "a rate that is a function": lambda: optimizers.SGD(lambda: 0.02),
     "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
     "clipvalue": lambda: optimizers.SGD(0.01, clipvalue=0.1),
