@@ -140,19 +140,19 @@ def test_the_splits_of_the_digits() -> None:
         (None, PIXELS[:, 0], " x (None): must be an array of numbers or strings [n, ...]"),
     ],
 )
-def test_invalid_arrays_are_refused(x: Any, y: Any, words: str) -> None:
+def test_invalid_arrays_are_refused(monkeypatch: Any, x: Any, y: Any, words: str) -> None:
     arrays = data.Arrays(x, y)
-    registry.DATA["broken"] = lambda config: data.Splits(arrays, arrays, arrays)
+    monkeypatch.setitem(registry.DATA, "broken", lambda config: data.Splits(arrays, arrays, arrays))
     with pytest.raises(DataError) as caught:
         data.load(DataConfig(name="broken"))
     assert f"data (broken): train{words}" in str(caught.value)
 
 
-def test_splits_of_different_kinds_are_refused() -> None:
+def test_splits_of_different_kinds_are_refused(monkeypatch: Any) -> None:
     for other in ({"a": PIXELS}, PIXELS.astype(np.float32), PIXELS[:, :1]):
         train, test = data.Arrays(PIXELS, PIXELS[:, 0]), data.Arrays(other, PIXELS[:, 0])
         splits = data.Splits(train, None, test)
-        registry.DATA["broken"] = lambda config, splits=splits: splits
+        monkeypatch.setitem(registry.DATA, "broken", lambda config, splits=splits: splits)
         with pytest.raises(DataError, match=r"data \(broken\): test is .*, and train is .*; give both the same kind"):
             data.load(DataConfig(name="broken"))
 
