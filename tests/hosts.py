@@ -53,10 +53,16 @@ class Namespace:
         return ["nsenter", "--target", str(self.pid), *users, "--net", "--uts"]
 
     def ip(self, words: str) -> None:
-        command = [*self.enter, "ip", *words.split()]
+        self._run("ip", words)
+
+    def tc(self, words: str) -> None:
+        self._run("tc", words)
+
+    def _run(self, program: str, words: str) -> None:
+        command = [*self.enter, program, *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
         if done.returncode:
-            raise OSError(f"ip {words}: {done.stderr.strip()}")
+            raise OSError(f"{program} {words}: {done.stderr.strip()}")
 
     def close(self) -> None:
         self._process.kill()
@@ -90,6 +96,10 @@ class Host:
         process: subprocess.Popen[str] = subprocess.Popen([*self._namespace.enter, *command], **options)
         self._processes.append(process)
         return process
+
+    def limit(self, bytes_per_sec: int) -> None:
+        """Sends no faster from now on."""
+        self._namespace.tc(token_bucket("eth0", bytes_per_sec))
 
     def close(self) -> None:
         for process in self._processes:
@@ -128,10 +138,22 @@ class Hosts:
     def heal(self, index: int) -> None:
         self._network.ip(f"link set veth{index} master bridge0")
 
+    def limit(self, bytes_per_sec: int) -> None:
+        """Lets every host send, and receive, no faster from now on."""
+        for index, host in enumerate(self._hosts):
+            host.limit(bytes_per_sec)
+            self._network.tc(token_bucket(f"veth{index}", bytes_per_sec))
+
     def close(self) -> None:
         for host in self._hosts:
             host.close()
         self._network.close()
+
+
+def token_bucket(device: str, bytes_per_sec: int) -> str:
+    """For `tc`: a limit of the rate at which a device sends."""
+    # What is above the rate waits, up to 1 s of it; TCP then slows down by itself. The bucket holds 10 ms.
+    return f"qdisc add dev {device} root tbf rate {8 * bytes_per_sec}bit burst {bytes_per_sec // 100} latency 1s"
 
 
 @contextlib.contextmanager

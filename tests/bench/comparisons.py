@@ -67,6 +67,7 @@ class Table:
     def __iter__(self) -> Iterator[Comparison]:
         yield from self._old_program()
         yield from self._sync_replicas()
+        yield from self._stragglers()
         yield from self._torch()
         yield from self._large()
         yield from self._deep()
@@ -115,6 +116,25 @@ class Table:
             old = self._peer("old", "sync", model, share=0.3)
             contenders: dict[str, Measure] = {"tf2dist": ours, "old program": old}
             yield Comparison(f"sync_replicas {model}", "steps/s", contenders, ("tf2dist", "old program"), 1.5)
+
+    def _stragglers(self) -> Iterator[Comparison]:
+        """What one of four workers costs that takes five steps' time longer for each step; all others are alike."""
+        alike = [figures.SLEEP_SECS] * 4
+        delays = {"delayed": [*alike[1:], 6 * figures.SLEEP_SECS], "alike": alike}
+        for mode, more, target in (
+            ("sync_replicas", ["sync_replicas.replicas_to_aggregate=3"], 0.9),
+            ("sync_replicas, all", [], None),
+            ("sync", [], 0.3),
+            ("async", [], 0.75),
+        ):
+            name = mode.removesuffix(", all")
+            steps = self._steps("sync", "softmax", 0.04) * (4 if mode == "async" else 1)
+            contenders: dict[str, Measure] = {
+                which: partial(figures.our_rate, name, "softmax", 4, steps, f"simulate.delay_secs={secs}", *more)
+                for which, secs in delays.items()
+            }
+            ends = ("delayed", "alike")
+            yield Comparison(f"straggler {mode}", "steps/s", contenders, ends, target, at_least=mode != "sync")
 
     def _torch(self) -> Iterator[Comparison]:
         for num_workers in (2, 3):
@@ -216,11 +236,16 @@ class Table:
             "one process": partial(figures.one_process_pss_mb, steps, self._arrays),
         }
         yield Comparison("memory", "MB", contenders, ("3 workers", "one process"), 2.5, at_least=False)
-        added: dict[str, Measure] = {"4th worker": partial(figures.added_worker_mb, 3, steps), "limit": lambda: 200.0}
-        yield Comparison("added worker", "MB", added, ("4th worker", "limit"), 1.0, at_least=False)
+        for model in ("dnn", *LARGE):
+            few = min(steps, STEPS["async", model])
+            added: dict[str, Measure] = {
+                "4th worker": partial(figures.added_worker_mb, model, 3, few),
+                "limit": lambda: 120.0,
+            }
+            yield Comparison(f"added worker {model}", "MB", added, ("4th worker", "limit"), 1.0, at_least=False)
 
     def _scaling(self) -> Iterator[Comparison]:
-        for mode, sizes, target in (("async", (1, 2, 4, 8, 16), 0.90), ("sync", (1, 2, 4, 8), 0.80)):
+        for mode, sizes, target in (("async", (1, 2, 4, 8, 16, 32), 0.90), ("sync", (1, 2, 4, 8, 16), 0.80)):
             steps = max(20, int(200 * self._scale))
             contenders = {f"{n} workers": partial(figures.sleeping_rate, mode, n, steps) for n in sizes}
             ends = (f"{sizes[-1]} workers", f"{sizes[0]} workers")
@@ -229,3 +254,7 @@ class Table:
         cpu = {f"{steps} steps": partial(figures.coordinator_cpu, steps) for steps in (few, many)}
         ends = (f"{many} steps", f"{few} steps")
         yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)
+        steps = int(100 * self._scale)  # of each worker
+        cpu = {f"{n} workers": partial(figures.coordinator_cpu, steps * n, n, "sleep") for n in (4, 32)}
+        ends = ("32 workers", "4 workers")
+        yield Comparison("coordinator workers", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)

@@ -50,10 +50,15 @@ def cluster_of(num_workers: int) -> list[str]:
 
 def run_with(plugin: str, *overrides: str) -> OurRun:
     """A run of ours, with one of the changes in `plugins`."""
+    return our_run(*overrides, *plugin_options(plugin))
+
+
+def plugin_options(plugin: str) -> list[str]:
+    """The options for one of the changes in `plugins`; none for an empty name."""
     if not plugin:
-        return our_run(*overrides)
+        return []
     os.environ["TF2DIST_BENCH"] = plugin
-    return our_run(*overrides, f"plugins=[{PLUGINS}]")
+    return [f"plugins=[{PLUGINS}]"]
 
 
 def one_step(mode: str) -> OurRun:
@@ -129,17 +134,20 @@ def peer_secs_to_accuracy(contender: str, mode: str, accuracy: float, arrays: st
         return secs
 
 
-def our_pss_mb(num_workers: int, steps: int) -> float:
-    """The memory of the launcher and all tasks, after `steps` steps of dnn and before the last."""
-    overrides = ["mode=async", "model=dnn", "optimizer=sgd", "train.steps=1000000"]
+def our_pss_mb(num_workers: int, steps: int, model: str = "dnn") -> float:
+    """The memory of the launcher and all tasks, after `steps` steps and before the last."""
+    overrides = ["mode=async", *model_of(model), "optimizer=sgd", "train.steps=1000000"]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         wait_for_step(run_dir, steps)
         return _pss_mb(process.pid)
 
 
-def added_worker_mb(num_workers: int, steps: int) -> float:
-    """The memory that one more worker adds."""
-    return our_pss_mb(num_workers + 1, steps) - our_pss_mb(num_workers, steps)
+def added_worker_mb(model: str, num_workers: int, steps: int) -> float:
+    """The memory that one more worker adds, beside what it needs for the parameters and their gradients."""
+    units = [784, *HIDDEN_UNITS[model], 10]
+    parameters = sum((before + 1) * after for before, after in itertools.pairwise(units))
+    added = our_pss_mb(num_workers + 1, steps, model) - our_pss_mb(num_workers, steps, model)
+    return added - 2 * 4 * parameters / 2**20
 
 
 def one_process_pss_mb(steps: int, arrays: str) -> float:
@@ -162,9 +170,9 @@ def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
     return run_with("sleep", *cluster_of(num_workers), *overrides).rate(steps // 4) / times
 
 
-def coordinator_cpu(steps: int, num_workers: int = 16) -> float:
+def coordinator_cpu(steps: int, num_workers: int = 16, plugin: str = "") -> float:
     """Seconds of the coordinator's CPU for each 1,000 of `steps`, after as many others."""
-    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000"]
+    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000", *plugin_options(plugin)]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         first = wait_for_step(run_dir, steps)
         family = psutil.Process(process.pid).children(recursive=True)

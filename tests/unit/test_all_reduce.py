@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -57,6 +58,22 @@ def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int) ->
         calls = [partial(worker, own) for worker, own in zip(workers, vectors, strict=True)]
         for result in at_once(calls):
             np.testing.assert_array_equal(result, expected)
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("size", [1_000, 1_000_003])
+def test_narrow_floats_are_summed_as_float32_and_rounded_once(num_workers: int, size: int, dtype: Any) -> None:
+    workers, random = connected(num_workers), np.random.default_rng(size)
+    vectors = random.normal(size=[num_workers, size]).astype(dtype)
+    expected = vectors[0].astype(np.float32)
+    for vector in vectors[1:]:
+        expected += vector.astype(np.float32)
+    for result in at_once([partial(worker, own) for worker, own in zip(workers, vectors, strict=True)]):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result.astype(np.float32), expected.astype(dtype).astype(np.float32))
     for worker in workers:
         worker.close()
 

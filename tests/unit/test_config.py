@@ -150,6 +150,19 @@ BAD = [
     ),
     (["cluster.all_reduce=tensorflow"], "cluster.all_reduce (tensorflow): is for mode=sync; leave it out"),
     (
+        ["mode=sync_replicas", "cluster.transfer_dtype=bfloat16"],
+        "cluster.transfer_dtype (bfloat16): is not for mode=sync_replicas; leave it out",
+    ),
+    (
+        ["mode=sync", "algorithm=local_sgd", "cluster.transfer_dtype=float16"],
+        "cluster.transfer_dtype (float16): is not for algorithm=local_sgd; leave it out",
+    ),
+    (
+        ["algorithm=downpour", "cluster.transfer_dtype=float16"],
+        "cluster.transfer_dtype (float16): is not for algorithm=downpour; leave it out",
+    ),
+    (["cluster.transfer_dtype=int8"], "cluster.transfer_dtype (int8): must be one of float32, bfloat16, float16"),
+    (
         ["optimizer.learning_rate=choice(0.1,0.2)"],
         "learning_rate (choice(0.1,0.2)): is a function, and a run takes one",
     ),

@@ -15,7 +15,10 @@ from tf2dist.data.location import NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError
 
 # Options that only some modes take: a contender of another mode runs without them.
-OF_A_MODE = ("algorithm", "cluster.all_reduce", "cluster.num_ps", "cluster.placement", "cluster.min_part_bytes")
+OF_A_MODE = (
+    *("algorithm", "cluster.all_reduce", "cluster.num_ps", "cluster.placement", "cluster.min_part_bytes"),
+    "cluster.transfer_dtype",
+)
 EVALUATIONS_PER_PASS, EVALUATIONS_PER_RUN = 8, 12
 BATCHES_PER_EVALUATION = 20  # of each worker, for data of unknown size
 MAX_NAME_CHARS = 120  # of a run's folder

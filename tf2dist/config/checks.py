@@ -27,6 +27,7 @@ def check(config: RunConfig) -> None:
         *_first_weights(config),
         *_algorithm(config),
         *_downpour(config),
+        *_transfers(config),
         *_parts(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
@@ -104,6 +105,14 @@ def check_replicas(config: RunConfig, num_workers: int, num_ps: int) -> None:
     for name, value, holds, rule in _replicas(config, num_workers, num_ps):
         if not holds:
             raise ConfigError(f"{name} ({value}): {rule}")
+
+
+def _transfers(config: RunConfig) -> list[Rule]:
+    """Where workers send sums or values on which they go on computing, rounding them would add up."""
+    dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
+    what = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
+    holds = dtype == "float32" or (config.mode != "sync_replicas" and algorithm not in ("downpour", "local_sgd"))
+    return [("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out")]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:

@@ -79,6 +79,11 @@ class ClusterConfig:
         help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always "
         "TensorFlow's",
     )
+    transfer_dtype: str = option(
+        "float32",
+        one_of("float32", "bfloat16", "float16"),
+        help="modes sync and async; how the gradients of large variables travel, and with async their values, too",
+    )
     placement: str = option(
         "round_robin",
         one_of("round_robin", "balanced", "partitioned"),

@@ -7,6 +7,11 @@ import tensorflow as tf
 LARGE_BYTES = 1 << 20
 
 
+def narrow_dtype(name: str) -> tf.DType | None:
+    """What the option cluster.transfer_dtype asks for; None if floats should travel as they are."""
+    return None if name == "float32" else tf.as_dtype(name)
+
+
 class Packing:
     """Packs tensors with the shapes of some variables into one float32 vector."""
 
@@ -39,14 +44,26 @@ class Buckets:
     Args:
         num_more: how many numbers are added to the first bucket.
         dtype: in which the large tensors travel; None for the types of their variables.
+        narrow: in which those of them travel whose variables have a wider type of floats, such as bfloat16; None for
+            no other type than `dtype`.
     """
 
-    def __init__(self, variables: list[keras.Variable], num_more: int, dtype: tf.DType | None = None) -> None:
+    def __init__(
+        self,
+        variables: list[keras.Variable],
+        num_more: int,
+        dtype: tf.DType | None = None,
+        narrow: tf.DType | None = None,
+    ) -> None:
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         self._is_large = [one.shape.num_elements() * one.dtype.size >= LARGE_BYTES for one in types]
         self._packing = Packing([v for v, is_large in zip(variables, self._is_large, strict=True) if not is_large])
         self._large = [one for one, is_large in zip(types, self._is_large, strict=True) if is_large]
-        travelling = [tf.TensorSpec(one.shape, dtype or one.dtype) for one in self._large]
+
+        def travels_as(own: tf.DType) -> tf.DType:
+            return narrow if narrow and own.is_floating and own.size > narrow.size else dtype or own
+
+        travelling = [tf.TensorSpec(one.shape, travels_as(one.dtype)) for one in self._large]
         self.specs = [tf.TensorSpec([self._packing.size + num_more], tf.float32), *travelling]
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[tf.Tensor]:

@@ -55,6 +55,8 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
+        pull_exactly: as `pull`, for evaluations: the values of all variables are not rounded for the way.
+        exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
 
     Args:
@@ -68,6 +70,7 @@ class ParameterServer:
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
+        narrow: in which floats of large variables travel in training; see `Buckets`.
     """
 
     pulled_others: tuple[int, ...] = ()
@@ -84,6 +87,7 @@ class ParameterServer:
         keeps_rate: bool = True,
         earlier_updates: int = 0,
         algorithm: Algorithm | None = None,
+        narrow: tf.DType | None = None,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -94,7 +98,9 @@ class ParameterServer:
         self.device, self._earlier_updates = device, earlier_updates
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others)
+        self._narrow = narrow
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=narrow)
+        self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -113,6 +119,7 @@ class ParameterServer:
                 fix_learning_rate(self.optimizer)
             self._algorithm.prepare(self.optimizer)
         self.pull = self.on_device(self._pull)
+        self.pull_exactly = self.on_device_later(self._pull_exactly) if narrow else self.pull
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
 
@@ -120,7 +127,7 @@ class ParameterServer:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout([*self.trainable, *changing], self.counters.added, pulled)
+        return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
@@ -165,10 +172,17 @@ class ParameterServer:
 
     def _pull(self) -> Parcel:
         """All variables, and the updates applied so far."""
+        values, applied = self._read()
+        return self.pull_layout.pack(values, applied, *self._others(applied))
+
+    def _pull_exactly(self) -> Parcel:
+        """All variables in their own types."""
+        return self.exact_layout.pack(*self._read())
+
+    def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            values = [v.value.read_value() for v in self.variables]
-        return self.pull_layout.pack(values, applied, *self._others(applied))
+            return [v.value.read_value() for v in self.variables], applied
 
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
         """What is pulled beside the variables; other algorithms override this."""

@@ -19,6 +19,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.pipeline import Sharding
 from tf2dist.model.evaluate import chunk_size
+from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
@@ -31,7 +32,7 @@ from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, Pulled
 from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -94,6 +95,7 @@ class AsyncStep:
                 not (plan and plan.has_hooks),
                 earlier_updates,
                 algorithm_of(config.algorithm),
+                narrow_dtype(config.cluster.transfer_dtype),
             )
             for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
@@ -184,7 +186,8 @@ class AsyncStep:
         """
 
         def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-            values, _ = self.unpack([server.pull() for server in self.servers])
+            pulled = [server.exact_layout.unpack(server.pull_exactly()) for server in self.servers]
+            values, _ = self._values_of(pulled)
             examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
             return self.step.evaluate(*self.inputs(values), examples)
 
@@ -229,13 +232,15 @@ class AsyncStep:
 
     def unpack(self, pulled: list[Parcel]) -> tuple[Values, list[PackedCount]]:
         """The values of all parts of variables, and the count of each ps."""
+        return self._values_of(
+            [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
+        )
+
+    def _values_of(self, pulled: list[Pulled]) -> tuple[Values, list[PackedCount]]:
         values: Values = {}
-        counts = []
-        for server, parcel in zip(self.servers, pulled, strict=True):
-            tensors, count = server.pull_layout.unpack(parcel)
-            values.update({id(v): tensor for v, tensor in zip(server.variables, tensors, strict=True)})
-            counts.append(count)
-        return values, counts
+        for server, one in zip(self.servers, pulled, strict=True):
+            values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
+        return values, [one.applied for one in pulled]
 
     def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The values of the trainable variables, and of the state."""

@@ -80,10 +80,11 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         others: the sizes of what is pulled beside them.
+        narrow: see `Buckets`.
     """
 
-    def __init__(self, variables: list[keras.Variable], *others: int) -> None:
-        self._buckets, self._others = Buckets(variables, COUNT + sum(others)), others
+    def __init__(self, variables: list[keras.Variable], *others: int, narrow: tf.DType | None = None) -> None:
+        self._buckets, self._others = Buckets(variables, COUNT + sum(others), narrow=narrow), others
         self.specs = self._buckets.specs
 
     def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
@@ -109,11 +110,18 @@ class PushLayout:
 
     Args:
         added: how many numbers an update adds to the counters.
+        narrow: see `Buckets`.
     """
 
-    def __init__(self, variables: list[keras.Variable], added: int, pulled: Sequence[keras.Variable] = ()) -> None:
+    def __init__(
+        self,
+        variables: list[keras.Variable],
+        added: int,
+        pulled: Sequence[keras.Variable] = (),
+        narrow: tf.DType | None = None,
+    ) -> None:
         self.variables, self.pulled, self._added = variables, list(pulled), added
-        self._buckets = Buckets([*variables, *pulled], COUNT + added)
+        self._buckets = Buckets([*variables, *pulled], COUNT + added, narrow=narrow)
         self.specs = self._buckets.specs
 
     def pack(

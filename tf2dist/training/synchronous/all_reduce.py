@@ -22,13 +22,14 @@ ALIGNMENT = 64
 
 def _bytes(array: np.ndarray) -> memoryview:
     # A view: sockets read and write the memory of the array itself, without a copy.
-    return array.data.cast("B")
+    # Not `array.data`: Python's buffers have no code for bfloat16.
+    return array.view(np.uint8).data
 
 
-def _aligned(size: int) -> np.ndarray:
-    """A new array, float32 [size], that TensorFlow uses without a copy."""
-    room = np.empty(size + ALIGNMENT // 4, np.float32)
-    first = -room.ctypes.data % ALIGNMENT // 4
+def _aligned(size: int, dtype: np.dtype) -> np.ndarray:
+    """A new array [size] that TensorFlow uses without a copy."""
+    room = np.empty(size + ALIGNMENT // dtype.itemsize, dtype)
+    first = -room.ctypes.data % ALIGNMENT // dtype.itemsize
     return room[first : first + size]
 
 
@@ -44,6 +45,7 @@ class AllReduce:
         self._index, self._peers = index, Peers(sockets)
         # Kept from call to call: the kernel would map and zero fresh memory.
         self._received = np.empty([len(sockets) + 1, PIECE], np.float32)
+        self._widened = np.empty([2, PIECE], np.float32)
 
     @property
     def lost(self) -> LostWorkerError | None:
@@ -51,14 +53,17 @@ class AllReduce:
         return self._peers.lost
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """The sum of all arrays, float32 of their shape, in the order of the workers, so that all get the same bits.
+        """The sum of all arrays, of their shape and type, in the order of the workers, so that all get the same bits.
+
+        Args:
+            array: float32, or narrower floats, whose sum is rounded once.
 
         Raises:
             LostWorkerError: a worker is gone.
         """
         vector, others = array.reshape(-1), self._peers.indices
         # A new array, since TensorFlow may use this one while the next call is made.
-        result = _aligned(len(vector))
+        result = _aligned(len(vector), vector.dtype)
         # Two workers send each other the whole array either way.
         if len(others) == 1 or vector.nbytes <= ONE_HOP_BYTES:
             self._peers.send(_bytes(vector), *others)
@@ -78,15 +83,28 @@ class AllReduce:
         """Sums `mine` and what the others send, and sends the sum to `receivers`."""
         for begin in range(0, len(mine), PIECE):
             own, into = mine[begin : begin + PIECE], result[begin : begin + PIECE]
-            summands = list(self._received[:, : len(own)])
+            summands = [room.view(own.dtype)[: len(own)] for room in self._received]
             self._peers.receive({peer: _bytes(summands[peer]) for peer in self._peers.indices})
             # In the order of the workers, whoever came first: float sums depend on it, and all workers must get the
             # same bits.
             summands[self._index] = own
-            np.add(summands[0], summands[1], out=into)
-            for summand in summands[2:]:
-                into += summand
+            self._add(summands, into)
             self._peers.send(_bytes(into), *receivers)
+
+    def _add(self, summands: list[np.ndarray], into: np.ndarray) -> None:
+        first, second, *others = summands
+        if into.dtype == np.float32:
+            np.add(first, second, out=into)
+            for summand in others:
+                into += summand
+            return
+        # numpy computes with narrow floats one by one, and would round each partial sum.
+        total, wide = self._widened[:, : len(into)]
+        np.copyto(total, first)
+        for summand in (second, *others):
+            np.copyto(wide, summand)
+            total += wide
+        np.copyto(into, total, casting="unsafe")
 
     def close(self) -> None:
         """Closes the connections to all others."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
-from tf2dist.model.packing import Buckets
+from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
@@ -59,7 +59,8 @@ class SyncStep:
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self.num_sums = 2 + step.metrics.size + SHARED
         variables = [*step.trainable, *step.state]
-        self._buckets = Buckets(variables, self.num_sums + feed.num_extra, tf.float32)
+        narrow = narrow_dtype(config.cluster.transfer_dtype)
+        self._buckets = Buckets(variables, self.num_sums + feed.num_extra, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
@@ -122,12 +123,15 @@ class SyncStep:
         return self.stragglers.computed(output, self._workers.index), state, share
 
     def reduced(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
-        """On a replica: the sums over all of them, float32 of any shapes."""
+        """On a replica: the sums over all of them, of the same shapes and types of floats."""
         if self._all_reduce is None:
-            return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, buckets))
+            context = tf.distribute.get_replica_context()
+            if any(bucket.dtype != buckets[0].dtype for bucket in buckets):  # TensorFlow would concatenate them
+                return [context.all_reduce(tf.distribute.ReduceOp.SUM, bucket) for bucket in buckets]
+            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, buckets))
         # `numpy_function` is stateful, so TensorFlow neither merges nor reorders calls that pair with other workers'.
         # Backpropagation computes the gradients of the last layers first; the first bucket needs those of all layers.
-        sums = [tf.numpy_function(self._all_reduce, [bucket], tf.float32) for bucket in reversed(buckets)]
+        sums = [tf.numpy_function(self._all_reduce, [bucket], bucket.dtype) for bucket in reversed(buckets)]
         return [tf.ensure_shape(one, bucket.shape) for one, bucket in zip(reversed(sums), buckets, strict=True)]
 
     # Plain training.
