@@ -11,6 +11,7 @@ the tests, so it ends with them, however they end.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -52,17 +53,18 @@ class Namespace:
         users = ["--user", "--preserve-credentials"] if os.geteuid() else []
         return ["nsenter", "--target", str(self.pid), *users, "--net", "--uts"]
 
-    def ip(self, words: str) -> None:
-        self._run("ip", words)
+    def ip(self, words: str) -> str:
+        return self._run("ip", words)
 
     def tc(self, words: str) -> None:
         self._run("tc", words)
 
-    def _run(self, program: str, words: str) -> None:
+    def _run(self, program: str, words: str) -> str:
         command = [*self.enter, program, *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
         if done.returncode:
             raise OSError(f"{program} {words}: {done.stderr.strip()}")
+        return done.stdout
 
     def close(self) -> None:
         self._process.kill()
@@ -96,6 +98,11 @@ class Host:
         process: subprocess.Popen[str] = subprocess.Popen([*self._namespace.enter, *command], **options)
         self._processes.append(process)
         return process
+
+    def transferred(self) -> int:
+        """The bytes that the host has sent and received."""
+        (device,) = json.loads(self._namespace.ip("-json -statistics link show eth0"))
+        return sum(device["stats64"][way]["bytes"] for way in ("rx", "tx"))
 
     def limit(self, bytes_per_sec: int) -> None:
         """Sends no faster from now on."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tests.bench import figures
+from tests.bench import figures, links
 
 Measure = Callable[[], float]
 ACCURACY = 0.97  # to be reached
@@ -70,6 +70,7 @@ class Table:
         yield from self._stragglers()
         yield from self._torch()
         yield from self._large()
+        yield from self._links()
         yield from self._deep()
         yield from self._one_process()
         yield from self._ourselves()
@@ -162,6 +163,33 @@ class Table:
             tensorflow = self._ours("sync", model, "cluster.all_reduce=tensorflow")
             contenders = {"own": own, "tensorflow": tensorflow}
             yield Comparison(f"large all-reduce {model}", "steps/s", contenders, ("own", "tensorflow"), 1.0)
+
+    def _links(self) -> Iterator[Comparison]:
+        """What crosses the links of hosts, and links that are slower than the hosts."""
+        for mode, num_workers in (("async", 1), ("sync", 2)):
+            for model in ("softmax", "dnn", "2 million", "12 million"):
+                options = [*figures.model_of(model), "train.steps_per_execution=5"]
+                sent = partial(links.megabytes_of_a_step, mode, num_workers, 10, *options)
+                # A pull and a push; or to the other worker, and from it.
+                both = figures.parameter_bytes(model) * 2 / 1e6
+                contenders: dict[str, Measure] = {"sent": sent, "parameters": partial(float, both)}
+                ends = ("sent", "parameters")
+                yield Comparison(f"links bytes {mode} {model}", "MB", contenders, ends, 1.02, at_least=False)
+        million = [*figures.model_of("12 million"), "cluster.placement=partitioned"]
+        by_ps: dict[str, Measure] = {
+            f"{num_ps} ps": partial(links.rate_over_links, "async", 6, num_ps, 100, 30, *million)
+            for num_ps in (1, 2, 4)
+        }
+        yield Comparison("links 2 ps", "steps/s", {n: by_ps[n] for n in ("1 ps", "2 ps")}, ("2 ps", "1 ps"), 1.6)
+        yield Comparison("links 4 ps", "steps/s", {n: by_ps[n] for n in ("1 ps", "4 ps")}, ("4 ps", "1 ps"), 3.2)
+        for mode in ("async", "sync"):
+            by_type: dict[str, Measure] = {
+                dtype: partial(
+                    links.rate_over_links, mode, 2, 1, 100, 10, *million[:-1], f"cluster.transfer_dtype={dtype}"
+                )
+                for dtype in ("bfloat16", "float32")
+            }
+            yield Comparison(f"links bfloat16 {mode}", "steps/s", by_type, ("bfloat16", "float32"))
 
     def _deep(self) -> Iterator[Comparison]:
         """Where a graph takes longer to prepare than the steps of a short run."""

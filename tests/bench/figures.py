@@ -144,10 +144,13 @@ def our_pss_mb(num_workers: int, steps: int, model: str = "dnn") -> float:
 
 def added_worker_mb(model: str, num_workers: int, steps: int) -> float:
     """The memory that one more worker adds, beside what it needs for the parameters and their gradients."""
-    units = [784, *HIDDEN_UNITS[model], 10]
-    parameters = sum((before + 1) * after for before, after in itertools.pairwise(units))
     added = our_pss_mb(num_workers + 1, steps, model) - our_pss_mb(num_workers, steps, model)
-    return added - 2 * 4 * parameters / 2**20
+    return added - 2 * parameter_bytes(model) / 2**20
+
+
+def parameter_bytes(model: str) -> int:
+    units = [784, *HIDDEN_UNITS[model], 10]
+    return 4 * sum((before + 1) * after for before, after in itertools.pairwise(units))
 
 
 def one_process_pss_mb(steps: int, arrays: str) -> float:

@@ -1,34 +1,63 @@
-"""Runs on hosts of their own, whose links are slower than this machine: network namespaces with a token bucket each."""
+"""Runs on hosts of their own, which are network namespaces: what crosses their links, and what slow links cost."""
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.contenders import ContenderError, OurRun
-from tests.hosts import hosts
+from tests.hosts import Hosts, hosts
 from tests.jobs import Job
 
-TIMEOUT_SECS = 400.0
+TIMEOUT_SECS = 500.0
 
 
-def rate_over_links(
-    mode: str, num_workers: int, num_ps: int, megabytes_per_sec: int, steps: int, *options: str
-) -> float:
-    """Global steps per second, after as many steps; every task is on a host of its own, with such a link each way.
+@contextlib.contextmanager
+def finished_job(
+    mode: str, num_workers: int, num_ps: int, bytes_per_sec: int | None, *options: str
+) -> Iterator[tuple[Hosts, OurRun]]:
+    """A run that has ended, with each task on a host of its own: the leader first, the last worker last.
+
+    Args:
+        bytes_per_sec: of each host's link, each way; None for no limit.
 
     Raises:
-        ContenderError: the run has failed, or hosts cannot be made here.
+        ContenderError: the run has failed.
     """
     names = tuple(f"worker-{index}" for index in range(num_workers))
     if mode != "sync":
         names = ("chief-0", *(f"ps-{index}" for index in range(num_ps)), *names)
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(hosts(len(names)))
-        made.limit(megabytes_per_sec * 1_000_000)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        job = Job(made, folder, mode, names)
+        if bytes_per_sec:
+            made.limit(bytes_per_sec)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        job = Job(made, Path(folder), mode, names)
         stack.callback(job.close)
-        job.start("optimizer=sgd", "figure=false", f"train.steps={2 * steps}", *options)
-        if job.code(job.leader, TIMEOUT_SECS):
+        job.start("optimizer=sgd", "figure=false", *options)
+        try:
+            code = job.code(job.leader, TIMEOUT_SECS)
+        except AssertionError as error:
+            raise ContenderError(str(error)) from None
+        if code:
             raise ContenderError(str(job))
-        return OurRun(job.leader.run_dir, 0.0, 0.0).rate(steps)
+        yield made, OurRun(job.leader.run_dir, 0.0, 0.0)
+
+
+def rate_over_links(
+    mode: str, num_workers: int, num_ps: int, megabytes_per_sec: int, steps: int, *options: str
+) -> float:
+    """Global steps per second, after as many steps."""
+    length = f"train.steps={2 * steps}"
+    with finished_job(mode, num_workers, num_ps, megabytes_per_sec * 1_000_000, length, *options) as (_, run):
+        return run.rate(steps)
+
+
+def megabytes_of_a_step(mode: str, num_workers: int, steps: int, *options: str) -> float:
+    """What a worker sends and receives in each of its steps."""
+    totals = []
+    for length in (steps, 3 * steps):
+        with finished_job(mode, num_workers, 1, None, f"train.steps={length}", *options) as (made, _):
+            last = num_workers - 1 if mode == "sync" else num_workers + 1
+            totals.append(made[last].transferred())
+    return (totals[1] - totals[0]) / (2 * steps) / 1e6
