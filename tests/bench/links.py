@@ -10,6 +10,7 @@ from tests.hosts import Hosts, hosts
 from tests.jobs import Job
 
 TIMEOUT_SECS = 500.0
+BYTES_PER_SEC = 100_000_000  # about a gigabit
 
 
 @contextlib.contextmanager
@@ -44,12 +45,10 @@ def finished_job(
         yield made, OurRun(job.leader.run_dir, 0.0, 0.0)
 
 
-def rate_over_links(
-    mode: str, num_workers: int, num_ps: int, megabytes_per_sec: int, steps: int, *options: str
-) -> float:
-    """Global steps per second, after as many steps."""
+def rate_over_links(mode: str, num_workers: int, num_ps: int, steps: int, *options: str) -> float:
+    """Global steps per second, after as many steps, with links of BYTES_PER_SEC."""
     length = f"train.steps={2 * steps}"
-    with finished_job(mode, num_workers, num_ps, megabytes_per_sec * 1_000_000, length, *options) as (_, run):
+    with finished_job(mode, num_workers, num_ps, BYTES_PER_SEC, length, *options) as (_, run):
         return run.rate(steps)
 
 
