@@ -83,7 +83,7 @@ def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_digits_are_learned(command: Command, mode: str) -> None:
-    summary = summary_of(command(f"mode={mode}", "data=digits", "model=dnn", timeout_secs=60))
+    summary = summary_of(command(f"mode={mode}", "data=digits", "model=dnn"))
     assert summary["test_accuracy"] >= 0.95
 
 
