@@ -91,6 +91,20 @@ def test_three_workers_equal_one_with_three_times_the_batch(
         assert result["progress"].examples == single["progress"].examples == 2 * 1257 + 2 * 150
 
 
+def sum_in_memory(worker: SyncWorker) -> tuple[bool, float]:
+    from tf2dist.training.synchronous.workers import Workers
+
+    workers = Workers.join(run_config(), worker.cluster, worker.task)
+    all_reduce = workers.all_reduce("auto")
+    assert all_reduce is not None
+    total = all_reduce(np.full(1_000_000, 10.0**worker.index, np.float32))
+    return all_reduce._memory is not None, float(total.min() + total.max()) / 2
+
+
+def test_processes_of_one_host_share_memory(sync_workers: SyncWorkers) -> None:
+    assert sync_workers(sum_in_memory, num_workers=3) == [(True, 111.0)] * 3
+
+
 def test_evaluation_counts_every_example_once(sync_workers: SyncWorkers) -> None:
     from tf2dist import data
 

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,15 +20,46 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.training.synchronous import mesh
 from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
 from tf2dist.training.synchronous.peers import LostWorkerError
+from tf2dist.training.synchronous.shared_memory import SharedMemory, share
 
 TIMEOUT_SECS = 30
 
 
-def connected(num_workers: int) -> list[AllReduce]:
+def connected(num_workers: int, with_memory: bool = False) -> list[AllReduce]:
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_workers)]
     for one, other in itertools.combinations(range(num_workers), 2):
         sockets[one][other], sockets[other][one] = socket.socketpair()
-    return [AllReduce(index, mine) for index, mine in enumerate(sockets)]
+    memories: list[SharedMemory | None] = [None] * num_workers
+    if with_memory:
+        memories = shared(num_workers)
+        assert all(memories)
+    return [AllReduce(index, mine, memories[index]) for index, mine in enumerate(sockets)]
+
+
+def shared(num_workers: int, secrets: Sequence[bytes] = ()) -> list[SharedMemory | None]:
+    """What `share` returns for each worker; all are threads of this process."""
+    together = Together(num_workers)
+    secrets = secrets or [b"secret"] * num_workers
+    return at_once(
+        [partial(share, index, num_workers, secret, together.add_up) for index, secret in enumerate(secrets)]
+    )
+
+
+class Together:
+    """The sum over threads for `mesh.join`; a real run computes it through TensorFlow's cluster."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
+        self._sum: np.ndarray = np.zeros(0)
+
+    def add_up(self, own: list[float]) -> np.ndarray:
+        if self._barrier.wait(TIMEOUT_SECS) == 0:
+            self._sum = np.zeros(len(own))
+        self._barrier.wait(TIMEOUT_SECS)
+        with self._lock:
+            self._sum += own
+        self._barrier.wait(TIMEOUT_SECS)
+        return self._sum.copy()
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -45,13 +77,14 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     return [future.result(TIMEOUT_SECS) for future in futures]
 
 
+@pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 1_000_003])
-def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int) -> None:
+def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int, with_memory: bool) -> None:
     """This also holds for vectors much larger than the sockets' buffers, and for several calls in a row."""
-    workers, random = connected(num_workers), np.random.default_rng(size)
-    for _ in range(3):
-        vectors = random.normal(size=[num_workers, size]).astype(np.float32)
+    workers, random = connected(num_workers, with_memory), np.random.default_rng(size)
+    for length in (size, size, 10, 2 * size, size):
+        vectors = random.normal(size=[num_workers, length]).astype(np.float32)
         expected = vectors[0].copy()
         for vector in vectors[1:]:
             expected += vector
@@ -62,11 +95,14 @@ def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int) ->
         worker.close()
 
 
+@pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("size", [1_000, 1_000_003])
-def test_narrow_floats_are_summed_as_float32_and_rounded_once(num_workers: int, size: int, dtype: Any) -> None:
-    workers, random = connected(num_workers), np.random.default_rng(size)
+def test_narrow_floats_are_summed_as_float32_and_rounded_once(
+    num_workers: int, size: int, dtype: Any, with_memory: bool
+) -> None:
+    workers, random = connected(num_workers, with_memory), np.random.default_rng(size)
     vectors = random.normal(size=[num_workers, size]).astype(dtype)
     expected = vectors[0].astype(np.float32)
     for vector in vectors[1:]:
@@ -96,17 +132,40 @@ def test_tensorflow_uses_the_sum_without_a_copy() -> None:
     assert found.shape == (300, 1000)
 
 
-def test_a_result_is_not_changed_by_the_next_call() -> None:
-    workers = connected(2)
-    first, _ = at_once([partial(worker, np.ones(100, np.float32)) for worker in workers])
-    at_once([partial(worker, np.zeros(100, np.float32)) for worker in workers])
-    assert first.tolist() == [2.0] * 100
+@pytest.mark.parametrize(("size", "with_memory"), [(100, False), (100_000, True)])
+def test_a_result_is_not_changed_by_the_next_call(size: int, with_memory: bool) -> None:
+    workers = connected(2, with_memory)
+    first, _ = at_once([partial(worker, np.ones(size, np.float32)) for worker in workers])
+    at_once([partial(worker, np.zeros(size, np.float32)) for worker in workers])
+    assert first.tolist() == [2.0] * size
 
 
+def test_a_worker_waits_until_the_others_have_read_its_memory() -> None:
+    """The second worker is late in each call, and a call of a small array comes between two large ones."""
+    first, second = connected(2, with_memory=True)
+
+    def calls(worker: AllReduce, delay_secs: float) -> list[float]:
+        found = []
+        for number, size in enumerate((200_000, 10, 200_000, 200_000)):
+            time.sleep(delay_secs)  # the delay itself
+            found.append(float(worker(np.full(size, number, np.float32)).max()))
+        return found
+
+    assert at_once([partial(calls, first, 0.0), partial(calls, second, 0.05)]) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def test_memory_that_is_not_that_of_the_other_workers_is_not_used() -> None:
+    """As in containers, where a number of a process leads to another one."""
+    before = set(os.listdir("/proc/self/fd"))
+    assert shared(3, secrets=(b"one", b"one", b"two")) == [None] * 3
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_lost_worker_ends_the_call_of_the_others(size: int) -> None:
+def test_a_lost_worker_ends_the_call_of_the_others(size: int, with_memory: bool) -> None:
     """Here it is lost during a call. (A worker that is cut off closes no connection; launchers end that run.)"""
-    workers = connected(3)
+    workers = connected(3, with_memory)
 
     def lost_in_a_call(worker: AllReduce) -> int:
         with pytest.raises(LostWorkerError) as raised:
@@ -118,23 +177,6 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int) -> None:
     timer.start()
     assert at_once([partial(lost_in_a_call, worker) for worker in workers[:2]]) == [2, 2]
     timer.join()
-
-
-class Together:
-    """The sum over threads for `mesh.join`; a real run computes it through TensorFlow's cluster."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
-        self._sum: np.ndarray = np.zeros(0)
-
-    def add_up(self, own: list[float]) -> np.ndarray:
-        if self._barrier.wait(TIMEOUT_SECS) == 0:
-            self._sum = np.zeros(len(own))
-        self._barrier.wait(TIMEOUT_SECS)
-        with self._lock:
-            self._sum += own
-        self._barrier.wait(TIMEOUT_SECS)
-        return self._sum.copy()
 
 
 def join_all(num_workers: int, why_not: tuple[str, ...] = (), secrets: tuple[bytes, ...] = ()) -> list[Any]:

@@ -5,6 +5,9 @@ wakes several threads of two processes. Here every worker sends a small array to
 every worker sums one part and sends the sum to all others, which takes two hops and as many bytes as a ring (a direct
 reduce-scatter and all-gather; see Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in
 MPICH, 2005). A part is summed in pieces: each while it is in the processor's cache and while the next one arrives.
+
+Workers of one host do the same in memory that they share, which halves what is copied: a socket's bytes are copied by
+him who sends and by him who receives.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import socket
 import numpy as np
 
 from tf2dist.training.synchronous.peers import LostWorkerError, Peers
+from tf2dist.training.synchronous.shared_memory import SharedMemory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
 PIECE = 128 * 1024  # elements of a piece; those of a few workers fit into the cache of a core
@@ -39,10 +43,13 @@ class AllReduce:
     Args:
         index: the index of this worker.
         sockets: a connection to each of the others, by their indices; they belong to this object from now on.
+        memory: that the workers share if they are on one host; it belongs to this object, too.
     """
 
-    def __init__(self, index: int, sockets: dict[int, socket.socket]) -> None:
-        self._index, self._peers = index, Peers(sockets)
+    def __init__(self, index: int, sockets: dict[int, socket.socket], memory: SharedMemory | None = None) -> None:
+        self._index, self._peers, self._memory = index, Peers(sockets), memory
+        self._count = len(sockets) + 1
+        self._is_read = True  # whether the others have read what this worker wrote into the shared memory
         # Kept from call to call: the kernel would map and zero fresh memory.
         self._received = np.empty([len(sockets) + 1, PIECE], np.float32)
         self._widened = np.empty([2, PIECE], np.float32)
@@ -61,23 +68,69 @@ class AllReduce:
         Raises:
             LostWorkerError: a worker is gone.
         """
-        vector, others = array.reshape(-1), self._peers.indices
+        vector = array.reshape(-1)
         # A new array, since TensorFlow may use this one while the next call is made.
         result = _aligned(len(vector), vector.dtype)
-        # Two workers send each other the whole array either way.
-        if len(others) == 1 or vector.nbytes <= ONE_HOP_BYTES:
-            self._peers.send(_bytes(vector), *others)
-            self._sum(vector, result)
+        if not self._is_read:
+            self._peers.meet()
+            self._is_read = True
+        if vector.nbytes <= ONE_HOP_BYTES:
+            self._in_one_hop(vector, result)
+        elif self._memory:
+            self._in_memory(self._memory, vector, result)
+        elif self._count == 2:  # they send each other the whole array either way
+            self._in_one_hop(vector, result)
         else:
-            bounds = [len(vector) * part // (len(others) + 1) for part in range(len(others) + 2)]
-            parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-            for peer in others:
-                self._peers.send(_bytes(vector[parts[peer]]), peer)
-            # The second hop begins with the first piece of the sum.
-            self._sum(vector[parts[self._index]], result[parts[self._index]], others)
-            self._peers.receive({peer: _bytes(result[parts[peer]]) for peer in others})
+            self._in_two_hops(vector, result)
         self._peers.flush()
         return result.reshape(array.shape)
+
+    def _in_one_hop(self, vector: np.ndarray, result: np.ndarray) -> None:
+        self._peers.send(_bytes(vector), *self._peers.indices)
+        self._sum(vector, result)
+
+    def _in_two_hops(self, vector: np.ndarray, result: np.ndarray) -> None:
+        parts = self._parts(len(vector))
+        for peer in self._peers.indices:
+            self._peers.send(_bytes(vector[parts[peer]]), peer)
+        # The second hop begins with the first piece of the sum.
+        self._sum(vector[parts[self._index]], result[parts[self._index]], self._peers.indices)
+        self._peers.receive({peer: _bytes(result[parts[peer]]) for peer in self._peers.indices})
+
+    def _in_memory(self, memory: SharedMemory, vector: np.ndarray, result: np.ndarray) -> None:
+        """Every worker writes its array; two then read each other's, and more sum a part each and read the sums."""
+        arrays = memory.arrays(len(vector), vector.dtype)
+        np.copyto(arrays[self._index], vector)
+        self._meet()
+        if self._count == 2:
+            self._add_pieces([arrays[worker] for worker in range(2)], result)
+            # The other one is asked for this at the beginning of the next call, when it has most likely come.
+            self._peers.announce()
+            self._is_read = False
+            return
+        parts = self._parts(len(vector))
+        sums = memory.arrays(len(vector), vector.dtype, first=-(-vector.nbytes // ALIGNMENT) * ALIGNMENT)
+        own = parts[self._index]
+        self._add_pieces([arrays[worker][own] for worker in range(self._count)], sums[self._index][own])
+        # A worker that has summed its part has read all arrays. And whoever begins the next call has read all sums.
+        self._meet()
+        for worker, part in enumerate(parts):
+            np.copyto(result[part], sums[worker][part])
+
+    def _meet(self) -> None:
+        """Waits until all others have come as far as this worker."""
+        self._peers.announce()
+        self._peers.meet()
+
+    def _parts(self, size: int) -> list[slice]:
+        """The part of an array that each worker sums."""
+        bounds = [size * part // self._count for part in range(self._count + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+    def _add_pieces(self, summands: list[np.ndarray], into: np.ndarray) -> None:
+        for begin in range(0, len(into), PIECE):
+            piece = slice(begin, begin + PIECE)
+            self._add([summand[piece] for summand in summands], into[piece])
 
     def _sum(self, mine: np.ndarray, result: np.ndarray, receivers: tuple[int, ...] = ()) -> None:
         """Sums `mine` and what the others send, and sends the sum to `receivers`."""
@@ -109,3 +162,5 @@ class AllReduce:
     def close(self) -> None:
         """Closes the connections to all others."""
         self._peers.close()
+        if self._memory:
+            self._memory.close()

@@ -19,6 +19,7 @@ from tf2dist.cluster.listening import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 from tf2dist.training.synchronous.all_reduce import AllReduce
+from tf2dist.training.synchronous.shared_memory import share
 
 SECRET_BYTES = 32
 CONNECT_SECS = 10.0  # for all connections of a worker
@@ -53,7 +54,7 @@ def join(
     # All of them get the same sum, so all of them decide alike.
     connected = add_up([float(len(sockets) == num_workers - 1)])[0]
     if connected == num_workers:
-        return AllReduce(index, sockets)
+        return AllReduce(index, sockets, share(index, num_workers, secret, add_up))
     for sock in sockets.values():
         sock.close()
     print(f"the all-reduce is TensorFlow's: {mesh.why_not or 'another worker is not connected'}", flush=True)

@@ -59,6 +59,14 @@ class Peers:
                     del missing[peer]
             ready = self._wait(missing) if missing else []
 
+    def announce(self) -> None:
+        """Sends all others a sign, which they expect by `meet`."""
+        self.send(memoryview(b"."), *self.indices)
+
+    def meet(self) -> None:
+        """Waits for the next sign of each of the others; before it come the bytes that they have sent earlier."""
+        self.receive({peer: memoryview(bytearray(1)) for peer in self.indices})
+
     def flush(self) -> None:
         """Sends what is queued."""
         while any(self._unsent.values()):
