@@ -165,7 +165,7 @@ def task_process(run_dir: Path, task: str) -> psutil.Process:
     raise LookupError(f"{task} does not run")
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_secs: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_secs: float = 90.0) -> None:
     """Waits for a condition as long as the process runs."""
     deadline = time.monotonic() + timeout_secs
     while not condition():
