@@ -126,7 +126,7 @@ class Table:
             ("sync_replicas", ["sync_replicas.replicas_to_aggregate=3"], 0.9),
             ("sync_replicas, all", [], None),
             ("sync", [], 0.3),
-            ("async", [], 0.75),
+            ("async", [], None),
         ):
             name = mode.removesuffix(", all")
             steps = self._steps("sync", "softmax", 0.04) * (4 if mode == "async" else 1)
