@@ -48,9 +48,11 @@ def test_options_that_a_host_may_choose(tmp_path: Path) -> None:
 def test_options_that_must_be_equal() -> None:
     one, other = config(), config(seed=1, model={"name": "dnn", "hidden_units": [3]}, optimizer={"name": "sgd"})
     other.train.batch_size_per_worker = 7
+    other.cluster.transfer_dtype = "bfloat16"
     found = differences(identity_of(one, CLUSTER), identity_of(other, Cluster("sync", {"worker": ("b:1", "a:1")})))
     assert explain(found, "at worker-0", "here") == (
         "cluster.worker: [a:1, b:1] at worker-0, [b:1, a:1] here; "
+        "cluster.transfer_dtype: float32 at worker-0, bfloat16 here; "
         "model.hidden_units: nothing at worker-0, [3] here; optimizer.name: adam at worker-0, sgd here; "
         "seed: 0 at worker-0, 1 here; train.batch_size_per_worker: 100 at worker-0, 7 here"
     )

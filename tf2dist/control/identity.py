@@ -5,21 +5,23 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tf2dist import __version__
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.control.messages import Difference, Identity, Jobs
 from tf2dist.data import location
 from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
+CLUSTER_OF_THE_JOB = ("placement", "min_part_bytes", "transfer_dtype")
 # Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
 # the options "cluster" and "plugins".
 OF_THE_HOST = (
-    "cluster",
+    *(f"cluster.{one.name}" for one in fields(ClusterConfig) if one.name not in CLUSTER_OF_THE_JOB),
     "task",
     "plugins",
     "run_dir",
@@ -76,7 +78,7 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in OF_THE_HOST:
-            # Whole groups may be of the host, such as "cluster"; in others only single options are.
+            # Whole groups may be of the host, such as "task"; in others only single options are.
             shared[key] = _shared(value, f"{name}.")
         elif name not in OF_THE_HOST:
             shared[key] = "given" if name in PLACES and value is not None else value
