@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import socket
 import struct
 import threading
@@ -152,6 +153,16 @@ def test_a_worker_waits_until_the_others_have_read_its_memory() -> None:
         return found
 
     assert at_once([partial(calls, first, 0.0), partial(calls, second, 0.05)]) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def test_no_memory_is_shared_where_the_size_of_files_is_limited() -> None:
+    before, limits = set(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, limits[1]))
+    try:
+        assert shared(2) == [None] * 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_memory_that_is_not_that_of_the_other_workers_is_not_used() -> None:

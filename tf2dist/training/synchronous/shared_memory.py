@@ -8,7 +8,7 @@ that path leads to nothing, or to something else; so the file begins with a secr
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def share(
         add_up: sums the vectors that all workers pass to it.
     """
     files: dict[int, int] = {}
-    with contextlib.suppress(OSError):  # no such call in this kernel
+    with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel, or in Python's C library
         files[index] = _create(_header(index, secret))
     mine = [os.getpid(), files.get(index, -1)]
     # Each worker passes its numbers at its own index and 0 elsewhere, so the sum holds those of all.
@@ -83,19 +83,25 @@ def _header(index: int, secret: bytes) -> bytes:
 
 
 def _create(header: bytes) -> int:
-    descriptor = os.memfd_create("tf2dist")  # which the programs that a task starts do not inherit
-    os.ftruncate(descriptor, FILE_BYTES)
-    os.pwrite(descriptor, header, 0)
+    with _closed_on_error(os.memfd_create("tf2dist")) as descriptor:
+        os.ftruncate(descriptor, FILE_BYTES)  # fails where the size of files is limited
+        os.pwrite(descriptor, header, 0)
     return descriptor
 
 
 def _open(pid: int, number: int, header: bytes) -> int:
     """The file of another worker, for reading; raises OSError if it is not there."""
     # Without waiting: what is there may be a pipe of a process that has nothing to do with this.
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
+    with _closed_on_error(os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK)) as descriptor:
         if os.pread(descriptor, len(header), 0) != header:
             raise OSError(f"process {pid} has another file there")
-        stack.pop_all()
     return descriptor
+
+
+@contextlib.contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
