@@ -68,7 +68,7 @@ def test_fifty_kills(tmp_path: Path, saving: "subprocess.Popen[str]") -> None:
     print("seed", seed)
     generator = random.Random(seed)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    before, left_something = 0, 0
+    before, left_something, most = 0, 0, 0
     assert saving.stdin
     assert saving.stdout
     longest = max(0.05, 4 * secs_of_a_save(tmp_path / "timed"))
@@ -88,6 +88,11 @@ def test_fifty_kills(tmp_path: Path, saving: "subprocess.Popen[str]") -> None:
         left_something += len(list(checkpoints.folder.glob(".part-*"))) > 0
         checkpoints.clean()
         assert {path.name for path in checkpoints.folder.glob("*")} <= {path.name for path in checkpoints.paths()}
-        assert len(checkpoints.paths()) <= 3, "one too many only between the saving and the removing"
+        # Killed between the saving and the removing, a process leaves one more than it found; the next may do so again.
+        most = max(most, 2) + 1
+        assert len(checkpoints.paths()) <= most
+        most = len(checkpoints.paths())
     assert before > KILLS / 2, "most processes have saved"
     assert left_something > 0, "some kills came in the middle of a save"
+    checkpoints.save(Snapshot(before + 1, {"model/0": np.zeros(3, np.float32)}, facts(1)))
+    assert len(checkpoints.paths()) == 2, "whoever is not killed removes all that are too many"
