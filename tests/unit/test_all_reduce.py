@@ -155,6 +155,26 @@ def test_a_worker_waits_until_the_others_have_read_its_memory() -> None:
     assert at_once([partial(calls, first, 0.0), partial(calls, second, 0.05)]) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
+class ReadsLate(AllReduce):
+    """Goes on only a while after it has met the others, who may be in the next call by then."""
+
+    def _meet(self) -> None:
+        super()._meet()
+        time.sleep(0.05)  # the delay itself
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_larger_array_does_not_replace_what_a_late_worker_reads(num_workers: int) -> None:
+    workers = connected(num_workers, with_memory=True)
+    workers[0].__class__ = ReadsLate
+
+    def calls(worker: AllReduce) -> list[set[float]]:
+        return [set(worker(np.full(size, size, np.float32)).tolist()) for size in (50_000, 100_000, 300_000, 60_000)]
+
+    expected = [{float(num_workers * size)} for size in (50_000, 100_000, 300_000, 60_000)]
+    assert at_once([partial(calls, worker) for worker in workers]) == [expected] * num_workers
+
+
 def test_no_memory_is_shared_where_the_size_of_files_is_limited() -> None:
     before, limits = set(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, limits[1]))

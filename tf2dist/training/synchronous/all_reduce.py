@@ -104,18 +104,18 @@ class AllReduce:
         self._meet()
         if self._count == 2:
             self._add_pieces([arrays[worker] for worker in range(2)], result)
-            # The other one is asked for this at the beginning of the next call, when it has most likely come.
-            self._peers.announce()
-            self._is_read = False
-            return
-        parts = self._parts(len(vector))
-        sums = memory.arrays(len(vector), vector.dtype, first=-(-vector.nbytes // ALIGNMENT) * ALIGNMENT)
-        own = parts[self._index]
-        self._add_pieces([arrays[worker][own] for worker in range(self._count)], sums[self._index][own])
-        # A worker that has summed its part has read all arrays. And whoever begins the next call has read all sums.
-        self._meet()
-        for worker, part in enumerate(parts):
-            np.copyto(result[part], sums[worker][part])
+        else:
+            parts = self._parts(len(vector))
+            sums = memory.arrays(len(vector), vector.dtype, first=-(-vector.nbytes // ALIGNMENT) * ALIGNMENT)
+            own = parts[self._index]
+            self._add_pieces([arrays[worker][own] for worker in range(self._count)], sums[self._index][own])
+            self._meet()
+            for worker, part in enumerate(parts):
+                np.copyto(result[part], sums[worker][part])
+        # Nothing may be written before the others have announced this, too: the array of the next call may be larger,
+        # and lie where others still read this one's sums. It is looked at when that call begins, to wait for nobody.
+        self._peers.announce()
+        self._is_read = False
 
     def _meet(self) -> None:
         """Waits until all others have come as far as this worker."""
