@@ -55,7 +55,7 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
-        pull_exactly: as `pull`, for evaluations: the values of all variables are not rounded for the way.
+        pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
 

@@ -6,8 +6,8 @@ every worker sums one part and sends the sum to all others, which takes two hops
 reduce-scatter and all-gather; see Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in
 MPICH, 2005). A part is summed in pieces: each while it is in the processor's cache and while the next one arrives.
 
-Workers of one host do the same in memory that they share, which halves what is copied: a socket's bytes are copied by
-him who sends and by him who receives.
+Workers of one host do the same in memory that they share, which halves what is copied: what goes through a socket is
+copied by the sender and by the receiver.
 """
 
 import itertools
@@ -25,8 +25,8 @@ ALIGNMENT = 64
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    # A view: sockets read and write the memory of the array itself, without a copy.
-    # Not `array.data`: Python's buffers have no code for bfloat16.
+    # A view: sockets read and write the memory of the array itself, without a copy. It is one of bytes, because Python's
+    # buffers have no code for bfloat16.
     return array.view(np.uint8).data
 
 
@@ -113,7 +113,7 @@ class AllReduce:
             for worker, part in enumerate(parts):
                 np.copyto(result[part], sums[worker][part])
         # Nothing may be written before the others have announced this, too: the array of the next call may be larger,
-        # and lie where others still read this one's sums. It is looked at when that call begins, to wait for nobody.
+        # and lie where others still read this one's sums. That call waits for them; most likely they are done by then.
         self._peers.announce()
         self._is_read = False
 
