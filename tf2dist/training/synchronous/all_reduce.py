@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    # A view: sockets read and write the memory of the array itself, without a copy. It is one of bytes, because Python's
+    # A view: sockets read and write the memory of the array itself, without a copy. A view of bytes, because Python's
     # buffers have no code for bfloat16.
     return array.view(np.uint8).data
 
