@@ -239,7 +239,7 @@ def test_chaos(chaos: Chaos, mode: str, algorithm: str) -> None:
     assert f"going on at step {saved[1]}" in told
     summary = json.loads((chaos.run_dir / "summary.json").read_text())
     assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == target
-    assert summary["algorithm"] == algorithm
+    assert summary.get("algorithm", "plain") == algorithm  # with sync_replicas there is but one
     assert summary["restarts"] == 0
     assert summary["test_accuracy"] >= 0.9
     assert summary["test_examples"] == 360
