@@ -18,8 +18,10 @@ from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 def cluster() -> PsCluster:
     """Four workers with two CPU devices and three ps, with the digits published for their graphs."""
     from tf2dist import data
+    from tf2dist.training.asynchronous import shared_memory
     from tf2dist.training.asynchronous.examples import publish
 
+    shared_memory.publish()
     made = start_ps_cluster(num_workers=4, num_ps=3, cpus_per_worker=2)
     publish(data.load(run_config().data))
     return made

@@ -21,6 +21,7 @@ from tf2dist.model.optimizer_checks import check_clipping, check_parts
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
+from tf2dist.training.asynchronous.carriers import ByMessage
 from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, PullLayout, PushLayout
 
@@ -55,7 +56,8 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
-        pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
+        pulls, pushes: how that travels, and what `push` and `exchange` take; see `carriers`.
+        pull_exactly: as `pull`, for evaluations: in messages, and no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
 
@@ -71,6 +73,7 @@ class ParameterServer:
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         narrow: in which floats of large variables travel in training; see `Buckets`.
+        carrier: how pulls and pushes travel in training; by default in messages.
     """
 
     pulled_others: tuple[int, ...] = ()
@@ -88,6 +91,7 @@ class ParameterServer:
         earlier_updates: int = 0,
         algorithm: Algorithm | None = None,
         narrow: tf.DType | None = None,
+        carrier: ByMessage | None = None,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -118,8 +122,11 @@ class ParameterServer:
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
             self._algorithm.prepare(self.optimizer)
-        self.pull = self.on_device(self._pull)
-        self.pull_exactly = self.on_device_later(self._pull_exactly) if narrow else self.pull
+        self._carrier = carrier or ByMessage()
+        self.pulls = self._carrier.way(self.pull_layout.specs)
+        self.pull = self.on_device(self._pull, *self._carrier.ticket_specs)
+        is_same = self.exact_layout is self.pull_layout and not self._carrier.ticket_specs
+        self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
 
@@ -138,8 +145,9 @@ class ParameterServer:
         self._push_layout = self.push_layout(decays)
         changing = self._push_layout.variables[len(self.trainable) :]
         self._state_updates = [(state_update(v.value, decays[id(v)]), decays[id(v)]) for v in changing]
+        self.pushes = self._carrier.way(self._push_layout.specs)
         signature = (
-            self._push_layout.specs,
+            self.pushes.specs,
             tf.TensorSpec([self.counters.added, 1], tf.int64),
             tf.TensorSpec([], tf.int64),
         )
@@ -170,10 +178,10 @@ class ParameterServer:
 
         return lambda *args: traced()(*args)
 
-    def _pull(self) -> Parcel:
-        """All variables, and the updates applied so far."""
+    def _pull(self, *ticket: tf.Tensor) -> Parcel:
+        """All variables, and the updates applied so far, as they travel."""
         values, applied = self._read()
-        return self.pull_layout.pack(values, applied, *self._others(applied))
+        return self.pulls.put(self.pull_layout.pack(values, applied, *self._others(applied)), list(ticket))
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
@@ -193,8 +201,18 @@ class ParameterServer:
         self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
-    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> None:
-        """Applies one update, unless `limit` updates have been admitted already.
+    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+        """See `_admit`; `pushed`: as it has travelled."""
+        return self._admit(self.pushes.take(pushed)[0], indices, limit)
+
+    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
+        """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
+        buckets, ticket = self.pushes.take(pushed)
+        self._admit(buckets, indices, limit)
+        return self._pull(*ticket)
+
+    def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+        """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any
         number of workers may push at once, and pushes repeated after a worker's death cannot
@@ -205,12 +223,7 @@ class ParameterServer:
             indices: where it is counted.
         """
         number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
-        tf.cond(number < limit, lambda: self._apply_alone(pushed, indices, number), lambda: tf.constant(False))
-
-    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
-        """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
-        self._push(pushed, indices, limit)
-        return self._pull()
+        return tf.cond(number < limit, lambda: self._apply_alone(pushed, indices, number), lambda: tf.constant(False))
 
     def _apply_alone(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""

@@ -27,12 +27,13 @@ from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.algorithms import algorithm_of
+from tf2dist.training.asynchronous.carriers import ByMessage, carrier_of
 from tf2dist.training.asynchronous.counters import TOTALS
 from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, Pulled
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, Pulled, PullLayout
 from tf2dist.training.stragglers import stragglers_of
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -63,6 +64,9 @@ class AsyncStep:
         earlier_updates: that the optimizer has applied before this run.
     """
 
+    may_share_memory = True  # whether a worker waits for what it has sent before it sends to the same ps again
+    _ticket: list[tf.Tensor]  # of the call, in the graph that is being made
+
     def __init__(
         self,
         config: RunConfig,
@@ -82,6 +86,9 @@ class AsyncStep:
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         trainable, state = all_parts(step.trainable), all_parts(step.state)
+        self._carrier = (
+            carrier_of(config, PullLayout([*trainable, *state]).specs[1:]) if self.may_share_memory else ByMessage()
+        )
         self.servers = [
             self._new_server(
                 number,
@@ -96,6 +103,7 @@ class AsyncStep:
                 earlier_updates,
                 algorithm_of(config.algorithm),
                 narrow_dtype(config.cluster.transfer_dtype),
+                self._carrier,
             )
             for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
@@ -159,7 +167,8 @@ class AsyncStep:
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
-        return [server.pull() for server in self.servers]
+        self._ticket = self._carrier.begin(worker)
+        return [server.pulls.take(server.pull(*self._ticket))[0] for server in self.servers]
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """The limit of updates for a step, from that of the step before it in the call."""
@@ -169,12 +178,18 @@ class AsyncStep:
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[Parcel]:
         """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
-        return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
+        return [
+            server.pulls.take(server.exchange(server.pushes.put(push, self._ticket), indices, limit))[0]
+            for server, push in zip(self.servers, pushes, strict=True)
+        ]
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
         """What the last step of a call pushes to each ps."""
-        for server, push in zip(self.servers, pushes, strict=True):
-            server.push(push, indices, limit)
+        done = [
+            server.push(server.pushes.put(push, self._ticket), indices, limit)
+            for server, push in zip(self.servers, pushes, strict=True)
+        ]
+        self._carrier.end(self._ticket, done)
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]

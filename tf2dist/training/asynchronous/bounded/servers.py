@@ -17,14 +17,9 @@ GIVE_UP = np.float64(-1)  # in place of the count of updates, for a worker that 
 class UngatedServer(ParameterServer):
     """A ps at which nobody waits. A push with the limit 0 is not even admitted; see `BoundedStep`."""
 
-    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Any:
-        number_and_apply = super()._push
-
-        def push() -> tf.Tensor:
-            number_and_apply(pushed, indices, limit)
-            return tf.constant(True)
-
-        return tf.cond(limit > 0, push, lambda: tf.constant(False))
+    def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+        admit = super()._admit
+        return tf.cond(limit > 0, lambda: admit(pushed, indices, limit), lambda: tf.constant(False))
 
 
 class GatedServer(UngatedServer):
@@ -68,7 +63,7 @@ class GatedServer(UngatedServer):
             return self.pull_layout.pack([v.value.read_value() for v in self.variables], count)
 
     def _push_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([self._push(pushed, indices, limit)]):
+        with tf.control_dependencies([self._admit(self.pushes.take(pushed)[0], indices, limit)]):
             return self._clocks.moved(worker)
 
     def _exchange_at_gate(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> Parcel:

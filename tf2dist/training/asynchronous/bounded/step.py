@@ -20,6 +20,7 @@ class BoundedStep(AsyncStep):
         bound: how many steps a worker may be ahead of the slowest.
     """
 
+    may_share_memory = False
     gated: GatedServer
     bound: int
 

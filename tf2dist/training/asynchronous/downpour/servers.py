@@ -78,11 +78,6 @@ class DownpourServer(ParameterServer):
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
         return [tf.reshape(self.learning_rate(applied), [1])]
 
-    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """Returns something to wait for: the next push of the worker may come without a pull in between."""
-        super()._push(pushed, indices, limit)
-        return tf.constant(True)
-
     def _factor(self, decay: float, dtype: tf.DType, added: tf.Tensor) -> tf.Tensor:
         batches = tf.cast(tf.math.ceil(added[EXAMPLES] / self._batch_size), tf.int32)
         return self.power(decay, batches, dtype)

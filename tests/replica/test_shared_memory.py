@@ -1,0 +1,104 @@
+"""A ps and the workers of its host exchange large tensors in memory that they share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.small_runs import run_config
+from tests.replica.test_resume import taken
+from tf2dist.model import packing
+from tf2dist.training.asynchronous import carriers
+from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Room
+from tf2dist.training.asynchronous.shared_memory import Files, works_here
+
+MakeLoop = Callable[..., Any]
+PLACES = Room([tf.TensorSpec([1]), tf.TensorSpec([2, 3]), tf.TensorSpec([5], tf.bfloat16)], 0)._places
+SIZE = 128  # both arrays begin at a multiple of 64 bytes
+ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(5).astype(tf.bfloat16.as_numpy_dtype)]
+WORKER = np.array(1), np.array(SIZE)
+
+
+@pytest.fixture(name="worker")
+def _worker() -> Files:
+    if not works_here():
+        pytest.skip("this system has no files in memory that other processes can open")
+    return Files()
+
+
+def assert_holds(found: list[np.ndarray], arrays: list[np.ndarray]) -> None:
+    for one, other in zip(found, arrays, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other.reshape(-1))
+
+
+def test_each_end_reads_what_the_other_has_written(worker: Files) -> None:
+    ps = Files()
+    ticket = worker.begin(*WORKER)
+    ps.put(ticket, PLACES, *ARRAYS)
+    assert_holds(worker.take(ticket, PLACES), ARRAYS)
+    worker.put(ticket, PLACES, *(2 * array for array in ARRAYS))
+    found = ps.take(ticket, PLACES)
+    assert_holds(found, [2 * array for array in ARRAYS])
+    # TensorFlow copies nothing from such an array, and may write into it.
+    assert all(array.ctypes.data % 64 == 0 and array.flags.writeable for array in found)
+
+
+def test_the_next_call_has_the_same_file(worker: Files) -> None:
+    ticket = worker.begin(*WORKER)
+    worker.end(ticket)
+    assert worker.begin(*WORKER).tolist() == ticket.tolist()
+
+
+def test_a_call_after_one_that_was_given_up_has_another_file(worker: Files) -> None:
+    ps, given_up = Files(), worker.begin(*WORKER)
+    worker.put(given_up, PLACES, *ARRAYS)
+    being_read = ps.take(given_up, PLACES)
+    ticket = worker.begin(*WORKER)
+    assert ticket.tolist() != given_up.tolist()
+    for files in (worker, ps):
+        files.put(ticket, PLACES, *(array + 1 for array in ARRAYS))
+    assert_holds(being_read, ARRAYS)
+
+    # Whatever still runs of it cannot write, and does not end the other call.
+    for touch in (worker.end, lambda it: worker.put(it, PLACES, *ARRAYS), lambda it: worker.take(it, PLACES)):
+        with pytest.raises((OSError, ValueError)):
+            touch(given_up)
+    assert worker.begin(*WORKER).tolist() != ticket.tolist(), "the other call has not ended"
+
+
+def test_a_file_of_others_is_not_opened(worker: Files) -> None:
+    ticket = worker.begin(*WORKER)
+    ticket[-1] += 1
+    with pytest.raises(OSError, match="another file"):
+        Files().take(ticket, PLACES)
+
+
+@pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated"])
+@pytest.mark.parametrize("num_steps", [1, 10])
+def test_training_is_the_same_in_memory_and_in_messages(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, num_steps: int
+) -> None:
+    monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
+    ends = []
+    for carrier, works in ((ByMemory, True), (ByMessage, False)):
+        monkeypatch.setattr(carriers, "works_here", lambda works=works: works)
+        config = run_config("dnn", "adam", steps_per_execution=num_steps, hidden_units=[32])
+        config.algorithm.kind = algorithm
+        if algorithm == "delay_compensated":
+            config.optimizer["name"] = "sgd"
+        loop = async_loop(config, num_workers=1, num_ps=2)
+        assert type(loop._graphs._carrier) is carrier
+        loop.train(25)
+        ends.append((taken(loop), loop.evaluate("validation")))
+    (one, evaluated), (other, as_well) = ends
+    assert evaluated == as_well
+    assert one.arrays.keys() == other.arrays.keys()
+    for name, array in one.arrays.items():
+        np.testing.assert_array_equal(array, other.arrays[name], name)
+
+
+def test_small_variables_travel_in_messages(async_loop: MakeLoop) -> None:
+    assert type(async_loop(run_config())._graphs._carrier) is ByMessage

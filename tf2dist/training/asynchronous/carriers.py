@@ -1,0 +1,121 @@
+"""How the buckets of a pull or a push travel between a worker and a ps: in messages, or in memory that they share.
+
+The graphs of both ends put what they send, and take what has come. See `shared_memory`.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.config.schema import RunConfig
+from tf2dist.training.asynchronous.shared_memory import ALIGNMENT, BEGIN, END, PUT, TAKE, works_here
+
+Tensors = list[tf.Tensor]
+TICKET = tf.TensorSpec([4], tf.int64)  # see `shared_memory.Ticket`
+
+
+class Room:
+    """The places in the file of a worker for what goes between it and one ps in one direction.
+
+    Attributes:
+        specs: the types of what travels.
+
+    Args:
+        specs: the types of the buckets, of which all but the first lie in the file.
+        first: where the room begins, in bytes.
+    """
+
+    def __init__(self, specs: Sequence[tf.TensorSpec], first: int) -> None:
+        self._large = list(specs[1:])
+        self.specs = [specs[0], TICKET]
+        places, self.end = [], first
+        for spec in self._large:
+            size = spec.shape.num_elements()
+            places.append([self.end, size, spec.dtype.as_datatype_enum])
+            self.end += -(-size * spec.dtype.size // ALIGNMENT) * ALIGNMENT
+        self._places = np.array(places, np.int64).reshape(-1, 3)
+
+    def put(self, buckets: Tensors, ticket: Tensors) -> Tensors:
+        """In the graph of the sender: what travels."""
+        first, *large = buckets
+        if large:
+            with tf.device("CPU:0"):
+                ticket = tf.raw_ops.PyFunc(input=[*ticket, self._places, *large], token=PUT, Tout=[tf.int64])
+        return [first, tf.ensure_shape(ticket[0], TICKET.shape)]
+
+    def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
+        """In the graph of the receiver: the buckets, and the ticket that came with them."""
+        first, ticket = travelled
+        if not self._large:
+            return [first], [ticket]
+        types = [spec.dtype for spec in self._large]
+        with tf.device("CPU:0"):
+            taken = tf.raw_ops.PyFunc(input=[ticket, self._places], token=TAKE, Tout=types)
+            large = [tf.reshape(one, spec.shape) for one, spec in zip(taken, self._large, strict=True)]
+        return [first, *large], [ticket]
+
+
+class Messages:
+    """What travels in messages of TensorFlow; as `Room`, with an empty ticket."""
+
+    def __init__(self, specs: Sequence[tf.TensorSpec]) -> None:
+        self.specs = list(specs)
+
+    def put(self, buckets: Tensors, ticket: Tensors) -> Tensors:
+        return buckets
+
+    def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
+        return travelled, []
+
+
+class ByMessage:
+    """How buckets travel between ps and workers on different hosts, or small ones."""
+
+    ticket_specs: tuple[tf.TensorSpec, ...] = ()
+
+    def way(self, specs: Sequence[tf.TensorSpec]) -> "Messages | Room":
+        """Of buckets of these types between a ps and each worker, in one direction."""
+        return Messages(specs)
+
+    def begin(self, worker: tf.Tensor) -> Tensors:
+        """In the graph of a worker: the ticket of a call that begins."""
+        return []
+
+    def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
+        """In the graph of a worker: the call ends when all these tensors are known."""
+
+
+class ByMemory(ByMessage):
+    """How they travel between a ps and workers of one host; see `ByMessage`."""
+
+    ticket_specs = (TICKET,)
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def way(self, specs: Sequence[tf.TensorSpec]) -> Room:
+        room = Room(specs, self._size)
+        self._size = room.end
+        return room
+
+    def begin(self, worker: tf.Tensor) -> Tensors:
+        size = tf.constant(self._size, tf.int64)
+        with tf.device("CPU:0"):
+            (ticket,) = tf.raw_ops.PyFunc(input=[worker, size], token=BEGIN, Tout=[tf.int64])
+        return [tf.ensure_shape(ticket, TICKET.shape)]
+
+    def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
+        with tf.device("CPU:0"):
+            tf.raw_ops.PyFunc(input=[*ticket, *done], token=END, Tout=[tf.int64])
+
+
+def carrier_of(config: RunConfig, large: Sequence[tf.TensorSpec]) -> ByMessage:
+    """What suits the cluster of a run.
+
+    Args:
+        large: the types of the large tensors that travel.
+    """
+    # All tasks of a local cluster are alike and see each other's processes, so it works between them if it works here.
+    shares_memory = config.cluster.kind == "local" and large and works_here()
+    return ByMemory() if shares_memory else ByMessage()

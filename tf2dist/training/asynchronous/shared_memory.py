@@ -1,0 +1,161 @@
+"""Memory that a ps and the workers of its host share, so that large tensors cross no socket.
+
+TensorFlow copies a tensor of a message four times: into the socket and out of it, and to and from its own buffers. Here
+the sender copies it once into a file of the worker, and the receiver computes with the memory of that file itself.
+
+Both ends run functions that their processes publish. A worker's call begins with a ticket, by which each ps finds the
+worker's file, and which travels in place of the tensors. A place in the file is written again only after the next
+message of the same worker and ps has been received, which has been computed from all that the place held.
+
+That holds within a call, and calls of a worker follow one another. But TensorFlow may give up a call that still runs on
+the worker or on a ps. So a call that begins before another one has ended gets a new file, and whatever the other one
+still reads or writes is not its own. A process that takes the place of a lost worker has a new file, too.
+"""
+
+import mmap
+import os
+import secrets
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.process.shared_files import HEADER_BYTES, create, open_of
+from tf2dist.process.tf_internals import publish_functions
+
+BEGIN, END, PUT, TAKE = (f"tf2dist.shared_memory.{name}" for name in ("begin", "end", "put", "take"))
+# TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other.
+ALIGNMENT = 64
+
+
+class Ticket(NamedTuple):
+    """Names the file that a worker uses in a call; travels as int64 [4].
+
+    Attributes:
+        worker: its index.
+        pid: its process.
+        descriptor: of the file in that process.
+        number: with which the file begins; nobody can guess it.
+    """
+
+    worker: int
+    pid: int
+    descriptor: int
+    number: int
+
+    @property
+    def header(self) -> bytes:
+        return self.number.to_bytes(8, "big")
+
+
+class File:
+    """A file that this process has mapped.
+
+    Args:
+        descriptor: of the file; it is only read.
+    """
+
+    def __init__(self, ticket: Ticket, descriptor: int) -> None:
+        self.ticket, self._mapped = ticket, mmap.mmap(descriptor, 0)
+
+    def array(self, place: np.ndarray) -> np.ndarray:
+        """The array [size] at a place; it stays valid when the file is closed.
+
+        Args:
+            place: [3], the first byte, the number of elements, and TensorFlow's number of their type.
+        """
+        first, size, dtype = map(int, place)
+        # TensorFlow may reuse the memory of a tensor that it has read last, so the array can be written.
+        return np.frombuffer(self._mapped, tf.as_dtype(dtype).as_numpy_dtype, size, HEADER_BYTES + first)
+
+
+class OwnFile(File):
+    """A new file of a worker of this process, with room for `size` bytes.
+
+    Attributes:
+        in_use: whether a call has begun that has not ended.
+    """
+
+    def __init__(self, worker: int, size: int) -> None:
+        number = secrets.randbits(62)
+        self._descriptor = create(number.to_bytes(8, "big"), size)
+        super().__init__(Ticket(worker, os.getpid(), self._descriptor, number), self._descriptor)
+        self.size, self.in_use = size, False
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+class Files:
+    """The files of the workers of this process, and those that a ps of this process has opened."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, OwnFile] = {}
+        self._opened: dict[int, File] = {}
+        self._lock = threading.Lock()  # of the two: functions in graphs run in threads of TensorFlow
+
+    def begin(self, worker: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Begins a call of a worker, whose file needs room for `size` bytes; returns its ticket."""
+        with self._lock:
+            own = self._own.get(int(worker))
+            if own is None or own.in_use or own.size != size:
+                own = self._own[int(worker)] = OwnFile(int(worker), int(size))
+            own.in_use = True
+            return np.array(own.ticket)
+
+    def end(self, ticket: np.ndarray, *_: np.ndarray) -> np.ndarray:
+        """Ends the call of this ticket, of which nothing reads or writes any more."""
+        with self._lock:
+            self._file(ticket, of_this_call=True).in_use = False  # type: ignore[attr-defined]
+        return ticket
+
+    def put(self, ticket: np.ndarray, places: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+        """Copies arrays to places in the file of the ticket, which is returned for what must come later."""
+        with self._lock:
+            file = self._file(ticket)
+        for place, array in zip(places, arrays, strict=True):
+            np.copyto(file.array(place), array.reshape(-1))
+        return ticket
+
+    def take(self, ticket: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
+        """The arrays at places in the file of the ticket, without a copy."""
+        with self._lock:
+            file = self._file(ticket)
+        return [file.array(place) for place in places]
+
+    def _file(self, numbers: np.ndarray, of_this_call: bool = False) -> File:
+        ticket = Ticket(*map(int, numbers))
+        own = self._own.get(ticket.worker)
+        if own is not None and own.ticket == ticket:
+            return own
+        if of_this_call:
+            raise ValueError(f"{ticket} is of a call that has been given up")
+        found = self._opened.get(ticket.worker)
+        if found is None or found.ticket != ticket:
+            descriptor = open_of(ticket.pid, ticket.descriptor, ticket.header, os.O_RDWR)
+            try:
+                found = self._opened[ticket.worker] = File(ticket, descriptor)
+            finally:
+                os.close(descriptor)  # the map has one of its own
+        return found
+
+
+# TensorFlow holds Python functions by weak references only, so they would vanish without this.
+_files = Files()
+_published: dict[str, Any] = {BEGIN: _files.begin, END: _files.end, PUT: _files.put, TAKE: _files.take}
+
+
+def publish() -> None:
+    """Makes the functions callable by the graphs that run in this process, as a ps or a worker."""
+    publish_functions(_published)
+
+
+def works_here() -> bool:
+    """Whether processes like this one can share memory."""
+    try:
+        own = OwnFile(0, ALIGNMENT)
+        os.close(open_of(own.ticket.pid, own.ticket.descriptor, own.ticket.header, os.O_RDWR))
+    except (OSError, AttributeError):  # no such call in this kernel, or in Python's C library
+        return False
+    return True
