@@ -1,6 +1,6 @@
 """Memory that a ps and the workers of its host share, so that large tensors cross no socket.
 
-TensorFlow copies a tensor of a message four times: into the socket and out of it, and to and from its own buffers. Here
+A tensor in a message is copied three times: into the socket, out of it, and from the message into a new tensor. Here
 the sender copies it once into a file of the worker, and the receiver computes with the memory of that file itself.
 
 Both ends run functions that their processes publish. A worker's call begins with a ticket, by which each ps finds the
