@@ -1,5 +1,7 @@
 """A ps and the workers of its host exchange large tensors in memory that they share."""
 
+import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +76,16 @@ def test_a_file_of_others_is_not_opened(worker: Files) -> None:
     ticket[-1] += 1
     with pytest.raises(OSError, match="another file"):
         Files().take(ticket, PLACES)
+
+
+def test_it_is_left_out_where_the_size_of_files_is_limited(worker: Files) -> None:
+    before, limits = set(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, limits[1]))
+    try:
+        assert not works_here()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated"])

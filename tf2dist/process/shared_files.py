@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator
 
 HEADER_BYTES = mmap.PAGESIZE  # so that what follows begins at a page
+ANY_BYTES = 1 << 40  # the size of a file that will hold arrays: only pages that have been written take memory
 
 
-def create(header: bytes, size: int) -> int:
+def create(header: bytes, size: int = ANY_BYTES) -> int:
     """The descriptor of a new file with room for `size` bytes after its header; raises OSError.
 
     Raises:

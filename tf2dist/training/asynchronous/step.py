@@ -64,7 +64,7 @@ class AsyncStep:
         earlier_updates: that the optimizer has applied before this run.
     """
 
-    may_share_memory = True  # whether a worker waits for what it has sent before it sends to the same ps again
+    may_share_memory = True  # False where a push may come before the answer to the last one, and for other messages
     _ticket: list[tf.Tensor]  # of the call, in the graph that is being made
 
     def __init__(

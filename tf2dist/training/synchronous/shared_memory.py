@@ -13,8 +13,6 @@ import numpy as np
 
 from tf2dist.process.shared_files import HEADER_BYTES, create, open_of
 
-FILE_BYTES = 1 << 40  # larger than any array: only pages that have been written take memory
-
 
 class SharedMemory:
     """This worker's own memory, and what it sees of that of the others.
@@ -61,7 +59,7 @@ def share(
     """
     files: dict[int, int] = {}
     with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel, or in Python's C library
-        files[index] = create(_header(index, secret), FILE_BYTES)
+        files[index] = create(_header(index, secret))
     mine = [os.getpid(), files.get(index, -1)]
     # Each worker passes its numbers at its own index and 0 elsewhere, so the sum holds those of all.
     told = add_up([float(number) * (worker == index) for worker in range(num_workers) for number in mine])

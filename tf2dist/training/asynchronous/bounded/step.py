@@ -20,7 +20,7 @@ class BoundedStep(AsyncStep):
         bound: how many steps a worker may be ahead of the slowest.
     """
 
-    may_share_memory = False
+    may_share_memory = False  # the gate answers in messages of its own
     gated: GatedServer
     bound: int
 
