@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.training.asynchronous.shared_memory import ALIGNMENT, BEGIN, END, PUT, TAKE, works_here
+from tf2dist.process.shared_files import ALIGNMENT
+from tf2dist.training.asynchronous.shared_memory import BEGIN, END, PUT, TAKE, works_here
 
 Tensors = list[tf.Tensor]
 TICKET = tf.TensorSpec([4], tf.int64)  # see `shared_memory.Ticket`
@@ -70,12 +71,16 @@ class Messages:
 
 
 class ByMessage:
-    """How buckets travel between ps and workers on different hosts, or small ones."""
+    """How buckets travel between ps and workers of different hosts, and where all of them are small.
+
+    Attributes:
+        ticket_specs: the types of the ticket.
+    """
 
     ticket_specs: tuple[tf.TensorSpec, ...] = ()
 
     def way(self, specs: Sequence[tf.TensorSpec]) -> "Messages | Room":
-        """Of buckets of these types between a ps and each worker, in one direction."""
+        """The way of buckets of these types between a ps and each worker, in one direction."""
         return Messages(specs)
 
     def begin(self, worker: tf.Tensor) -> Tensors:

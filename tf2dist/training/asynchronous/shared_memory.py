@@ -4,8 +4,8 @@ A tensor in a message is copied three times: into the socket, out of it, and fro
 the sender copies it once into a file of the worker, and the receiver computes with the memory of that file itself.
 
 Both ends run functions that their processes publish. A worker's call begins with a ticket, by which each ps finds the
-worker's file, and which travels in place of the tensors. A place in the file is written again only after the next
-message of the same worker and ps has been received, which has been computed from all that the place held.
+worker's file, and which travels in place of the tensors. A place in the file is written again only when an answer has
+come that was computed from what it held.
 
 That holds within a call, and calls of a worker follow one another. But TensorFlow may give up a call that still runs on
 the worker or on a ps. So a call that begins before another one has ended gets a new file, and whatever the other one
@@ -16,6 +16,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +26,6 @@ from tf2dist.process.shared_files import HEADER_BYTES, create, open_of
 from tf2dist.process.tf_internals import publish_functions
 
 BEGIN, END, PUT, TAKE = (f"tf2dist.shared_memory.{name}" for name in ("begin", "end", "put", "take"))
-# TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other.
-ALIGNMENT = 64
 
 
 class Ticket(NamedTuple):
@@ -46,14 +45,18 @@ class Ticket(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        return self.number.to_bytes(8, "big")
+        return _header(self.number)
+
+
+def _header(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
 class File:
     """A file that this process has mapped.
 
     Args:
-        descriptor: of the file; it is only read.
+        descriptor: of the file; it still belongs to the caller.
     """
 
     def __init__(self, ticket: Ticket, descriptor: int) -> None:
@@ -79,12 +82,10 @@ class OwnFile(File):
 
     def __init__(self, worker: int, size: int) -> None:
         number = secrets.randbits(62)
-        self._descriptor = create(number.to_bytes(8, "big"), size)
-        super().__init__(Ticket(worker, os.getpid(), self._descriptor, number), self._descriptor)
+        descriptor = create(_header(number), size)
+        weakref.finalize(self, os.close, descriptor)
+        super().__init__(Ticket(worker, os.getpid(), descriptor, number), descriptor)
         self.size, self.in_use = size, False
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
 
 
 class Files:
@@ -107,7 +108,10 @@ class Files:
     def end(self, ticket: np.ndarray, *_: np.ndarray) -> np.ndarray:
         """Ends the call of this ticket, of which nothing reads or writes any more."""
         with self._lock:
-            self._file(ticket, of_this_call=True).in_use = False  # type: ignore[attr-defined]
+            own = self._own_of(_ticket(ticket))
+            if own is None:
+                raise ValueError("another call of this worker has begun before this one has ended")
+            own.in_use = False
         return ticket
 
     def put(self, ticket: np.ndarray, places: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
@@ -124,13 +128,10 @@ class Files:
             file = self._file(ticket)
         return [file.array(place) for place in places]
 
-    def _file(self, numbers: np.ndarray, of_this_call: bool = False) -> File:
-        ticket = Ticket(*map(int, numbers))
-        own = self._own.get(ticket.worker)
-        if own is not None and own.ticket == ticket:
+    def _file(self, numbers: np.ndarray) -> File:
+        ticket = _ticket(numbers)
+        if own := self._own_of(ticket):
             return own
-        if of_this_call:
-            raise ValueError(f"{ticket} is of a call that has been given up")
         found = self._opened.get(ticket.worker)
         if found is None or found.ticket != ticket:
             descriptor = open_of(ticket.pid, ticket.descriptor, ticket.header, os.O_RDWR)
@@ -139,6 +140,15 @@ class Files:
             finally:
                 os.close(descriptor)  # the map has one of its own
         return found
+
+    def _own_of(self, ticket: Ticket) -> OwnFile | None:
+        """The file of this ticket, if it is that of a worker of this process and no other call has another one."""
+        own = self._own.get(ticket.worker)
+        return own if own is not None and own.ticket == ticket else None
+
+
+def _ticket(numbers: np.ndarray) -> Ticket:
+    return Ticket(*map(int, numbers))
 
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.

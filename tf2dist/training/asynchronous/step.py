@@ -52,6 +52,8 @@ class AsyncStep:
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
+        may_share_memory: whether large tensors may travel in shared memory: a worker must not push again before a ps
+            has answered its last push.
         exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
 
     Args:
@@ -64,7 +66,7 @@ class AsyncStep:
         earlier_updates: that the optimizer has applied before this run.
     """
 
-    may_share_memory = True  # False where a push may come before the answer to the last one, and for other messages
+    may_share_memory = True
     _ticket: list[tf.Tensor]  # of the call, in the graph that is being made
 
     def __init__(

@@ -15,13 +15,12 @@ import socket
 
 import numpy as np
 
+from tf2dist.process.shared_files import ALIGNMENT
 from tf2dist.training.synchronous.peers import LostWorkerError, Peers
 from tf2dist.training.synchronous.shared_memory import SharedMemory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
 PIECE = 128 * 1024  # elements of a piece; those of a few workers fit into the cache of a core
-# TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other.
-ALIGNMENT = 64
 
 
 def _bytes(array: np.ndarray) -> memoryview:
