@@ -80,25 +80,34 @@ def _farewell() -> dict[str, Any]:
 
 def say_farewell(cluster: Cluster, farewell: dict[str, Any], timeout_secs: float) -> None:
     """On the coordinator: ends `serve` on every task that can still be reached."""
+    # One deadline for all of them, or the time would grow with the number of tasks that hang.
+    deadline = time.monotonic() + timeout_secs
     # A thread for each, since an operation on a task that is cut off does not return.
     threads = [
-        threading.Thread(target=_write_farewell, args=(task, json.dumps(farewell)), daemon=True)
+        threading.Thread(target=_write_farewell, args=(cluster, task, json.dumps(farewell), deadline), daemon=True)
         for task in cluster.tasks
         if task.job in ("ps", "worker")
     ]
     for thread in threads:
         thread.start()
-    # One deadline for all of them, or the time would grow with the number of tasks that hang.
-    deadline = time.monotonic() + timeout_secs
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _write_farewell(task: Task, text: str) -> None:
-    with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
+def _write_farewell(cluster: Cluster, task: Task, text: str, deadline: float) -> None:
+    """Writes the farewell until it is there, until the task does not listen any more, or until the deadline."""
+    while True:
         try:
-            tf.io.write_file(FAREWELL, text)
-            # An operation without a result may return before it has run; reading the file waits until it is there.
-            tf.io.read_file(FAREWELL).numpy()
+            with tf.device(f"/job:{task.job}/replica:0/task:{task.index}/device:CPU:0"):
+                tf.io.write_file(FAREWELL, text)
+                # An operation without a result may return before it has run; reading the file waits until it is there.
+                tf.io.read_file(FAREWELL).numpy()
+            return
         except tf.errors.OpError as error:
-            print(f"no farewell to {task}: {error}", flush=True)
+            # A task that has its farewell may end before it is read back. TensorFlow raises that error in any of these
+            # threads, as they share its executor, so it says nothing about this task.
+            if reachability.why_unreachable(cluster.address(task)):
+                return
+            if time.monotonic() > deadline:
+                print(f"no farewell to {task}: {error}", flush=True)
+                return
