@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import REPOSITORY
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_config
 from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.asynchronous import calls
@@ -49,12 +49,8 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
 def test_calls_become_longer_once_the_time_of_a_step_is_measured(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The trial takes no time and calls may be long, so that the test does not depend on the speed of the machine.
-    monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
-    monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
-    monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
     config = run_config(steps_per_execution=None)
-    config.train.steps = 10_000_000  # so many that longer calls save more time than their preparation costs
+    make_long_calls_pay(monkeypatch, config)
     loop = async_loop(config)
     loop.train(3)
     assert loop._scheduler.num_steps == 1, "three steps are too few to measure"

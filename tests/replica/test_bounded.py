@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_config
 from tests.replica.test_resume import taken
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.algorithms import AlgorithmConfig
@@ -122,9 +122,10 @@ def test_a_run_with_short_epochs_and_pauses_is_resumed(
 
 
 @pytest.mark.slow
-def test_the_number_of_steps_in_a_call_is_found(async_loop: MakeLoop) -> None:
+def test_the_number_of_steps_in_a_call_is_found(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in flight are waited for when they become longer, and no worker may then wait for another."""
     config = bounded_config(3, steps_per_execution=None)
+    make_long_calls_pay(monkeypatch, config)
     loop = async_loop(config, num_ps=1)
     loop.train(3000)
     assert_exact(loop, 3000)
