@@ -64,7 +64,7 @@ def end_of(pid: int) -> int:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
+        time.sleep(0.05)  # the interval between two checks
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return -signal.SIGKILL
