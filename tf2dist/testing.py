@@ -202,7 +202,7 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 @pytest.fixture(scope="session")
 def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
     """Runs functions on synchronous workers, ``sync_workers(function, num_workers=2, args=())``."""
-    from tf2dist.launch.supervisor import ENVIRONMENT
+    from tf2dist.launch.environment import ENVIRONMENT
 
     folder = tmp_path_factory.mktemp("sync_workers")
     with Launcher(folder, isolate=True, env=ENVIRONMENT, grace_secs=1.0) as launcher:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_xla_and_mixed_precision(command: Command, mode: str) -> None:
         command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", "devices.precision=bfloat16")
     )
     assert summary["test_accuracy"] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow has this choice on x86 processors alone")
+@pytest.mark.parametrize("wanted", ["true", "false"])
+def test_one_dnn(command: Command, tmp_path: Path, wanted: str) -> None:
+    """Tasks compute with oneDNN or without it, whatever TensorFlow chooses for the processor."""
+    plugin = tmp_path / "plugin.py"
+    found_out = "from tensorflow.python.util import _pywrap_util_port as port"
+    plugin.write_text(f"{found_out}\nprint('oneDNN:', port.IsMklEnabled())")
+    finished = command("data=digits", "train.steps=5", f"devices.onednn={wanted}", f"plugins=[{plugin}]")
+    assert f"oneDNN: {wanted.title()}" in (finished.run_dir / "logs" / "worker-0.log").read_text()
 
 
 PLUGIN = """

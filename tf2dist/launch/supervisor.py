@@ -18,6 +18,7 @@ from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import as_json, write_whole
 from tf2dist.launch.caller import Caller, Heard
 from tf2dist.launch.console import Console, last_evaluation
+from tf2dist.launch.environment import environment_of
 from tf2dist.launch.figure import PICTURE, Figure
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event
@@ -25,17 +26,6 @@ from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, locked
 from tf2dist.launch.run_state import Tasks
 from tf2dist.signals import Requests
-
-ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
-    "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
-    "KERAS_BACKEND": "tensorflow",
-    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi
-    "grpc_proxy": "",  # otherwise gRPC connects the tasks through a proxy
-    "http_proxy": "",
-    "https_proxy": "",
-}
 
 
 def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
@@ -77,7 +67,8 @@ def supervise(
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
-    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=ENVIRONMENT, grace_secs=0.0)
+    environment = environment_of(config.devices)
+    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment, grace_secs=0.0)
     leads = host_task is None or host_task.task == host_task.cluster.leader
     with contextlib.ExitStack() as whole:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
