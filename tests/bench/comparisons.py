@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tests.bench import figures, links
+from tests.bench import figures, links, loopback
 
 Measure = Callable[[], float]
 ACCURACY = 0.97  # to be reached
@@ -163,6 +163,13 @@ class Table:
             tensorflow = self._ours("sync", model, "cluster.all_reduce=tensorflow")
             contenders = {"own": own, "tensorflow": tensorflow}
             yield Comparison(f"large all-reduce {model}", "steps/s", contenders, ("own", "tensorflow"), 1.0)
+        for mode, model in itertools.product(("async", "sync"), LARGE):
+            size = figures.parameter_bytes(model)
+            contenders = {
+                "steps": partial(figures.exchanged_mb, mode, model, 2, self._steps(mode, model)),
+                "loopback": partial(loopback.megabytes_per_sec, size, max(1, int(4e9 * self._scale / size))),
+            }
+            yield Comparison(f"large loopback {mode} {model}", "MB/s", contenders, ("steps", "loopback"))
 
     def _links(self) -> Iterator[Comparison]:
         """What crosses the links of hosts, and links that are slower than the hosts."""

@@ -32,6 +32,13 @@ def our_rate(
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
 
 
+def exchanged_mb(mode: str, model: str, num_workers: int, steps: int) -> float:
+    """MB per second that workers exchange in their steps: the parameters to another task, and as many from it."""
+    # Synchronous workers each exchange them in a step; an asynchronous step is one worker's.
+    times = 1 if mode == "async" else num_workers
+    return our_rate(mode, model, num_workers, steps) * times * 2 * parameter_bytes(model) / 1e6
+
+
 def model_of(name: str) -> list[str]:
     """Our options for a model of the benchmark."""
     if not name.endswith("million"):

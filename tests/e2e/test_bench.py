@@ -13,6 +13,7 @@ FEW = {
     "one process softmax": {"tf2dist", "bare loop", "keras fit"},
     "input": {"ours", "per_element"},
     "fit sync": {"fit", "command"},
+    "large loopback sync 2 million": {"steps", "loopback"},
 }
 OLD = {"tf2dist", "old program", "old, our threads", "plain port"}
 MORE = {"async softmax": OLD, "sync cnn": OLD, "measuring": {"measured", "unmeasured"}}
