@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_parts
+from tf2dist.model.packing import NOT_NARROWED, Transfers
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
@@ -72,7 +73,7 @@ class ParameterServer:
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
-        narrow: in which floats of large variables travel in training; see `Buckets`.
+        transfers: how large floats travel in training.
         carrier: how pulls and pushes travel in training; by default in messages.
     """
 
@@ -90,7 +91,7 @@ class ParameterServer:
         keeps_rate: bool = True,
         earlier_updates: int = 0,
         algorithm: Algorithm | None = None,
-        narrow: tf.DType | None = None,
+        transfers: Transfers = NOT_NARROWED,
         carrier: ByMessage | None = None,
     ) -> None:
         for variable in trainable:
@@ -102,9 +103,9 @@ class ParameterServer:
         self.device, self._earlier_updates = device, earlier_updates
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self._narrow = narrow
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=narrow)
-        self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
+        self._transfers = transfers
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers)
+        self.exact_layout = PullLayout(self.variables) if transfers.values else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -134,7 +135,7 @@ class ParameterServer:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
+        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`; the latter is traced only if a call has several steps.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.packing import Buckets
+from tf2dist.model.packing import NOT_NARROWED, Buckets, Transfers
 from tf2dist.training.asynchronous.counters import ONES
 
 Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
@@ -80,11 +80,11 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         others: the sizes of what is pulled beside them.
-        narrow: see `Buckets`.
+        transfers: see `Buckets`.
     """
 
-    def __init__(self, variables: list[keras.Variable], *others: int, narrow: tf.DType | None = None) -> None:
-        self._buckets, self._others = Buckets(variables, COUNT + sum(others), narrow=narrow), others
+    def __init__(self, variables: list[keras.Variable], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
+        self._buckets, self._others = Buckets([], variables, COUNT + sum(others), transfers=transfers), others
         self.specs = self._buckets.specs
 
     def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
@@ -104,24 +104,27 @@ class PushLayout:
     """How the buckets of a push are made and read.
 
     Attributes:
-        variables: whose changes are pushed.
+        variables: whose changes are pushed: `trainable`, then `state`.
         pulled: whose pulled values are sent back.
         specs: the types of the buckets.
 
     Args:
+        trainable: whose gradients are pushed.
         added: how many numbers an update adds to the counters.
-        narrow: see `Buckets`.
+        state: whose terms are pushed.
+        transfers: see `Buckets`.
     """
 
     def __init__(
         self,
-        variables: list[keras.Variable],
+        trainable: Sequence[keras.Variable],
         added: int,
+        state: Sequence[keras.Variable] = (),
         pulled: Sequence[keras.Variable] = (),
-        narrow: tf.DType | None = None,
+        transfers: Transfers = NOT_NARROWED,
     ) -> None:
-        self.variables, self.pulled, self._added = variables, list(pulled), added
-        self._buckets = Buckets([*variables, *pulled], COUNT + added, narrow=narrow)
+        self.variables, self.pulled, self._added = [*trainable, *state], list(pulled), added
+        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers)
         self.specs = self._buckets.specs
 
     def pack(
