@@ -112,7 +112,7 @@ class Table:
             yield Comparison(name, "steps/s", contenders, ("tf2dist", "old program"), target)
 
     def _sync_replicas(self) -> Iterator[Comparison]:
-        for model in ("softmax", "dnn"):
+        for model in ("softmax", "dnn", *LARGE[:2]):
             ours = partial(figures.our_rate, "sync_replicas", model, 3, self._steps("sync", model), optimizer="sgd")
             old = self._peer("old", "sync", model, share=0.3)
             contenders: dict[str, Measure] = {"tf2dist": ours, "old program": old}

@@ -16,6 +16,7 @@ from tests.replica.small_runs import run_config
 from tests.replica.test_sync import assert_equal_weights, train
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
+from tf2dist.model import packing
 from tf2dist.testing import SyncWorkers
 from tf2dist.training.loop import PauseRequest
 
@@ -42,14 +43,23 @@ def weights(loop: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in loop.model.trainable_variables]
 
 
+@pytest.fixture
+def large_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many bytes on a tensor travels alone: by default none of these models, with 256 their kernels."""
+    monkeypatch.setattr(packing, "LARGE_BYTES", request.param)
+
+
 @pytest.mark.parametrize(
-    ("model", "optimizer", "num_ps"),
+    ("model", "optimizer", "num_ps", "large_bytes"),
     [
-        pytest.param("softmax", "sgd", 1, marks=pytest.mark.slow),
-        pytest.param("dnn", "adam", 1, marks=pytest.mark.slow),
-        ("dnn", "adam", 2),
+        pytest.param("softmax", "sgd", 1, packing.LARGE_BYTES, marks=pytest.mark.slow),
+        pytest.param("dnn", "adam", 1, 256, marks=pytest.mark.slow),
+        pytest.param("dnn", "adam", 2, packing.LARGE_BYTES, marks=pytest.mark.slow),
+        ("dnn", "adam", 2, 256),
     ],
+    indirect=["large_bytes"],
 )
+@pytest.mark.usefixtures("large_bytes")
 def test_all_workers_in_each_step_equal_synchronous_ones(
     replicas_loop: MakeLoop, sync_workers: SyncWorkers, model: str, optimizer: str, num_ps: int
 ) -> None:
@@ -68,7 +78,12 @@ def test_all_workers_in_each_step_equal_synchronous_ones(
     assert not any(loop.facts()["dropped"])
 
 
-@pytest.mark.parametrize("num_ps", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("num_ps", "large_bytes"),
+    [pytest.param(1, packing.LARGE_BYTES, marks=pytest.mark.slow), (2, 256)],
+    indirect=["large_bytes"],
+)
+@pytest.mark.usefixtures("large_bytes")
 def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps: int) -> None:
     """Two gradients of four workers make a step, so most gradients of the other two come too late."""
     loop = replicas_loop(replicas_config(2), num_workers=4, num_ps=num_ps)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.asynchronous.vectors import PackedCount, Parcel
 from tf2dist.training.gate import Gate
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.tally import Counts, Tally
@@ -29,7 +29,7 @@ class DecidingServer:
 
     Attributes:
         part: of the model.
-        pull_layout, push_layout: of the vectors that it exchanges with workers.
+        pull_layout, push_layout: of what it exchanges with workers.
         quota: how many gradients a worker may give to one step.
 
     Args:
@@ -45,11 +45,12 @@ class DecidingServer:
         self.push_layout = PushLayout(part.variables, 2 + num_metrics)
         with tf.device(part.device):
             self._limit = tf.Variable(CLOSED, dtype=tf.int64, trainable=False, name="limit")
-            self._total = tf.Variable(tf.zeros([self.push_layout.size]), trainable=False, name="total")
+            zeros = [tf.zeros(spec.shape) for spec in self.push_layout.added]
+            self._total = [tf.Variable(zero, trainable=False, name="total") for zero in zeros]
             self._tally = Tally(num_workers, num_metrics)
             self._gate = Gate(num_workers)
             self._lock = tf.CriticalSection()
-        pushed = self.push_layout.spec
+        pushed = self.push_layout.specs
         self.pull = part.on_device(self._pull)
         self.begin = part.on_device(self._begin, INDEX)
         self.push = part.on_device(self._push, pushed, INDEX)
@@ -79,7 +80,7 @@ class DecidingServer:
         self.part.step.assign(step)
         self._tally.restore(aggregated, dropped)
 
-    def _pull(self) -> tf.Tensor:
+    def _pull(self) -> Parcel:
         """All variables, without waiting."""
         step = self.part.step.read_value()
         # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
@@ -89,14 +90,14 @@ class DecidingServer:
             count = PackedCount.of(tf.cast(step, tf.float64))
             return self.pull_layout.pack(Pulled(self.part.values(), count, made_by))
 
-    def _begin(self, worker: tf.Tensor) -> tf.Tensor:
+    def _begin(self, worker: tf.Tensor) -> Parcel:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
         with tf.control_dependencies([self._tally.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
             return self._pull()
 
-    def _exchange(self, pushed: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, pushed: Parcel, worker: tf.Tensor) -> Parcel:
         """A push and, in the next step, a pull."""
         with tf.control_dependencies([self._push(pushed, worker)]):
             waited = self._wait(worker)
@@ -115,11 +116,11 @@ class DecidingServer:
 
         return self._gate.wait(look)
 
-    def _push(self, pushed: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+    def _push(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Takes a gradient, or drops it; one at a time."""
         return alone(self._lock, lambda: self._decide(pushed, worker))
 
-    def _decide(self, pushed: tf.Tensor, worker: tf.Tensor) -> None:
+    def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
         gradient, pulled_at = self.push_layout.split(pushed)
         step = self.part.step.read_value()
         is_open = step < self._limit.read_value()
@@ -132,20 +133,33 @@ class DecidingServer:
         # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
-    def _take(self, gradient: tf.Tensor, worker: tf.Tensor, step: tf.Tensor) -> None:
+    def _take(self, gradient: Parcel, worker: tf.Tensor, step: tf.Tensor) -> None:
         count = self._tally.take(worker, step, self.quota)
 
         def keep() -> None:
             # The first one replaces the sum of the step before, which saves to set that to zero.
-            add, set_to = (lambda: self._total.assign_add(gradient)), (lambda: self._total.assign(gradient))
+            pairs = list(zip(self._total, gradient, strict=True))
+
+            def add() -> None:
+                for total, one in pairs:
+                    total.assign_add(one)
+
+            def set_to() -> None:
+                for total, one in pairs:
+                    total.assign(one)
+
             tf.cond(count == 1, _branch(set_to), _branch(add))
 
         def complete() -> None:
-            self._make_step(gradient if self._replicas == 1 else self._total.read_value() + gradient, step)
+            if self._replicas == 1:
+                self._make_step(gradient, step)
+                return
+            sums = [total.read_value() + one for total, one in zip(self._total, gradient, strict=True)]
+            self._make_step(sums, step)
 
         tf.cond(count == self._replicas, _branch(complete), _branch(keep))
 
-    def _make_step(self, total: tf.Tensor, step: tf.Tensor) -> None:
+    def _make_step(self, total: Parcel, step: tf.Tensor) -> None:
         """Applies the mean of the gradients whose sum is `total`, and moves on."""
         changes, sums = self.push_layout.mean(total)
         graph = tf.compat.v1.get_default_graph()
@@ -184,7 +198,7 @@ class FollowingServer:
 
     Attributes:
         part: of the model.
-        pull_layout, push_layout: of the vectors that it exchanges with workers.
+        pull_layout, push_layout: of what it exchanges with workers.
     """
 
     def __init__(self, part: ModelPart, num_workers: int) -> None:
@@ -193,22 +207,23 @@ class FollowingServer:
         self.push_layout = PushLayout(part.variables, 0)
         with tf.device(part.device):
             # The newest gradient of each worker.
-            shape = [num_workers, self.push_layout.size]
-            self._gradients = tf.Variable(tf.zeros(shape), trainable=False, name="gradients")
+            zeros = [tf.zeros([num_workers, *spec.shape]) for spec in self.push_layout.added]
+            self._gradients = [tf.Variable(zero, trainable=False, name="gradients") for zero in zeros]
             self._lock = tf.CriticalSection()
-        self.lay_down = part.on_device(self._lay_down, self.push_layout.spec, INDEX)
+        self.lay_down = part.on_device(self._lay_down, self.push_layout.specs, INDEX)
         self.follow = part.on_device(self._follow, BITS, tf.TensorSpec([num_workers], tf.float32))
         self.pull = part.on_device(self._pull)
 
     def restore(self, step: int) -> None:
         self.part.step.assign(step)
 
-    def _lay_down(self, pushed: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+    def _lay_down(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Keeps a gradient until it is decided whether it is in the step."""
         gradient, pulled_at = self.push_layout.split(pushed)
 
         def keep() -> None:
-            self._gradients.scatter_nd_update(tf.reshape(worker, [1, 1]), gradient[None])
+            for kept, one in zip(self._gradients, gradient, strict=True):
+                kept.scatter_nd_update(tf.reshape(worker, [1, 1]), one[None])
 
         def keep_if_in_time() -> None:
             # What comes late will be dropped, and must not replace a gradient that is needed.
@@ -216,7 +231,7 @@ class FollowingServer:
 
         return alone(self._lock, keep_if_in_time)
 
-    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor) -> tf.Tensor:
+    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor) -> Parcel:
         """All variables, at least at the step `bits`, which was made by these workers."""
         step = tf.cast(PackedCount(bits).value(), tf.int64)
 
@@ -229,12 +244,12 @@ class FollowingServer:
             return self._pull()
 
     def _make_step(self, made_by: tf.Tensor) -> None:
-        gradients = tf.boolean_mask(self._gradients.read_value(), made_by > 0)
-        changes, _ = self.push_layout.mean(tf.reduce_sum(gradients, 0))
+        given = [tf.boolean_mask(gradients.read_value(), made_by > 0) for gradients in self._gradients]
+        changes, _ = self.push_layout.mean([tf.reduce_sum(gradients, 0) for gradients in given])
         with tf.control_dependencies(self.part.apply(changes)):
             self.part.step.assign_add(1)
 
-    def _pull(self) -> tf.Tensor:
+    def _pull(self) -> Parcel:
         step = self.part.step.read_value()
         with tf.control_dependencies([step]):
             count = PackedCount.of(tf.cast(step, tf.float64))

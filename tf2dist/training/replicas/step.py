@@ -1,6 +1,6 @@
 """The graphs of mode=sync_replicas: what a worker does for each call of the coordinator.
 
-As with mode=async the steps of a call are unrolled, and each is one exchange of vectors with each ps; see `servers`.
+As with mode=async the steps of a call are unrolled, and each is one exchange with each ps; see `servers`.
 """
 
 import functools
@@ -21,6 +21,7 @@ from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.step import ACCELERATOR
+from tf2dist.training.asynchronous.vectors import Parcel
 from tf2dist.training.replicas.feeds import SharedArrayFeed
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.servers import DecidingServer, FollowingServer
@@ -118,8 +119,8 @@ class ReplicasStep:
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
 
-    def _followed(self, pulled: tf.Tensor) -> list[tf.Tensor]:
-        """The vectors of all ps, from that of the deciding one."""
+    def _followed(self, pulled: Parcel) -> list[Parcel]:
+        """What all ps send, from that of the deciding one."""
         _, step, made_by = self.deciding.pull_layout.unpack(pulled)
         return [pulled, *(server.follow(step.bits, made_by) for server in self.following)]
 
@@ -140,13 +141,13 @@ class ReplicasStep:
             compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
         else:
             compute = as_one_node(self._compute_step)
-        pulled = [server.pull_layout.spec for server in self.servers]
+        pulled = [server.pull_layout.specs for server in self.servers]
         share, worker = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64)
         return compute.get_concrete_function(pulled, self._step.layout.batched(None), share, worker)
 
     def _compute_step(
-        self, pulled: list[tf.Tensor], leaves: list[tf.Tensor], share: tf.Tensor, worker: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], share: tf.Tensor, worker: tf.Tensor
+    ) -> tuple[list[Parcel], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
         values, first = self._unpack(pulled)
         trainable, state = self._inputs(values)
@@ -157,16 +158,16 @@ class ReplicasStep:
             self._step.state,
             [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
         )
-        pushes = []
+        pushes: list[Parcel] = []
         for server in self.servers:
             of_state = [changes[id(v)] for v in server.part.state]
             of_trainable = [gradients[id(v)] for v in server.part.trainable]
             pushes.append(server.push_layout.pack([*of_trainable, *of_state], share, output.sums, first.step))
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
-    def _unpack(self, pulled: list[tf.Tensor]) -> tuple[Values, Pulled]:
+    def _unpack(self, pulled: list[Parcel]) -> tuple[Values, Pulled]:
         """The values of all parts of variables, and what the deciding ps has told."""
-        found = [server.pull_layout.unpack(vector) for server, vector in zip(self.servers, pulled, strict=True)]
+        found = [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
         values: Values = {}
         for server, each in zip(self.servers, found, strict=True):
             values.update({id(v): value for v, value in zip(server.part.variables, each.values, strict=True)})

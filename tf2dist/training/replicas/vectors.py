@@ -1,9 +1,10 @@
-"""The two vectors that a worker and a parameter server exchange with mode=sync_replicas.
+"""What a worker and a parameter server exchange with mode=sync_replicas.
 
     pulled    the values of all variables, the step, and which workers made it
     pushed    the sum of a gradient: changes of all variables, share of the batch, sums; then the step of its pull
 
-A step is a float64 and travels as the two float32 that have its bits; see `asynchronous.vectors`.
+Large tensors travel alone, and everything else in one vector; see `Buckets`. A step is a float64 and travels as the two
+float32 that have its bits; see `asynchronous.vectors`.
 """
 
 from typing import NamedTuple
@@ -11,8 +12,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.packing import Packing
-from tf2dist.training.asynchronous.vectors import COUNT, PackedCount
+from tf2dist.model.packing import Buckets
+from tf2dist.training.asynchronous.vectors import COUNT, PackedCount, Parcel
 
 
 class Pulled(NamedTuple):
@@ -31,36 +32,36 @@ class Pulled(NamedTuple):
 
 
 class PullLayout:
-    """How the vector of a pull is made and read.
+    """How the buckets of a pull are made and read.
 
     Attributes:
-        spec: the type of the vector.
+        specs: the types of the buckets.
 
     Args:
         num_workers: the size of `made_by`; 0 for a ps that does not decide.
     """
 
     def __init__(self, variables: list[keras.Variable], num_workers: int) -> None:
-        self._packing, self._num_workers = Packing(variables), num_workers
-        self.spec = tf.TensorSpec([self._packing.size + COUNT + num_workers], tf.float32)
+        self._buckets, self._num_workers = Buckets([], variables, COUNT + num_workers), num_workers
+        self.specs = self._buckets.specs
 
-    def pack(self, pulled: Pulled) -> tf.Tensor:
-        return self._packing.pack(pulled.values, pulled.step.bits, pulled.made_by)
+    def pack(self, pulled: Pulled) -> Parcel:
+        return self._buckets.pack(pulled.values, pulled.step.bits, pulled.made_by)
 
-    def unpack(self, vector: tf.Tensor) -> Pulled:
-        values, (bits, made_by) = self._packing.unpack(vector, COUNT, self._num_workers)
+    def unpack(self, buckets: Parcel) -> Pulled:
+        values, (bits, made_by) = self._buckets.unpack(buckets, COUNT, self._num_workers)
         return Pulled(values, PackedCount(bits), made_by)
 
 
 class PushLayout:
-    """How the vector of a push is made and read.
+    """How the buckets of a push are made and read.
 
-    Its first part is what is added up over an aggregate: the gradients, the changes of the state, both times the
-    share of the batch; the share; and the sums of the step, where the ps keeps them.
+    All but the step is added up over an aggregate: the gradients, the changes of the state, both times the share of
+    the batch; the share; and the sums of the step, where the ps keeps them.
 
     Attributes:
-        spec: the type of the vector.
-        size: of the part that is added up.
+        specs: the types of the buckets.
+        added: the types of what is added up.
 
     Args:
         variables: trainable ones, then the state.
@@ -68,28 +69,32 @@ class PushLayout:
     """
 
     def __init__(self, variables: list[keras.Variable], num_sums: int) -> None:
-        self._packing, self._num_sums = Packing(variables), num_sums
-        self.size = self._packing.size + 1 + num_sums
-        self.spec = tf.TensorSpec([self.size + COUNT], tf.float32)
+        self._num_sums = num_sums
+        self._buckets = Buckets([], variables, 1 + num_sums + COUNT, tf.float32)
+        self.specs = self._buckets.specs
+        first, *large = self.specs
+        self.added = [tf.TensorSpec([first.shape[0] - COUNT], first.dtype), *large]
 
-    def pack(self, changes: list[tf.Tensor], share: tf.Tensor, sums: tf.Tensor, pulled_at: PackedCount) -> tf.Tensor:
-        """The vector of one gradient.
+    def pack(self, changes: list[tf.Tensor], share: tf.Tensor, sums: tf.Tensor, pulled_at: PackedCount) -> Parcel:
+        """The buckets of one gradient.
 
         Args:
             changes: of each variable, times `share`.
             share: float32 [], of the batch: 1 if it is full, 0 if it is padding.
             sums: float32 [num_sums], the loss times `share`.
         """
-        return self._packing.pack(changes, share[None], sums[: self._num_sums], pulled_at.bits)
+        return self._buckets.pack(changes, share[None], sums[: self._num_sums], pulled_at.bits)
 
-    def split(self, vector: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The part that is added up, float32 [size], and the step of the pull, int64."""
-        return vector[: self.size], tf.cast(PackedCount(vector[self.size :]).value(), tf.int64)
+    def split(self, buckets: Parcel) -> tuple[Parcel, tf.Tensor]:
+        """What is added up, of the types `added`, and the step of the pull, int64."""
+        first, *large = buckets
+        return [first[:-COUNT], *large], tf.cast(PackedCount(first[-COUNT:]).value(), tf.int64)
 
-    def mean(self, total: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def mean(self, total: Parcel) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The mean change of each variable from the sum over an aggregate; and [mean loss, other sums of the step]."""
-        *parts, share, sums = tf.split(total, [self._packing.size, 1, self._num_sums])
+        _, (share, sums) = self._buckets.unpack(total, 1, self._num_sums)
         # An aggregate of padding alone, at the end of a pass, has a share of 0 and changes nothing.
         factor = tf.math.reciprocal_no_nan(share)
-        changes, _ = self._packing.unpack(parts[0] * factor)
+        # Before the types of the variables, which may be whole numbers.
+        changes, _ = self._buckets.unpack([one * factor for one in total], 1, self._num_sums)
         return changes, tf.concat([sums[:1] * factor, sums[1:]], 0)
