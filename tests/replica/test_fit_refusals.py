@@ -1,5 +1,6 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,18 @@ from tf2dist.launch import start
 
 X = np.arange(120.0).reshape(40, 3)
 Y = X.sum(1)
+ON_X86 = True if platform.machine() == "x86_64" else None
 
 
 def model(**compiled: Any) -> keras.Model:
     made = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     made.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
+    return made
+
+
+def of_layers(*units: int) -> keras.Model:
+    made = keras.Sequential([keras.Input([3]), *(keras.layers.Dense(each) for each in (*units, 1))])
+    made.compile("sgd", "mse")
     return made
 
 
@@ -271,6 +279,12 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
     ),
     "jit_compile": ({"model": lambda: model(jit_compile=True)}, lambda config, _: config.devices.xla),
     "no jit_compile": ({}, lambda config, _: not config.devices.xla),
+    "large layers": ({"model": lambda: of_layers(512, 512)}, lambda config, _: config.devices.onednn is ON_X86),
+    "small layers": ({"model": lambda: of_layers(512, 511)}, lambda config, _: config.devices.onednn is None),
+    "devices.onednn": (
+        {"model": lambda: of_layers(512, 512), "options": ["devices.onednn=false"]},
+        lambda config, _: config.devices.onednn is False,
+    ),
     "name": ({"model": lambda: model()}, lambda config, job: job["name"] == config.model["name"] == "lambda"),
 }
 

@@ -41,7 +41,7 @@ def test_options_that_a_host_may_choose(tmp_path: Path) -> None:
     other.task = TaskConfig(type="worker", index=1)
     other.cluster = ClusterConfig(kind="hosts", worker=["a:1", "b:1"], check_address=False)
     other.data = dataclasses.replace(other.data, dir=str(tmp_path), offline="fail")
-    other.devices.gpu_memory_fraction = 0.3
+    other.devices.gpu_memory_fraction, other.devices.onednn = 0.3, True
     assert differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER)) == []
 
 

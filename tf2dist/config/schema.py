@@ -177,7 +177,9 @@ class DevicesConfig:
     xla: bool = option(False, help="compile the forward and backward pass with XLA")
     precision: str = option("float32", one_of("float32", "bfloat16"), help="float32, or bfloat16 for mixed precision")
     onednn: bool | None = option(
-        None, help="compute with oneDNN on CPUs; null: TensorFlow decides by TF_ENABLE_ONEDNN_OPTS or the processor"
+        None,
+        help="compute with oneDNN on CPUs; null: for models known to have large dense layers, and else as "
+        "TF_ENABLE_ONEDNN_OPTS or the processor tells TensorFlow",
     )
 
 

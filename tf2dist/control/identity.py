@@ -35,6 +35,7 @@ OF_THE_HOST = (
     "data.offline",
     "data.download_timeout_secs",
     "devices.gpu_memory_fraction",
+    "devices.onednn",
 )
 PLACES = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
 MAX_SHOWN_CHARACTERS = 200

@@ -1,8 +1,11 @@
 """The environment variables of the processes that run TensorFlow, set before it is imported."""
 
-from collections.abc import Mapping
+import itertools
+import os
+import platform
+from collections.abc import Iterable, Mapping
 
-from tf2dist.config.schema import DevicesConfig
+from tf2dist.config.schema import RunConfig
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
@@ -14,11 +17,28 @@ ENVIRONMENT = {
     "http_proxy": "",
     "https_proxy": "",
 }
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
 
 
-def environment_of(devices: DevicesConfig) -> Mapping[str, str]:
+def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
-    if devices.onednn is None:
-        return ENVIRONMENT
+    onednn = config.devices.onednn
+    if onednn is None:
+        # Of a plugin's model nothing is known here but its arguments.
+        units = config.model.get("hidden_units", [])
+        onednn = suggested_onednn(before * after for before, after in itertools.pairwise(units))
     # TensorFlow reads it once, while it is imported.
-    return ENVIRONMENT | {"TF_ENABLE_ONEDNN_OPTS": str(int(devices.onednn))}
+    return ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
+
+
+def suggested_onednn(kernel_sizes: Iterable[int]) -> bool | None:
+    """Whether to compute with oneDNN on CPUs; None to leave it to TensorFlow.
+
+    TensorFlow chooses it by the processor alone: on one without AVX512-VNNI not even for large products of matrices.
+
+    Args:
+        kernel_sizes: the weights of the dense layers, as far as they are known.
+    """
+    is_for_it = platform.machine() == "x86_64" and any(size >= LARGE_KERNEL for size in kernel_sizes)
+    return True if is_for_it and ONEDNN not in os.environ else None

@@ -67,7 +67,7 @@ def supervise(
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
-    environment = environment_of(config.devices)
+    environment = environment_of(config)
     launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment, grace_secs=0.0)
     leads = host_task is None or host_task.task == host_task.cluster.leader
     with contextlib.ExitStack() as whole:

@@ -1,0 +1,47 @@
+"""What the tasks find in their environment."""
+
+import platform
+
+import pytest
+
+from tf2dist.config.load import load
+from tf2dist.launch.environment import ONEDNN, environment_of
+
+LARGE = "model.hidden_units=[512,512]"
+
+
+def found(*overrides: str) -> str | None:
+    return environment_of(load([*overrides], None)).get(ONEDNN)
+
+
+@pytest.fixture(autouse=True)
+def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(ONEDNN, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model=dnn", LARGE], "1"),
+        (["model=dnn", "model.hidden_units=[512,511]"], None),
+        (["model=dnn", "model.hidden_units=[]"], None),
+        (["model=dnn"], None),
+        (["model=cnn"], None),
+        (["model=dnn", LARGE, "devices.onednn=false"], "0"),
+        (["model=cnn", "devices.onednn=true"], "1"),
+    ],
+)
+def test_large_dense_layers_are_computed_with_onednn(overrides: list[str], expected: str | None) -> None:
+    assert found(*overrides) == expected
+
+
+def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONEDNN, "0")
+    assert found("model=dnn", LARGE) is None, "the tasks inherit it"
+    assert found("model=dnn", LARGE, "devices.onednn=true") == "1"
+
+
+def test_other_processors_are_left_to_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert found("model=dnn", LARGE) is None
