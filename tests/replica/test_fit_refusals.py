@@ -293,6 +293,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
 def test_each_argument_reaches_the_run(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments, holds = PARAMETERS[what]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     config, job = given_to_the_run(monkeypatch, **arguments)
     assert holds(config, job)
     assert keras.config.floatx() == config.keras.floatx

@@ -165,6 +165,10 @@ BAD = [
         ["mode=sync", "cluster.transfer_dtype=int8", "cluster.all_reduce=tensorflow"],
         "cluster.transfer_dtype (int8): is not for cluster.all_reduce=tensorflow; leave that out, or give bfloat16",
     ),
+    (
+        ["algorithm=delay_compensated", "cluster.transfer_dtype=int8"],
+        "cluster.transfer_dtype (int8): is not for algorithm=delay_compensated, which squares gradients; give bfloat16",
+    ),
     (["cluster.transfer_dtype=int4"], "cluster.transfer_dtype (int4): must be one of float32, bfloat16, float16, int8"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],

@@ -10,10 +10,11 @@ from tf2dist.model.eight_bits import BLOCK, SIZE, STEP
 SHAPES: list[tuple[int, ...]] = [(SIZE,), (3, 5), (2, SIZE, 3), (SIZE + 1,), (1,)]
 
 
-def travelled(array: np.ndarray) -> np.ndarray:
-    """What arrives."""
+def travelled(array: np.ndarray, xla: bool = False) -> np.ndarray:
+    """What arrives; `xla`: if the sender compiles its graph."""
     spec = tf.TensorSpec(array.shape, array.dtype)
-    blocks = eight_bits.encode(tf.constant(array))
+    encode = tf.function(eight_bits.encode, jit_compile=True) if xla else eight_bits.encode
+    blocks = encode(tf.constant(array))
     assert eight_bits.encoded_spec(spec).is_compatible_with(blocks)
     tensor = eight_bits.decode(blocks, spec)
     assert spec.is_compatible_with(tensor)
@@ -77,13 +78,15 @@ def test_zeros_stay_zeros() -> None:
     np.testing.assert_array_equal(of_blocks(added(in_blocks(zeros), in_blocks(zeros))), np.zeros(2 * SIZE))
 
 
+@pytest.mark.parametrize("xla", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so(bad: float) -> None:
+def test_what_is_not_finite_stays_so(bad: float, xla: bool) -> None:
     """So that a run that has diverged is noticed."""
     array = np.ones(2 * SIZE, np.float32)
     array[5] = bad
-    assert not np.isfinite(travelled(array)[:SIZE]).all()
-    np.testing.assert_allclose(travelled(array)[SIZE:], 1.0, rtol=0.01)
+    found = travelled(array, xla)
+    assert not np.isfinite(found[:SIZE]).all()
+    np.testing.assert_allclose(found[SIZE:], 1.0, rtol=0.01)
     good = in_blocks(np.ones(2 * SIZE, np.float32))
     for summands in ((in_blocks(array), good), (good, in_blocks(array))):
         total = of_blocks(added(*summands))

@@ -1,10 +1,12 @@
 """What the tasks find in their environment."""
 
 import platform
+from typing import Any
 
 import pytest
 
 from tf2dist.config.load import load
+from tf2dist.config.schema import RunConfig
 from tf2dist.launch.environment import ONEDNN, environment_of
 
 LARGE = "model.hidden_units=[512,512]"
@@ -34,6 +36,14 @@ def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_large_dense_layers_are_computed_with_onednn(overrides: list[str], expected: str | None) -> None:
     assert found(*overrides) == expected
+
+
+@pytest.mark.parametrize("units", [128, None, "small", ["a", "b"], [512, 512]])
+@pytest.mark.parametrize("name", ["wide", "dnn"])
+def test_a_model_of_a_plugin(name: str, units: Any) -> None:
+    """Its arguments may have the same name and mean something else."""
+    config = RunConfig(model={"name": name, "hidden_units": units})
+    assert environment_of(config).get(ONEDNN) == ("1" if (name, units) == ("dnn", [512, 512]) else None)
 
 
 def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:

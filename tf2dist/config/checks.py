@@ -121,6 +121,13 @@ def _transfers(config: RunConfig) -> list[Rule]:
             dtype != "int8" or all_reduce == "auto",
             f"is not for cluster.all_reduce={all_reduce}; leave that out, or give bfloat16",
         ),
+        # The squares of gradients that are rounded at random are too large on average.
+        (
+            "cluster.transfer_dtype",
+            dtype,
+            dtype != "int8" or algorithm != "delay_compensated",
+            f"is not for algorithm={algorithm}, which squares gradients; give bfloat16",
+        ),
     ]
 
 

@@ -3,7 +3,8 @@
 import itertools
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from tf2dist.config.schema import RunConfig
 
@@ -25,11 +26,17 @@ def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
     onednn = config.devices.onednn
     if onednn is None:
-        # Of a plugin's model nothing is known here but its arguments.
-        units = config.model.get("hidden_units", [])
-        onednn = suggested_onednn(before * after for before, after in itertools.pairwise(units))
+        onednn = suggested_onednn(_known_kernels(config.model))
     # TensorFlow reads it once, while it is imported.
     return ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
+
+
+def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
+    """The weights between the hidden layers of model=dnn; other models are not known before they are built."""
+    units = model.get("hidden_units")
+    # A plugin may have another model of this name.
+    if model["name"] == "dnn" and isinstance(units, list) and all(isinstance(each, int) for each in units):
+        yield from (before * after for before, after in itertools.pairwise(units))
 
 
 def suggested_onednn(kernel_sizes: Iterable[int]) -> bool | None:

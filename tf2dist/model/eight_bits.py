@@ -1,11 +1,12 @@
 """Large gradients in eight bits: in a graph of TensorFlow, and as numpy adds them up.
 
 SIZE floats share a scale, which is the largest of them divided by 127, and each of them becomes a whole multiple of it:
-the one below or the one above, at random, with such probabilities that the mean is the float itself (Alistarh et al.:
-QSGD, NeurIPS 2017). So gradients much smaller than the scale are not lost over many steps. Error feedback reaches the
-same by adding to the next gradient what was rounded off the last one; but that would be as large as the model on every
-worker, and would have to be saved and cut anew for a run that goes on with other workers. The random numbers here
-follow from the gradient, so a run that is repeated or resumed rounds alike.
+the one below or the one above, at random, with such probabilities that the mean is the float itself, to within 2^-17
+of the scale (Alistarh et al.: QSGD, NeurIPS 2017). So gradients much smaller than the scale are not lost over many
+steps. Error feedback reaches the same by adding to the next gradient what was rounded off the last one; but that would
+be as large as the model on every worker, and would have to be saved and cut anew for a run that goes on with other
+workers. The random numbers here follow from the gradient, so equal gradients are rounded alike: a synchronous run that
+is resumed repeats them.
 """
 
 import zlib
@@ -34,9 +35,10 @@ def encode(tensor: tf.Tensor) -> tf.Tensor:
     blocks = tf.reshape(tf.pad(flat, [[0, -flat.shape[0] % SIZE]]), [-1, SIZE])
     # Not by absolute values, which would be another tensor of this size.
     highest = tf.maximum(tf.reduce_max(blocks, 1, keepdims=True), -tf.reduce_min(blocks, 1, keepdims=True))
-    scales = highest * STEP
-    # All are equal only where all are 0, so the sums differ from gradient to gradient.
-    seed = tf.bitcast(tf.stack([tf.reduce_sum(blocks), tf.reduce_sum(scales)]), tf.int32)
+    sums = tf.reduce_sum(blocks, 1, keepdims=True)
+    # The largest of numbers that are no numbers is another one with XLA; a sum is none with either.
+    scales = tf.where(tf.math.is_nan(sums), sums, highest * STEP)
+    seed = tf.bitcast(tf.stack([tf.reduce_sum(sums), tf.reduce_sum(scales)]), tf.int32)
     up = tf.cast(_draws(seed, blocks.shape[0]), tf.float32) / DRAWS
     multiples = tf.floor(blocks * tf.math.divide_no_nan(1.0, scales) + up)
     values = tf.bitcast(tf.cast(multiples, tf.int8), tf.uint8)
@@ -72,6 +74,7 @@ def add(summands: list[np.ndarray], into: np.ndarray, total: np.ndarray, room: n
         _widen(summand, room)
         total += room
     scales = np.maximum(total.max(axis=1), -total.min(axis=1)) * np.float32(STEP)
+    scales += np.float32(0)  # makes -0 to 0: which of them is the larger one depends on the processor
     # All workers that add these blocks draw the same numbers.
     draws = np.random.SFC64(zlib.crc32(scales)).random_raw(total.size // 4).view(np.uint16)
     np.divide(draws.reshape(-1, SIZE), np.float32(DRAWS), out=room)

@@ -119,8 +119,9 @@ class Large(NamedTuple):
         return cls(own, tf.TensorSpec(own.shape, dtype or own.dtype), None)
 
     def pack(self, tensor: tf.Tensor) -> tf.Tensor:
-        # The gradient of a look-up in a table may come as those rows alone that are not 0.
-        dense = tf.convert_to_tensor(tensor)
+        # The gradient of a look-up in a table may come as those rows alone that are not 0, and that of a function
+        # outside of TensorFlow without a shape.
+        dense = tf.ensure_shape(tf.convert_to_tensor(tensor), self.own.shape)
         return self.narrowed.encode(dense) if self.narrowed else tf.cast(dense, self.travelling.dtype)
 
     def unpack(self, bucket: tf.Tensor) -> tf.Tensor:

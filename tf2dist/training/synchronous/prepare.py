@@ -133,8 +133,8 @@ def _check_transfers(config: RunConfig, all_reduce: AllReduce | None, num_replic
     """Raises ConfigError for gradients that travel in a way in which TensorFlow's all-reduce cannot add them."""
     if config.cluster.transfer_dtype == "int8" and all_reduce is None and num_replicas > 1:
         raise ConfigError(
-            "cluster.transfer_dtype (int8): is for tf2dist's own all-reduce, which is not used between these workers "
-            "(their logs say why); give bfloat16"
+            "cluster.transfer_dtype (int8): is for tf2dist's own all-reduce, between workers on CPUs that can connect "
+            "to each other, and these have GPUs or cannot connect; give bfloat16"
         )
 
 
