@@ -1,6 +1,5 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,11 @@ from tf2dist.launch import start
 
 X = np.arange(120.0).reshape(40, 3)
 Y = X.sum(1)
-ON_X86 = True if platform.machine() == "x86_64" else None
 
 
 def model(**compiled: Any) -> keras.Model:
     made = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     made.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
-    return made
-
-
-def of_layers(*units: int) -> keras.Model:
-    made = keras.Sequential([keras.Input([3]), *(keras.layers.Dense(each) for each in (*units, 1))])
-    made.compile("sgd", "mse")
     return made
 
 
@@ -279,12 +271,6 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
     ),
     "jit_compile": ({"model": lambda: model(jit_compile=True)}, lambda config, _: config.devices.xla),
     "no jit_compile": ({}, lambda config, _: not config.devices.xla),
-    "large layers": ({"model": lambda: of_layers(512, 512)}, lambda config, _: config.devices.onednn is ON_X86),
-    "small layers": ({"model": lambda: of_layers(512, 511)}, lambda config, _: config.devices.onednn is None),
-    "devices.onednn": (
-        {"model": lambda: of_layers(512, 512), "options": ["devices.onednn=false"]},
-        lambda config, _: config.devices.onednn is False,
-    ),
     "name": ({"model": lambda: model()}, lambda config, job: job["name"] == config.model["name"] == "lambda"),
 }
 
@@ -293,7 +279,6 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
 def test_each_argument_reaches_the_run(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments, holds = PARAMETERS[what]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     config, job = given_to_the_run(monkeypatch, **arguments)
     assert holds(config, job)
     assert keras.config.floatx() == config.keras.floatx

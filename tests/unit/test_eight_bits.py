@@ -54,7 +54,7 @@ def test_blocks_have_scales_of_their_own() -> None:
 
 
 def test_what_is_much_smaller_than_a_step_is_right_on_average() -> None:
-    """An hundredth of a step arrives as a whole step in one of a hundred cases."""
+    """A hundredth of a step arrives as a whole step in one of a hundred cases."""
     small = 0.01 * STEP
     array = np.full([4_000, SIZE], small, np.float32)
     array[:, 0] = 1.0
