@@ -150,8 +150,11 @@ class Table:
     def _large(self) -> Iterator[Comparison]:
         """Where what counts is how often the parameters are copied, and no longer what a call costs."""
         for model, target in zip(LARGE, (1.5, 1.3, 1.3), strict=True):
-            ours, old = self._ours("async", model), self._peer("old", "async", model)
-            contenders = {"tf2dist": ours, "old program": old}
+            contenders = {
+                "tf2dist": self._ours("async", model),
+                "old program": self._peer("old", "async", model),
+                "old, oneDNN": self._peer("old, oneDNN", "async", model),  # which large models of ours have by default
+            }
             yield Comparison(f"large async {model}", "steps/s", contenders, ("tf2dist", "old program"), target)
         for num_workers, model in itertools.product((2, 3), LARGE):
             ours = self._ours("sync", model, num_workers=num_workers)

@@ -15,13 +15,16 @@ from pathlib import Path
 
 from tests.bench.workload import Workload
 from tf2dist.cluster.reachability import why_unreachable
+from tf2dist.launch.environment import ONEDNN
 from tf2dist.linux import unused_ports
 
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_FAIL_FAST": "use_caller", "NO_GCE_CHECK": "true"}
 TIMEOUT_SECS = 300.0
 START_TIMEOUT_SECS = 60.0
 MODULES = {
     "old": "old_program",
     "old, our threads": "old_program",
+    "old, oneDNN": "old_program",
     "plain": "plain_port",
     "torch": "torch_ddp",
     "keras_fit": "one_process",
@@ -91,6 +94,7 @@ def _wait_for(addresses: list[str]) -> None:
 
 def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[str]:
     module = f"tests.bench.{MODULES.get(contender, 'one_process')}"
+    more = {ONEDNN: "1"} if contender == "old, oneDNN" else {}
     with open(logs / f"{workload.job}-{workload.index}.log", "w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", module, workload.to_argument(), contender],
@@ -98,7 +102,7 @@ def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[s
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_FAIL_FAST": "use_caller", "NO_GCE_CHECK": "true"},
+            env={**os.environ, **QUIET, **more},
         )
 
 
