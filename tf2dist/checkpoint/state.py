@@ -69,14 +69,25 @@ def _slots(
     """
     left = {id(slot): slot for slot in optimizer.variables if slot.name not in COUNTERS}
     owners = trained_variables(optimizer)
-    # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
-    for attribute, values in vars(optimizer).items():
-        if isinstance(values, list) and len(values) == len(owners) and all(id(value) in left for value in values):
-            for owner, slot in zip(owners, values, strict=True):
-                yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
+    for attribute, slots in slots_of(optimizer).items():
+        for owner, slot in zip(owners, slots, strict=True):
+            yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
     for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
         # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps anew.
         yield f"{number}/{re.sub(UNNAMED, 'variable', slot.name)}", slot, None
+
+
+def slots_of(optimizer: keras.Optimizer) -> dict[str, list[keras.Variable]]:
+    """The lists, by the names of their attributes, in which an optimizer has a variable for each that it trains."""
+    left = {id(slot) for slot in optimizer.variables if slot.name not in COUNTERS}
+    number = len(trained_variables(optimizer))
+    found = {}
+    # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
+    for attribute, values in vars(optimizer).items():
+        if isinstance(values, list) and len(values) == number and all(id(value) in left for value in values):
+            found[attribute] = values
+            left -= {id(value) for value in values}
+    return found
 
 
 def values(named: Named) -> dict[str, np.ndarray]:

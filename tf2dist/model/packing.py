@@ -1,15 +1,21 @@
 """Many tensors as few: a transfer costs a call for each tensor, and packing it copies it at either end."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import keras
 import tensorflow as tf
 
 from tf2dist.model import eight_bits
 
 # Two copies of so many bytes take about as long as a call, a few tenths of a millisecond.
 LARGE_BYTES = 1 << 20
+
+
+class Shaped(Protocol):
+    """What a tensor is packed like: a Keras variable, or another thing with a shape and a type."""
+
+    shape: Any
+    dtype: Any
 
 
 class Rounded:
@@ -79,7 +85,7 @@ def transfers_of(name: str) -> Transfers:
 class Packing:
     """Packs tensors with the shapes of some variables into one float32 vector."""
 
-    def __init__(self, variables: list[keras.Variable]) -> None:
+    def __init__(self, variables: Sequence[Shaped]) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
         self._dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
         self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
@@ -147,8 +153,8 @@ class Buckets:
 
     def __init__(
         self,
-        gradients: Sequence[keras.Variable],
-        others: Sequence[keras.Variable],
+        gradients: Sequence[Shaped],
+        others: Sequence[Shaped],
         num_more: int,
         dtype: tf.DType | None = None,
         transfers: Transfers = NOT_NARROWED,

@@ -10,6 +10,7 @@ from tf2dist.process.tf_internals.of_keras import (
     config_of,
     count_updates_in,
     fix_learning_rate,
+    follow_learning_rate,
     fresh_names,
     layers_of,
     learning_rate_of,
@@ -32,8 +33,8 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     use_coordination_service,
     wait_at_barrier,
 )
-from tf2dist.process.tf_internals.partitioned import PartitionedVariable
 from tf2dist.process.tf_internals.probes import missing
+from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
 
 __all__ = [
     "PartitionedVariable",
@@ -42,10 +43,12 @@ __all__ = [
     "config_of",
     "count_updates_in",
     "fix_learning_rate",
+    "follow_learning_rate",
     "fresh_names",
     "keep_threads_from_spinning",
     "layers_of",
     "learning_rate_of",
+    "let_lie_in",
     "loss_tracker_of",
     "losses_of",
     "mask_of",

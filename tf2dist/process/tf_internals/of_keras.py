@@ -92,6 +92,12 @@ def scale_learning_rate(optimizer: keras.Optimizer, factor: Callable[[], Any]) -
     optimizer._get_current_learning_rate = scaled
 
 
+def follow_learning_rate(optimizer: keras.Optimizer, leader: keras.Optimizer) -> None:
+    """Makes an optimizer use the learning rate of another one, whatever that may be."""
+    attribute(keras, optimizer, "_get_current_learning_rate", Callable)
+    optimizer._get_current_learning_rate = attribute(keras, leader, "_get_current_learning_rate", Callable)
+
+
 def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> list[int]:
     """The indices of those variables to which an optimizer would not apply its weight decay."""
     # `exclude_from_weight_decay` is no part of the configuration: neither copies nor saved models would know it.

@@ -14,6 +14,7 @@ from tf2dist.process.tf_internals.of_keras import (
     build_metrics,
     count_updates_in,
     fix_learning_rate,
+    follow_learning_rate,
     fresh_names,
     loss_tracker_of,
     losses_of,
@@ -35,7 +36,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     this_context,
     use_coordination_service,
 )
-from tf2dist.process.tf_internals.partitioned import PartitionedVariable
+from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
 
 
 def missing() -> list[str]:
@@ -137,6 +138,21 @@ def _parts_are_taken() -> bool:
     return variable.value is value and undecayed(optimizer, [variable]) == [0]
 
 
+def _views_are_taken() -> bool:
+    variable, vector = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0, 0.0])
+    let_lie_in(vector, [variable])
+    variable.assign([3.0, 4.0])
+    return [*vector.numpy(), *(variable + 1.0).numpy()] == [3.0, 4.0, 0.0, 4.0, 5.0]
+
+
+def _rate_is_followed() -> bool:
+    optimizer, leader, weight = keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.25), keras.Variable(0.0)
+    optimizer.build([weight])
+    follow_learning_rate(optimizer, leader)
+    optimizer.apply([tf.constant(-1.0)], [weight])
+    return float(weight.numpy()) == 0.25
+
+
 def _seeds_are_found() -> bool:
     model = keras.Sequential([keras.Input([1]), keras.Sequential([keras.layers.Dropout(0.5)])])
     return [id(seed) for seed in seeds_of(model)] == [id(variable) for variable in model.variables]
@@ -182,8 +198,10 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._iterations"): _updates_are_counted,
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
+    (keras, "Optimizer._get_current_learning_rate of another"): _rate_is_followed,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
     (keras, "Variable._initialize"): _parts_are_taken,
+    (keras, "Variable._value"): _views_are_taken,
     (keras, "Layer._seed_generators"): _seeds_are_found,
     (keras, "Trainer._symbolic_build"): _metrics_are_built,
     (keras, "CompileLoss._flat_losses"): _losses_are_found,

@@ -9,7 +9,7 @@ the time of a step and divides that of tracing.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import keras
@@ -19,11 +19,18 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_parts
 from tf2dist.model.packing import NOT_NARROWED, Transfers
-from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
+from tf2dist.process.tf_internals import (
+    as_one_node,
+    count_updates_in,
+    fix_learning_rate,
+    follow_learning_rate,
+    undecayed,
+)
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
 from tf2dist.training.asynchronous.carriers import ByMessage
 from tf2dist.training.asynchronous.counters import Counters, Counts
+from tf2dist.training.asynchronous.storage import Cell, Kinds, Vector, adopt_slots, cells_of
 from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
@@ -109,6 +116,7 @@ class ParameterServer:
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
+            self._make_optimizer = make_optimizer
             self.optimizer = make_optimizer()
             check_clipping(name, self.optimizer)
             check_parts(name, self.optimizer, trainable)
@@ -125,9 +133,7 @@ class ParameterServer:
             self._algorithm.prepare(self.optimizer)
         self._carrier = carrier or ByMessage()
         self.pulls = self._carrier.way(self.pull_layout.specs)
-        self.pull = self.on_device(self._pull, *self._carrier.ticket_specs)
-        is_same = self.exact_layout is self.pull_layout and not self._carrier.ticket_specs
-        self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
+        self._lay_down({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
 
@@ -143,16 +149,55 @@ class ParameterServer:
         Args:
             decays: see `recurrence`, by id of the variable; what is not there stays as it is.
         """
-        self._push_layout = self.push_layout(decays)
-        changing = self._push_layout.variables[len(self.trainable) :]
-        self._state_updates = [(state_update(v.value, decays[id(v)]), decays[id(v)]) for v in changing]
+        self._lay_down(self._kinds(decays))
+        trained = {id(variable) for variable in self.trainable}
+        self._trained = [cell for cell in self.stored if id(cell.members[0]) in trained]
+        self._updates = list(self._updates_of(self._trained))
+        changing = [(cell, decays[first]) for cell in self.stored if (first := id(cell.members[0])) in decays]
+        self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
+        pulled = self._trained if self._algorithm.needs_pulled_values else []
+        state, added = [cell for cell, _ in changing], self.counters.added
+        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
         self.pushes = self._carrier.way(self._push_layout.specs)
-        signature = (
-            self.pushes.specs,
-            tf.TensorSpec([self.counters.added, 1], tf.int64),
-            tf.TensorSpec([], tf.int64),
-        )
-        self._trace(*signature)
+        self._trace(self.pushes.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
+
+    def _kinds(self, decays: dict[int, float]) -> Kinds:
+        """The variables that may lie in vectors, and which of them are updated alike."""
+        kinds: dict[int, Hashable] = {id(v): ("state", decays[id(v)]) for v in self.state if id(v) in decays}
+        # A norm is that of one variable, and a decay may leave some of them out.
+        is_by_element = not self.optimizer.clipnorm and not undecayed(self.optimizer, self.trainable)
+        if self._lock is None and is_by_element:
+            kinds |= {id(v): "trained" for v in self.trainable if not v.overwrite_with_gradient}
+        return kinds
+
+    def _lay_down(self, kinds: Kinds) -> None:
+        """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
+        with tf.device(self.device):
+            self.stored = cells_of(self.variables, kinds)
+        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers)
+        self._stored_exactly = PullLayout(self.stored) if self._transfers.values else self.stored_layout
+        self.pull = self.on_device_later(self._pull, *self._carrier.ticket_specs)
+        is_same = self._stored_exactly is self.stored_layout and not self._carrier.ticket_specs
+        self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
+
+    def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:
+        """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
+        views."""
+        vectors: list[Cell] = [cell for cell in trained if isinstance(cell, Vector)]
+        if alone := [cell for cell in trained if cell not in vectors]:
+            yield self.optimizer, alone
+        if not vectors:
+            return
+        with tf.device(self.device):
+            own = self._make_optimizer()
+            for setting in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
+                setattr(own, setting, getattr(self.optimizer, setting))
+            count_updates_in(own, self._number)
+            own.build([vector.variable for vector in vectors])
+            make_atomic(own)
+        follow_learning_rate(own, self.optimizer)
+        adopt_slots(vectors, own, self.optimizer)
+        yield own, vectors
 
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
@@ -182,16 +227,16 @@ class ParameterServer:
     def _pull(self, *ticket: tf.Tensor) -> Parcel:
         """All variables, and the updates applied so far, as they travel."""
         values, applied = self._read()
-        return self.pulls.put(self.pull_layout.pack(values, applied, *self._others(applied)), list(ticket))
+        return self.pulls.put(self.stored_layout.pack(values, applied, *self._others(applied)), list(ticket))
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
-        return self.exact_layout.pack(*self._read())
+        return self._stored_exactly.pack(*self._read())
 
     def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            return [v.value.read_value() for v in self.variables], applied
+            return [cell.read() for cell in self.stored], applied
 
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
         """What is pulled beside the variables; other algorithms override this."""
@@ -235,15 +280,17 @@ class ParameterServer:
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
-        gradients, terms = changes[: len(self.trainable)], changes[len(self.trainable) :]
+        gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
         self._number.set_current(number + self._earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        gradients = self._algorithm.gradients(gradients, pulled, self.trainable)
+        gradients = self._algorithm.gradients(gradients, pulled, [cell.variable for cell in self._trained])
+        gradient_of = dict(zip(self._trained, gradients, strict=True))
         with self._algorithm.update(staleness):
-            self.optimizer.apply(gradients, self.trainable)
-        for (update, decay), term in zip(self._state_updates, terms, strict=True):
-            update(term, self._factor(decay, term.dtype, added))
+            for optimizer, cells in self._updates:
+                optimizer.apply([cell.fitting(gradient_of[cell]) for cell in cells], [cell.variable for cell in cells])
+        for (cell, update, decay), term in zip(self._state_updates, terms, strict=True):
+            update(cell.fitting(term), self._factor(decay, term.dtype, added))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
-from tf2dist.model.packing import NOT_NARROWED, Buckets, Transfers
+from tf2dist.model.packing import NOT_NARROWED, Buckets, Shaped, Transfers
 from tf2dist.training.asynchronous.counters import ONES
 
 Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
@@ -83,7 +82,7 @@ class PullLayout:
         transfers: see `Buckets`.
     """
 
-    def __init__(self, variables: list[keras.Variable], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
+    def __init__(self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
         self._buckets, self._others = Buckets([], variables, COUNT + sum(others), transfers=transfers), others
         self.specs = self._buckets.specs
 
@@ -117,10 +116,10 @@ class PushLayout:
 
     def __init__(
         self,
-        trainable: Sequence[keras.Variable],
+        trainable: Sequence[Shaped],
         added: int,
-        state: Sequence[keras.Variable] = (),
-        pulled: Sequence[keras.Variable] = (),
+        state: Sequence[Shaped] = (),
+        pulled: Sequence[Shaped] = (),
         transfers: Transfers = NOT_NARROWED,
     ) -> None:
         self.variables, self.pulled, self._added = [*trainable, *state], list(pulled), added

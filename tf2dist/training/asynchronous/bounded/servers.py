@@ -41,7 +41,6 @@ class GatedServer(UngatedServer):
         super().__init__(*arguments)
         with tf.device(self.device):
             self._clocks = clocks = Clocks(self.counters, num_workers, bound)
-        self.begin = self.on_device(self._begin, INDEX)
         self.open, self.close = self.on_device(clocks.open), self.on_device(clocks.close)
         self.wake, self.retire = self.on_device(clocks.wake), self.on_device(clocks.retire, INDEX)
         self.clock_state = self.on_device(clocks.state)
@@ -51,6 +50,7 @@ class GatedServer(UngatedServer):
         self._clocks.restore(counts.steps)
 
     def _trace(self, *signature: Any) -> None:
+        self.begin = self.on_device(self._begin, INDEX)
         self.push = self.on_device(self._push_and_move, *signature, INDEX)
         self.exchange = self.on_device_later(self._exchange_at_gate, *signature, INDEX)
 
@@ -60,7 +60,7 @@ class GatedServer(UngatedServer):
             applied = self.counters.applied()
             count = PackedCount.of(tf.where(may_go_on, applied, GIVE_UP))
         with tf.control_dependencies([count.bits]):
-            return self.pull_layout.pack([v.value.read_value() for v in self.variables], count)
+            return self.stored_layout.pack([cell.read() for cell in self.stored], count)
 
     def _push_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([self._admit(self.pushes.take(pushed)[0], indices, limit)]):

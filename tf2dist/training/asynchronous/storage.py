@@ -1,0 +1,115 @@
+"""How the variables of a model lie on a ps: small ones that are updated alike follow each other in one vector.
+
+Of a model with hundreds of small variables each would take a ps several operations in every step, and every call of a
+worker would name them all. A vector is read by one operation and updated by one. The variables of the model, and what
+an optimizer keeps for each of them, are views of vectors then, and are read and assigned as before.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tf2dist.checkpoint.state import slots_of
+from tf2dist.model.packing import LARGE_BYTES
+from tf2dist.process.parts import Part
+from tf2dist.process.placement import PACKET
+from tf2dist.process.tf_internals import let_lie_in, trained_variables
+
+Kinds = Mapping[int, Hashable]  # by id of the variable; those of one kind are updated alike, others lie alone
+
+
+class Cell:
+    """Where a variable lies.
+
+    Attributes:
+        members: the variables of the model that lie there: this one.
+        variable: in which it lies: itself.
+        shape, dtype: of what is read and of changes.
+    """
+
+    def __init__(self, members: Sequence[keras.Variable], variable: keras.Variable) -> None:
+        self.members, self.variable = list(members), variable
+        self.shape, self.dtype = tf.TensorShape(variable.shape), variable.dtype
+
+    def read(self) -> tf.Tensor:
+        """In a graph of the ps: the value."""
+        return self.variable.value.read_value()
+
+    def fitting(self, change: tf.Tensor) -> tf.Tensor:
+        """In a graph of the ps: a change of the shape `shape` as one of `variable`."""
+        return change
+
+
+class Vector(Cell):
+    """Where several variables lie, all of them float32; as `Cell`, of which this has the names.
+
+    The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
+    packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
+    gives the same wherever a variable lies.
+    """
+
+    def __init__(self, members: Sequence[keras.Variable]) -> None:
+        self._size = sum(variable.shape.num_elements() for variable in members)
+        self._missing = -self._size % PACKET
+        flat = [tf.reshape(variable.value.read_value(), [-1]) for variable in members]
+        value = tf.concat([*flat, tf.zeros([self._missing])], 0)
+        vector = keras.Variable(lambda shape, dtype: value, value.shape, "float32", name="vector")
+        super().__init__(members, vector)
+        self.shape = tf.TensorShape([self._size])
+        let_lie_in(vector, members)
+
+    def read(self) -> tf.Tensor:
+        whole = super().read()
+        return whole[: self._size] if self._missing else whole
+
+    def fitting(self, change: tf.Tensor) -> tf.Tensor:
+        return tf.pad(change, [[0, self._missing]]) if self._missing else change
+
+
+def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
+    """Lays variables down, on the device under which it is called.
+
+    In the result small variables are in the order of `variables`, whether alone or as members, and so are large ones.
+    """
+    small = [variable for variable in variables if not _is_large(variable)]
+    cells: list[Cell] = []
+    for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
+        if kind is None:
+            cells += [Cell([one], one) for one in run]
+        else:
+            cells += [Vector(members) for members in _small_runs(run)]
+    return [*cells, *(Cell([one], one) for one in variables if _is_large(one))]
+
+
+def adopt_slots(vectors: Sequence[Cell], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
+    """Turns what an optimizer keeps for members of vectors into views of what another one keeps for the vectors."""
+    place = {id(variable): number for number, variable in enumerate(trained_variables(of_members))}
+    slots = slots_of(own)
+    for attribute, of_variables in slots_of(of_members).items():
+        for vector, of_vector in zip(vectors, slots[attribute], strict=True):
+            let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members])
+
+
+def _is_large(variable: keras.Variable) -> bool:
+    return bool(variable.shape.num_elements() * tf.as_dtype(variable.dtype).size >= LARGE_BYTES)
+
+
+def _may_be_member(variable: keras.Variable) -> bool:
+    return variable.dtype == "float32" and isinstance(variable.value, tf.Variable) and not isinstance(variable, Part)
+
+
+def _small_runs(variables: Iterator[keras.Variable]) -> Iterator[list[keras.Variable]]:
+    """The variables in runs that are small themselves, for what is large travels alone."""
+    run: list[keras.Variable] = []
+    size = 0
+    for variable in variables:
+        more = 4 * variable.shape.num_elements()
+        if run and size + more >= LARGE_BYTES:
+            yield run
+            run, size = [], 0
+        run.append(variable)
+        size += more
+    if run:
+        yield run
