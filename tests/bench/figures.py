@@ -81,10 +81,11 @@ def secs_of_one_step(mode: str) -> float:
     return one_step(mode).wall_secs
 
 
-def deep_run(mode: str, model: str, num_workers: int, steps: int) -> OurRun:
+def deep_run(mode: str, model: str, num_workers: int, steps: int, *more_plugins: str) -> OurRun:
     """A run with a model of `deep_models`."""
+    plugins = ",".join([DEEP_MODELS, *more_plugins])
     batch = f"train.batch_size_per_worker={DEEP_BATCH_SIZE}"
-    overrides = [f"mode={mode}", f"model={model}", f"plugins=[{DEEP_MODELS}]", "optimizer=sgd", batch]
+    overrides = [f"mode={mode}", f"model={model}", f"plugins=[{plugins}]", "optimizer=sgd", batch]
     return our_run(*cluster_of(num_workers), *overrides, f"train.steps={steps}")
 
 
@@ -102,7 +103,9 @@ def deep_rate(mode: str, model: str, num_workers: int, steps: int) -> float:
 
 def deep_longest_stall(model: str, num_workers: int, steps: int) -> float:
     """The longest time in seconds between two looks at which an asynchronous run had made progress."""
-    times = [record["time"] for record in deep_run("async", model, num_workers, steps).records if "loss" in record]
+    os.environ["TF2DIST_BENCH"] = "watched"
+    records = deep_run("async", model, num_workers, steps, PLUGINS).records
+    times = [record["time"] for record in records if "loss" in record]
     return float(max(later - earlier for earlier, later in itertools.pairwise(times)))
 
 

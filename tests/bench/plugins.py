@@ -1,6 +1,6 @@
 """Changes to tf2dist that some comparisons need; named in `plugins=[...]`, so every task applies them.
 
-TF2DIST_BENCH names them: "unmeasured", "sleep".
+TF2DIST_BENCH names them: "unmeasured", "sleep", "watched".
 """
 
 import os
@@ -12,6 +12,7 @@ from tensorflow.python.data.experimental.ops import testing
 
 from tests.bench.figures import SLEEP_SECS
 from tf2dist.data import pipeline
+from tf2dist.training import report
 from tf2dist.training.asynchronous.counters import Counters
 
 wanted = os.environ["TF2DIST_BENCH"]
@@ -36,5 +37,7 @@ if wanted == "unmeasured":
 elif wanted == "sleep":
     taken = pipeline._taken
     pipeline._taken = sleeping
+elif wanted == "watched":
+    report.WRITE_EVERY_SECS = 0.0  # every look of the coordinator becomes a record
 else:
-    raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured or sleep")
+    raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured, sleep or watched")

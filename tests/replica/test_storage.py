@@ -13,6 +13,7 @@ from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.model import models
 from tf2dist.model.packing import LARGE_BYTES
+from tf2dist.process.parts import joined, parts_of
 from tf2dist.training.asynchronous.counters import ONES
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.storage import Cell, Vector, cells_of
@@ -56,11 +57,11 @@ def gradients(variables: list[keras.Variable], step: int) -> list[tf.Tensor]:
     ]
 
 
-def push(server: ParameterServer, step: int) -> None:
+def push(server: ParameterServer, step: int, changes: list[Any] | None = None) -> None:
     layout, applied = server.push_layout({}), PackedCount.of(tf.constant(float(step), tf.float64))
     sums = tf.zeros([server.counters.added - len(ONES)])
     indices = server.counters.indices(tf.constant(0, tf.int64))
-    parcel = layout.pack(gradients(server.trainable, step), applied, sums)
+    parcel = layout.pack(changes or gradients(server.trainable, step), applied, sums)
     assert server.push(parcel, indices, tf.constant(100, tf.int64))
 
 
@@ -94,6 +95,26 @@ def test_an_update_is_the_same_wherever_a_variable_lies(kernel: str) -> None:
     together, others = (values(trained(names, KERNELS[kernel])) for names in ("abcde", "ebd"))
     for name, array in others.items():
         np.testing.assert_array_equal(together[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["d", "large"])
+def test_an_update_of_a_variable_that_is_cut_is_that_of_the_whole(kernel: str, name: str) -> None:
+    """To the last bit, and the whole is read and assigned as before."""
+    shape = (33, 2) if name == "d" else (131_099, 2)  # small and large, with a length that no packet divides
+    rows = 16
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    whole, cut_one = keras.Variable(value), joined([keras.Variable(value[:rows]), keras.Variable(value[rows:])])
+    for variables in ([whole], parts_of(cut_one)):
+        server = server_of(variables, KERNELS[kernel])
+        server.trace_push({})
+        assert isinstance(server.stored[0], Vector) == (name == "d")
+        for step in range(3):
+            gradient = np.random.default_rng(step).normal(size=shape).astype(np.float32)
+            push(server, step, [gradient] if len(variables) == 1 else [gradient[:rows], gradient[rows:]])
+    np.testing.assert_array_equal(cut_one.numpy(), whole.numpy())
+    cut_one.assign(value)
+    np.testing.assert_array_equal(np.concatenate([part.numpy() for part in parts_of(cut_one)]), value)
 
 
 def test_the_learning_rate_of_vectors_can_be_changed() -> None:

@@ -22,6 +22,7 @@ class Part(keras.Variable):
 
     Attributes:
         number: among the parts of the variable.
+        value_of_whole: the value of the variable that is cut.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Part(keras.Variable):
         with _over(value):
             super().__init__(_unused, value.shape, value.dtype, trainable=whole.trainable, name=whole.name)
         self.number, self._path_of_whole = number, whole.path
+        self.value_of_whole: PartitionedVariable = whole.value
         self.constraint = whole.constraint
 
     @property

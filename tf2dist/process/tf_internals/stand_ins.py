@@ -30,6 +30,10 @@ class StandIn:
     def read_value(self) -> tf.Tensor:
         raise NotImplementedError
 
+    def assign(self, value: Any) -> "StandIn":
+        """Sets the value from an array or a tensor."""
+        raise NotImplementedError
+
     def numpy(self) -> np.ndarray:
         return np.asarray(self.read_value())
 
@@ -62,7 +66,7 @@ class PartitionedVariable(StandIn):
 
     device = ""
 
-    def __init__(self, parts: Sequence[tf.Variable]) -> None:
+    def __init__(self, parts: Sequence[tf.Variable | StandIn]) -> None:
         self.parts = list(parts)
         self.variables: list[keras.Variable] | None = None
         self.sizes = [int(part.shape[0]) for part in self.parts]
@@ -74,10 +78,7 @@ class PartitionedVariable(StandIn):
 
     @property
     def _distribute_strategy(self) -> tf.distribute.Strategy | None:
-        found: tf.distribute.Strategy | None = attribute(
-            tf, self.parts[0], "_distribute_strategy", tf.distribute.Strategy | None
-        )
-        return found
+        return _strategy_of(self.parts[0])
 
     def read_value(self) -> tf.Tensor:
         return tf.concat([part.read_value() for part in self.parts], 0)
@@ -90,7 +91,7 @@ class PartitionedVariable(StandIn):
         return found
 
     def assign(self, value: Any) -> "PartitionedVariable":
-        """Sets the value from an array or a tensor; each ps gets its part alone."""
+        # Each ps gets its part alone.
         for part, rows in zip(self.parts, self._rows(), strict=True):
             part.assign(value[rows])
         return self
@@ -119,10 +120,20 @@ class View(StandIn):
     def read_value(self) -> tf.Tensor:
         return tf.reshape(self._vector.read_value()[self._places], self.shape)
 
+    @property
+    def _distribute_strategy(self) -> tf.distribute.Strategy | None:
+        return _strategy_of(self._vector)
+
     def assign(self, value: Any) -> "View":
-        """Sets the value from an array or a tensor."""
         self._vector[self._places].assign(tf.reshape(tf.cast(value, self.dtype), [-1]))
         return self
+
+
+def _strategy_of(variable: tf.Variable | View) -> tf.distribute.Strategy | None:
+    found: tf.distribute.Strategy | None = attribute(
+        tf, variable, "_distribute_strategy", tf.distribute.Strategy | None
+    )
+    return found
 
 
 def let_lie_in(vector: keras.Variable, variables: Sequence[keras.Variable]) -> None:

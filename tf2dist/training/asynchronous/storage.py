@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import slots_of
-from tf2dist.model.packing import LARGE_BYTES
+from tf2dist.model.packing import LARGE_BYTES, Shaped
 from tf2dist.process.parts import Part
 from tf2dist.process.placement import PACKET
 from tf2dist.process.tf_internals import let_lie_in, trained_variables
@@ -59,6 +59,9 @@ class Vector(Cell):
         super().__init__(members, vector)
         self.shape = tf.TensorShape([self._size])
         let_lie_in(vector, members)
+        for member in members:
+            if isinstance(member, Part):
+                member.value_of_whole.parts[member.number] = member.value
 
     def read(self) -> tf.Tensor:
         whole = super().read()
@@ -92,12 +95,14 @@ def adopt_slots(vectors: Sequence[Cell], own: keras.Optimizer, of_members: keras
             let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members])
 
 
-def _is_large(variable: keras.Variable) -> bool:
+def _is_large(variable: Shaped) -> bool:
     return bool(variable.shape.num_elements() * tf.as_dtype(variable.dtype).size >= LARGE_BYTES)
 
 
 def _may_be_member(variable: keras.Variable) -> bool:
-    return variable.dtype == "float32" and isinstance(variable.value, tf.Variable) and not isinstance(variable, Part)
+    # Of a large variable that is cut, the parts lie alone as the whole would: what is left at its end, too.
+    whole = variable.value_of_whole if isinstance(variable, Part) else variable
+    return variable.dtype == "float32" and not _is_large(whole)
 
 
 def _small_runs(variables: Iterator[keras.Variable]) -> Iterator[list[keras.Variable]]:
