@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -81,12 +82,16 @@ def secs_of_one_step(mode: str) -> float:
     return one_step(mode).wall_secs
 
 
-def deep_run(mode: str, model: str, num_workers: int, steps: int, *more_plugins: str) -> OurRun:
-    """A run with a model of `deep_models`."""
+def deep_options(mode: str, model: str, *more_plugins: str) -> list[str]:
+    """Our options for a model of `deep_models`."""
     plugins = ",".join([DEEP_MODELS, *more_plugins])
     batch = f"train.batch_size_per_worker={DEEP_BATCH_SIZE}"
-    overrides = [f"mode={mode}", f"model={model}", f"plugins=[{plugins}]", "optimizer=sgd", batch]
-    return our_run(*cluster_of(num_workers), *overrides, f"train.steps={steps}")
+    return [f"mode={mode}", f"model={model}", f"plugins=[{plugins}]", "optimizer=sgd", batch]
+
+
+def deep_run(mode: str, model: str, num_workers: int, steps: int) -> OurRun:
+    """A run with a model of `deep_models`."""
+    return our_run(*cluster_of(num_workers), *deep_options(mode, model), f"train.steps={steps}")
 
 
 def deep_first_step_secs(mode: str, model: str, num_workers: int) -> float:
@@ -102,11 +107,20 @@ def deep_rate(mode: str, model: str, num_workers: int, steps: int) -> float:
 
 
 def deep_longest_stall(model: str, num_workers: int, steps: int) -> float:
-    """The longest time in seconds between two looks at which an asynchronous run had made progress."""
+    """The most seconds that a long asynchronous run loses between two looks, in its first steps.
+
+    In these its calls are made longer. The coordinator does not look while it traces a function, so the steps between
+    two looks are subtracted, each with the time that it usually takes.
+    """
+    options = [*cluster_of(num_workers), *deep_options("async", model, PLUGINS), "train.steps=1000000"]
     os.environ["TF2DIST_BENCH"] = "watched"
-    records = deep_run("async", model, num_workers, steps, PLUGINS).records
-    times = [record["time"] for record in records if "loss" in record]
-    return float(max(later - earlier for earlier, later in itertools.pairwise(times)))
+    with our_process(*options) as (_, run_dir):
+        wait_for_step(run_dir, steps)
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    pairs = itertools.pairwise((record["time"], record["step"]) for record in records if "loss" in record)
+    gaps = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairs]
+    usual = statistics.median(secs / done for secs, done in gaps)
+    return float(max(secs - done * usual for secs, done in gaps))
 
 
 def keras_first_step_secs(model: str, arrays: str) -> float:

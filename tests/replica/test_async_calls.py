@@ -29,7 +29,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
     loop = async_loop(run_config())
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
-    nodes = {node.name: node for node in loop._scheduler._function.graph.as_graph_def().node}
+    nodes = {node.name: node for node in loop._scheduler.calls.function.graph.as_graph_def().node}
     steps = [node for node in nodes.values() if node.op == "PartitionedCall"]
     assert len(steps) == 10
     for step in steps:
@@ -131,7 +131,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler._function, args=(*loop._scheduler._source, tf.constant(300, tf.int64))
+                loop._scheduler.calls.function, args=(*loop._scheduler.calls.source, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:
@@ -276,6 +276,6 @@ def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
     for xla in (False, True):
         config.devices.xla = xla
         loop = async_loop(config)
-        assert ("_XlaMustCompile" in str(loop._scheduler._function.graph.as_graph_def())) == xla
+        assert ("_XlaMustCompile" in str(loop._scheduler.calls.function.graph.as_graph_def())) == xla
         loop.train(10)
         assert_exact(loop, 10)

@@ -22,7 +22,7 @@ MakeLoop = Callable[..., Any]
 
 def calls_of(loop: Any) -> list[str]:
     """What a call of a worker asks the ps for, in this order, without what is only read for the log."""
-    graph = loop._scheduler._function.graph
+    graph = loop._scheduler.calls.function.graph
     names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
     kinds = ("pull", "push", "exchange")
     return [kind for name in names for kind in kinds if name.startswith(f"__inference__{kind}_")]

@@ -61,7 +61,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[RunConfig], None]]:
 
 def calls_of(loop: Any) -> list[str]:
     """The nodes that sleep in the graph of a call."""
-    nodes = loop._scheduler._function.graph.as_graph_def().node
+    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
     return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN]
 
 

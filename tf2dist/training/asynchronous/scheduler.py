@@ -1,7 +1,10 @@
 """The calls that the coordinator gives to the workers: how many are in flight, and how many steps each has."""
 
+import contextlib
 import math
+import threading
 import time
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -15,12 +18,26 @@ POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 TRACED_SHARE = 0.05  # each step of a long function takes about this share of the time to trace one of a single step
 
 
+class Calls(NamedTuple):
+    """Calls of one length.
+
+    Attributes:
+        num_steps: of each.
+        function: what they execute.
+        source: its input.
+    """
+
+    num_steps: int
+    function: Any
+    source: tuple[Any, ...]
+
+
 class Scheduler:
     """Keeps a few calls in flight for each worker.
 
     Attributes:
-        num_steps: the steps of a call.
-        is_sized: whether `num_steps` is final; until then calls of one step are timed.
+        calls: those that workers get.
+        is_sized: whether it is known how long they should be; until then calls of one step are timed.
         steps_per_sec: the rate of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
@@ -38,15 +55,20 @@ class Scheduler:
     ) -> None:
         self._coordinator, self._graphs = coordinator, graphs
         self._num_workers, self._grace_secs = cluster.num_workers, grace_secs
-        self.num_steps = self._fitting(num_steps or 1)
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
         begun_at = time.monotonic()
-        self._function = graphs.train_function(self.num_steps)
+        self.calls = self._calls_of(self._fitting(num_steps or 1))
         self._trace_secs = time.monotonic() - begun_at
         self._first_call_secs = 0.0  # 0 while it is not known
-        self._source = graphs.feed.source(coordinator, self.num_steps)
+        self._longer: Calls | None = None  # of which one is being executed for the first time
+        self._is_ready = threading.Event()  # when it has been
         self.begin(0)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of a call."""
+        return self.calls.num_steps
 
     def begin(self, until_step: int) -> None:
         """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""
@@ -59,7 +81,7 @@ class Scheduler:
 
         Then each scheduled step has been applied, or was lost with its worker and will never be.
         """
-        self._num_scheduled = 0
+        self._steps_scheduled = 0
         self._applied_before = applied
 
     def all_done(self) -> bool:
@@ -73,16 +95,19 @@ class Scheduler:
             admitted: the updates that a ps has begun to apply.
             missing: the updates that are still to be applied in this training.
         """
+        if self._longer and self._is_ready.is_set():
+            self.calls, self._longer = self._longer, None
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._in_flight(admitted)
         while in_flight < min(missing, self.window()):
-            self._schedule()
+            self._schedule(self.calls)
             in_flight += self.num_steps
 
     def window(self) -> int:
         """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
-        return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
+        steps = 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
+        return steps + (self._longer.num_steps if self._longer else 0)
 
     def secs_to_next_look(self, missing: int) -> float:
         """How long to wait before the counters are read again: less near the end, to notice it soon.
@@ -122,11 +147,15 @@ class Scheduler:
         return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)
 
     def _in_flight(self, admitted: int) -> int:
-        return self._num_scheduled * self.num_steps - (admitted - self._applied_before)
+        return self._steps_scheduled - (admitted - self._applied_before)
 
-    def _schedule(self) -> None:
-        self._coordinator.schedule(self._function, args=(*self._source, self._limit))
-        self._num_scheduled += 1
+    def _calls_of(self, num_steps: int) -> Calls:
+        function = self._graphs.train_function(num_steps)
+        return Calls(num_steps, function, self._graphs.feed.source(self._coordinator, num_steps))
+
+    def _schedule(self, calls: Calls) -> Any:
+        self._steps_scheduled += calls.num_steps
+        return self._coordinator.schedule(calls.function, args=(*calls.source, self._limit))
 
     def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
         """The best number of steps of a call; None until calls have shown how long a step and its graph take."""
@@ -149,10 +178,21 @@ class Scheduler:
         trace_secs = self._graphs.exchange_secs + self._trace_secs * TRACED_SHARE * num_steps
         meanwhile = int(trace_secs * self.steps_per_sec)
         for _ in range(0, min(missing, meanwhile), self.num_steps):
-            self._schedule()
-        function = self._graphs.train_function(num_steps)
-        # The new pipelines begin where the applied updates end, so none may be on its way when they are made.
-        self.finish(request)
-        self.num_steps = num_steps
-        self._function = function
-        self._source = self._graphs.feed.source(self._coordinator, num_steps)
+            self._schedule(self.calls)
+        self._begin_longer(self._calls_of(num_steps), request)
+
+    def _begin_longer(self, longer: Calls, request: PauseRequests) -> None:
+        """Gives one worker a longer call; all get them when it is done, for one of them goes on fast then.
+
+        Each worker prepares the function at its first call, for seconds if the model is deep.
+        """
+        self._longer = longer
+        first = self._schedule(longer)
+
+        def wait() -> None:
+            # An error reaches the coordinator as that of any call.
+            with contextlib.suppress(Exception):
+                first.fetch()
+            self._is_ready.set()
+
+        threading.Thread(target=wait, name="first longer call", daemon=True).start()

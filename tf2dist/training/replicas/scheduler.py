@@ -6,11 +6,12 @@ of the step, and the calls end all together: when the ps stop to take gradients,
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
 from tf2dist.training.asynchronous.calls import quiet_secs, wait_for_calls
-from tf2dist.training.asynchronous.scheduler import MAX_POLL_SECS, POLL_SECS, TRACED_SHARE
+from tf2dist.training.asynchronous.scheduler import MAX_POLL_SECS, POLL_SECS, TRACED_SHARE, Calls
 from tf2dist.training.call_size import CallTimer, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.replicas.step import ReplicasStep
@@ -21,8 +22,8 @@ class Scheduler:
     """Keeps every worker supplied with calls.
 
     Attributes:
-        num_steps: the steps of a call.
-        is_sized: whether `num_steps` is final; until then calls of one step are timed.
+        calls: those that workers get.
+        is_sized: whether it is known how long they should be; until then calls of one step are timed.
         steps_per_sec: the rate of global steps, as the loop has last measured it; 0 while it is not known.
 
     Args:
@@ -40,16 +41,23 @@ class Scheduler:
     ) -> None:
         self._coordinator, self._graphs = coordinator, graphs
         self._num_workers, self._grace_secs = num_workers, grace_secs
-        self.num_steps = num_steps or 1
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
         began_at = time.monotonic()
-        self._function = graphs.train_function(self.num_steps)
+        function = graphs.train_function(num_steps or 1)
         self._trace_secs = time.monotonic() - began_at
         self._first_call_secs = 0.0  # 0 while it is not known
-        self._source = graphs.feed.source(coordinator, self.num_steps)
+        self._use(num_steps or 1, function)
         self._timer = CallTimer()
         self._num_scheduled = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of a call."""
+        return self.calls.num_steps
+
+    def _use(self, num_steps: int, function: Any) -> None:
+        self.calls = Calls(num_steps, function, self._graphs.feed.source(self._coordinator, num_steps))
 
     def begin(self, counts: Counts) -> None:
         """Begins a training; no call may be in flight."""
@@ -120,8 +128,7 @@ class Scheduler:
         function = self._graphs.train_function(num_steps)
 
         def use(counts: Counts) -> None:
-            self.num_steps, self._function = num_steps, function
-            self._source = self._graphs.feed.source(self._coordinator, num_steps)
+            self._use(num_steps, function)
             self._begin_again(counts)
 
         return use
@@ -137,5 +144,5 @@ class Scheduler:
         return quiet_secs(self.steps_per_sec, 1, self._grace_secs)
 
     def _schedule(self) -> None:
-        self._coordinator.schedule(self._function, args=self._source)
+        self._coordinator.schedule(self.calls.function, args=self.calls.source)
         self._num_scheduled += 1

@@ -11,7 +11,7 @@ from tf2dist.cluster.reachability import PROBE_SECS, ask_all, why_unreachable
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait
 from tf2dist.training.asynchronous.bounded.step import BoundedStep
-from tf2dist.training.asynchronous.scheduler import Scheduler
+from tf2dist.training.asynchronous.scheduler import Calls, Scheduler
 from tf2dist.training.loop import PauseRequest, PauseRequests
 
 # The slowest worker has not moved for so long, and another one waits: is it still there?
@@ -59,6 +59,11 @@ class BoundedScheduler(Scheduler):
     def release(self) -> None:
         self._gated.close()
         self._is_open = False
+
+    def _begin_longer(self, longer: Calls, request: PauseRequests) -> None:
+        # All would wait at the gate for the one that prepares it.
+        self.finish(request)
+        self.calls = longer
 
     def _watch(self) -> None:
         """Looks for the slowest worker, if others wait for it and it does not move."""
