@@ -18,6 +18,11 @@ class Shaped(Protocol):
     dtype: Any
 
 
+def is_large(one: Shaped) -> bool:
+    """Whether a tensor like this one travels alone."""
+    return bool(tf.TensorShape(one.shape).num_elements() * tf.as_dtype(one.dtype).size >= LARGE_BYTES)
+
+
 class Rounded:
     """Floats that travel rounded to a narrower type."""
 
@@ -161,7 +166,7 @@ class Buckets:
     ) -> None:
         variables = [*gradients, *others]
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
-        self._is_large = [one.shape.num_elements() * one.dtype.size >= LARGE_BYTES for one in types]
+        self._is_large = list(map(is_large, variables))
         self._packing = Packing([v for v, is_large in zip(variables, self._is_large, strict=True) if not is_large])
         narrowed = [transfers.gradients] * len(gradients) + [transfers.values] * len(others)
         ways = zip(types, narrowed, self._is_large, strict=True)
