@@ -210,11 +210,11 @@ class Table:
                 "keras fit": partial(figures.keras_first_step_secs, model, self._arrays),
             }
             yield Comparison(f"deep first step sync {model}", "s", alone, ("sync", "keras fit"), 1.5, at_least=False)
-            steps = max(20, int((100 if model == "mobilenet" else 30) * self._scale))
+            steps = max(20, int((400 if model == "mobilenet" else 30) * self._scale))
             rates = {mode: partial(figures.deep_rate, mode, model, 2, steps) for mode in ("async", "sync")}
             yield Comparison(f"deep rate {model}", "examples/s", rates, ("async", "sync"), 1.0)
             stall: dict[str, Measure] = {
-                "longest": partial(figures.deep_longest_stall, model, 2, 4 * steps),
+                "longest": partial(figures.deep_longest_stall, model, 2, steps),
                 "limit": lambda: 1.0,
             }
             yield Comparison(f"deep stall {model}", "s", stall, ("longest", "limit"), 1.0, at_least=False)

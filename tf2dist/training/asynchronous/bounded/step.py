@@ -20,7 +20,6 @@ class BoundedStep(AsyncStep):
         bound: how many steps a worker may be ahead of the slowest.
     """
 
-    may_share_memory = False  # the gate answers in messages of its own
     gated: GatedServer
     bound: int
 
@@ -32,7 +31,8 @@ class BoundedStep(AsyncStep):
         return self.gated
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
-        return self._after_first(self.gated.begin(worker))
+        self._ticket = self._carrier.begin(worker)
+        return self._after_first(self.gated.begin(worker, *self._ticket))
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """0 from the step on that the worker must not take.
@@ -48,19 +48,25 @@ class BoundedStep(AsyncStep):
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[Parcel]:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
-            return self._after_first(self.gated.exchange(pushes[0], indices, limit, worker))
+            first = self.gated.pushes.put(pushes[0], self._ticket)
+            return self._after_first(self.gated.exchange(first, indices, limit, worker))
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
-            self.gated.push(pushes[0], indices, limit, worker)
+            done = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
+        self._carrier.end(self._ticket, [done])
 
     def _push_to_others(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
-        return [server.push(push, indices, limit) for server, push in zip(self.servers[1:], pushes[1:], strict=True)]
+        return [
+            server.push(server.pushes.put(push, self._ticket), indices, limit)
+            for server, push in zip(self.servers[1:], pushes[1:], strict=True)
+        ]
 
     def _after_first(self, first: Parcel) -> list[Parcel]:
         """What all ps give, after that of the first one has come."""
         with tf.control_dependencies(first):
-            return [first, *(server.pull() for server in self.servers[1:])]
+            given = [first, *(server.pull(*self._ticket) for server in self.servers[1:])]
+        return [server.pulls.take(one)[0] for server, one in zip(self.servers, given, strict=True)]
 
     def facts(self) -> dict[str, Any]:
         """The largest lead that a worker had over the slowest since the run was started, in steps."""
