@@ -98,6 +98,11 @@ class Counters:
         """The totals of one worker, then the updates applied by all, float64 [len(TOTALS) + 1]."""
         return self._values.sparse_read(tf.concat([self._row(worker), [0]], 0))
 
+    def after(self, indices: tf.Tensor) -> tf.Tensor:
+        """What `of_worker` returns, for the worker that is counted there; see `indices`."""
+        row = tf.squeeze(indices[2 : 2 + len(TOTALS)], 1)
+        return self._values.sparse_read(tf.concat([row, [0]], 0))
+
     def steps(self) -> tf.Tensor:
         """The steps of each worker, all at the same moment, float64 [workers]."""
         return self._values.sparse_read(1 + TOTALS.index("steps") + len(TOTALS) * tf.range(self._shape[0]))

@@ -248,8 +248,9 @@ class ParameterServer:
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """See `_admit`; `pushed`: as it has travelled."""
-        return self._admit(self.pushes.take(pushed)[0], indices, limit)
+        """See `_admit`; `pushed`: as it has travelled. Returns what is counted of the worker then."""
+        with tf.control_dependencies([self._admit(self.pushes.take(pushed)[0], indices, limit)]):
+            return self.counters.after(indices)
 
     def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""

@@ -158,9 +158,9 @@ class AsyncStep:
                 if number < num_steps:
                     pulled = self._exchange(pushes, indices, limit, worker, number)
                 else:
-                    self._push(pushes, indices, limit, worker)
+                    after = self._push(pushes, indices, limit, worker)
                 losses.append(loss)
-            self._log(worker, before, tf.reduce_mean(losses))
+            self._log(worker, before, after, tf.reduce_mean(losses))
 
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
@@ -185,13 +185,14 @@ class AsyncStep:
             for server, push in zip(self.servers, pushes, strict=True)
         ]
 
-    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
-        """What the last step of a call pushes to each ps."""
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+        """What the last step of a call pushes to each ps; returns what the first has counted of this worker then."""
         done = [
             server.push(server.pushes.put(push, self._ticket), indices, limit)
             for server, push in zip(self.servers, pushes, strict=True)
         ]
         self._carrier.end(self._ticket, done)
+        return done[0]
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
@@ -263,9 +264,8 @@ class AsyncStep:
         """The values of the trainable variables, and of the state."""
         return join(self.step.trainable, values), join(self.step.state, values)
 
-    def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
+    def _log(self, worker: tf.Tensor, before: tf.Tensor, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
-        after = self.servers[0].worker_totals(worker)
         steps = TOTALS.index("steps")
         local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
         every = self.config.train.log_every_steps

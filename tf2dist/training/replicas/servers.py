@@ -99,7 +99,7 @@ class DecidingServer:
 
     def _exchange(self, pushed: Parcel, worker: tf.Tensor) -> Parcel:
         """A push and, in the next step, a pull."""
-        with tf.control_dependencies([self._push(pushed, worker)]):
+        with tf.control_dependencies([self._admit(pushed, worker)]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
             return self._pull()
@@ -117,6 +117,11 @@ class DecidingServer:
         return self._gate.wait(look)
 
     def _push(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
+        """See `_admit`; returns what `pushed_by` does then."""
+        with tf.control_dependencies([self._admit(pushed, worker)]):
+            return self._pushed_by(worker)
+
+    def _admit(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Takes a gradient, or drops it; one at a time."""
         return alone(self._lock, lambda: self._decide(pushed, worker))
 

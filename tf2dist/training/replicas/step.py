@@ -111,10 +111,10 @@ class ReplicasStep:
                 laid = [server.lay_down(push, worker) for server, push in zip(self.following, others, strict=True)]
                 with tf.control_dependencies(laid):
                     if number == num_steps:
-                        self.deciding.push(first, worker)
+                        after = self.deciding.push(first, worker)
                     else:
                         pulled = self._followed(self.deciding.exchange(first, worker))
-            self._log(worker, before[0], tf.reduce_mean(losses))
+            self._log(worker, before[0], after, tf.reduce_mean(losses))
 
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature)
@@ -176,8 +176,8 @@ class ReplicasStep:
     def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return join(self._step.trainable, values), join(self._step.state, values)
 
-    def _log(self, worker: tf.Tensor, before: tf.Tensor, loss: tf.Tensor) -> None:
+    def _log(self, worker: tf.Tensor, before: tf.Tensor, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
-        pushed, step = tf.unstack(self.deciding.pushed_by(worker))
+        pushed, step = tf.unstack(after)
         every = self._config.train.log_every_steps
         print_progress(worker, self.sharding.counted_steps(), step, pushed, before, loss, every)

@@ -64,7 +64,8 @@ class GatedServer(UngatedServer):
         return self.pulls.put(self.stored_layout.pack(values, count), list(ticket))
 
     def _push_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        return self._admit_and_move(self.pushes.take(pushed)[0], indices, limit, worker)
+        with tf.control_dependencies([self._admit_and_move(self.pushes.take(pushed)[0], indices, limit, worker)]):
+            return self.counters.after(indices)
 
     def _exchange_at_gate(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> Parcel:
         buckets, ticket = self.pushes.take(pushed)

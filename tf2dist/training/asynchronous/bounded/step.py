@@ -51,10 +51,11 @@ class BoundedStep(AsyncStep):
             first = self.gated.pushes.put(pushes[0], self._ticket)
             return self._after_first(self.gated.exchange(first, indices, limit, worker))
 
-    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
-            done = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
-        self._carrier.end(self._ticket, [done])
+            after = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
+        self._carrier.end(self._ticket, [after])
+        return after
 
     def _push_to_others(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
         return [

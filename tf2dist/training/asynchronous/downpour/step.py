@@ -54,7 +54,7 @@ class DownpourStep(AsyncStep):
         self._pushed = []
         return pulled
 
-    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> None:
+    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         # After the push before it has reached all ps: at the limit they may then differ by no more than one update of
         # each worker. The next step waits for neither.
         with tf.control_dependencies(self._pushed):
@@ -62,6 +62,7 @@ class DownpourStep(AsyncStep):
                 server.push(push, indices, limit)
                 for server, push in zip(self.servers, pushes[: len(self.servers)], strict=True)
             ]
+        return self._pushed[0]
 
     # What it computes.
 
