@@ -19,6 +19,7 @@ from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.asynchronous import calls
 from tf2dist.training.asynchronous import step as async_step
+from tf2dist.training.asynchronous.scheduler import Calls
 from tf2dist.training.loop import PauseRequest, WorkersAway
 
 MakeLoop = Callable[..., Any]
@@ -58,6 +59,28 @@ def test_calls_become_longer_once_the_time_of_a_step_is_measured(
         loop.train(steps)
         assert_exact(loop, steps)
         assert loop._scheduler.num_steps > 1
+
+
+def test_most_workers_go_on_while_some_prepare_longer_calls(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(steps_per_execution=None)
+    make_long_calls_pay(monkeypatch, config)
+    loop = async_loop(config, num_workers=4)
+    scheduler, scheduled = loop._scheduler, []
+
+    def schedule(calls: Calls, original: Any = scheduler._schedule) -> Any:
+        scheduled.append((calls.num_steps > 1, scheduler.calls is calls))
+        return original(calls)
+
+    monkeypatch.setattr(scheduler, "_schedule", schedule)
+    loop.train(3_000)
+    assert_exact(loop, 3_000)
+    tried = [number for number, (is_long, is_usual) in enumerate(scheduled) if is_long and not is_usual]
+    first, second, third = tried
+    assert third == second + 1, "then two workers at once"
+    assert (False, True) in scheduled[first:second], "short calls in the meantime"
+    assert scheduled[-1] == (True, True)
 
 
 @registry.register_model("sleeping")

@@ -61,8 +61,9 @@ class Scheduler:
         self.calls = self._calls_of(self._fitting(num_steps or 1))
         self._trace_secs = time.monotonic() - begun_at
         self._first_call_secs = 0.0  # 0 while it is not known
-        self._longer: Calls | None = None  # of which one is being executed for the first time
-        self._is_ready = threading.Event()  # when it has been
+        self._longer: Calls | None = None  # of which some are being executed for the first time
+        self._num_tried = 0  # how many
+        self._are_done = threading.Event()  # when they have been
         self.begin(0)
 
     @property
@@ -95,8 +96,8 @@ class Scheduler:
             admitted: the updates that a ps has begun to apply.
             missing: the updates that are still to be applied in this training.
         """
-        if self._longer and self._is_ready.is_set():
-            self.calls, self._longer = self._longer, None
+        if self._longer and self._are_done.is_set():
+            self._spread(self._longer, missing - self._in_flight(admitted))
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._in_flight(admitted)
         while in_flight < min(missing, self.window()):
@@ -107,7 +108,7 @@ class Scheduler:
         """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
         steps = 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
-        return steps + (self._longer.num_steps if self._longer else 0)
+        return steps + (self._num_tried * self._longer.num_steps if self._longer else 0)
 
     def secs_to_next_look(self, missing: int) -> float:
         """How long to wait before the counters are read again: less near the end, to notice it soon.
@@ -182,17 +183,32 @@ class Scheduler:
         self._begin_longer(self._calls_of(num_steps), request)
 
     def _begin_longer(self, longer: Calls, request: PauseRequests) -> None:
-        """Gives one worker a longer call; all get them when it is done, for one of them goes on fast then.
+        """Goes over to longer calls, while most workers go on with short ones.
 
-        Each worker prepares the function at its first call, for seconds if the model is deep.
+        Each worker prepares the function at its first call, for seconds if the model is deep. So there is one longer
+        call, then there are two, and so on, until half of the workers may have had one.
         """
         self._longer = longer
-        first = self._schedule(longer)
+        self._try(longer, 1)
+
+    def _spread(self, longer: Calls, missing: int) -> None:
+        """Gives more workers a longer call, or all where half may have had one or where few steps are `missing`."""
+        more = 2 * self._num_tried
+        if more < self._num_workers and more * longer.num_steps < missing:
+            self._try(longer, more)
+        else:
+            self.calls, self._longer = longer, None
+
+    def _try(self, longer: Calls, count: int) -> None:
+        self._num_tried = count
+        self._are_done.clear()
+        tried = [self._schedule(longer) for _ in range(count)]
 
         def wait() -> None:
             # An error reaches the coordinator as that of any call.
             with contextlib.suppress(Exception):
-                first.fetch()
-            self._is_ready.set()
+                for call in tried:
+                    call.fetch()
+            self._are_done.set()
 
-        threading.Thread(target=wait, name="first longer call", daemon=True).start()
+        threading.Thread(target=wait, name="first longer calls", daemon=True).start()
