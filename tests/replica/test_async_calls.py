@@ -61,6 +61,20 @@ def test_calls_become_longer_once_the_time_of_a_step_is_measured(
         assert loop._scheduler.num_steps > 1
 
 
+class Late(threading.Event):
+    """One that seems set only when it was looked at five times, as if workers took long to prepare."""
+
+    looks = 0
+
+    def clear(self) -> None:
+        self.looks = 0
+        super().clear()
+
+    def is_set(self) -> bool:
+        self.looks += super().is_set()
+        return self.looks > 5
+
+
 def test_most_workers_go_on_while_some_prepare_longer_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,8 +82,10 @@ def test_most_workers_go_on_while_some_prepare_longer_calls(
     make_long_calls_pay(monkeypatch, config)
     loop = async_loop(config, num_workers=4)
     scheduler, scheduled = loop._scheduler, []
+    scheduler._are_done = Late()
+    original = scheduler._schedule
 
-    def schedule(calls: Calls, original: Any = scheduler._schedule) -> Any:
+    def schedule(calls: Calls) -> Any:
         scheduled.append((calls.num_steps > 1, scheduler.calls is calls))
         return original(calls)
 
