@@ -282,8 +282,10 @@ class Table:
             yield Comparison(f"added worker {model}", "MB", added, ("4th worker", "limit"), 1.0, at_least=False)
 
     def _scaling(self) -> Iterator[Comparison]:
-        for mode, sizes, target in (("async", (1, 2, 4, 8, 16, 32), 0.90), ("sync", (1, 2, 4, 8, 16), 0.80)):
-            steps = max(20, int(200 * self._scale))
+        for mode, sizes, target, steps in (
+            ("async", (1, 2, 4, 8, 16, 32), 0.90, max(20, int(600 * self._scale))),
+            ("sync", (1, 2, 4, 8, 16), 0.80, max(20, int(200 * self._scale))),
+        ):
             contenders = {f"{n} workers": partial(figures.sleeping_rate, mode, n, steps) for n in sizes}
             ends = (f"{sizes[-1]} workers", f"{sizes[0]} workers")
             yield Comparison(f"scaling {mode}", "steps/s and worker", contenders, ends, target)
@@ -291,7 +293,7 @@ class Table:
         cpu = {f"{steps} steps": partial(figures.coordinator_cpu, steps) for steps in (few, many)}
         ends = (f"{many} steps", f"{few} steps")
         yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)
-        steps = int(100 * self._scale)  # of each worker
+        steps = int(400 * self._scale)  # of each worker
         cpu = {f"{n} workers": partial(figures.coordinator_cpu, steps * n, n, "sleep") for n in (4, 32)}
         ends = ("32 workers", "4 workers")
         yield Comparison("coordinator workers", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)

@@ -190,11 +190,15 @@ def _pss_mb(pid: int) -> float:
 
 
 def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
-    """Steps per second and worker, if each step sleeps for SLEEP_SECS and computes almost nothing."""
+    """Steps per second and worker, if each step sleeps for SLEEP_SECS and computes almost nothing.
+
+    Over the second half of the run. Before that, asynchronous calls are made longer, which takes a while where many
+    workers share few cores.
+    """
     times = num_workers if mode == "async" else 1  # there each worker's step is a global step
     steps = steps_of_a_worker * times
     overrides = [f"mode={mode}", "model=softmax", "optimizer=sgd", f"train.steps={steps}"]
-    return run_with("sleep", *cluster_of(num_workers), *overrides).rate(steps // 4) / times
+    return run_with("sleep", *cluster_of(num_workers), *overrides).rate(steps // 2) / times
 
 
 def coordinator_cpu(steps: int, num_workers: int = 16, plugin: str = "") -> float:

@@ -186,15 +186,15 @@ class Scheduler:
         """Goes over to longer calls, while most workers go on with short ones.
 
         Each worker prepares the function at its first call, for seconds if the model is deep. So there is one longer
-        call, then there are two, and so on, until half of the workers may have had one.
+        call, then there are four, and so on, until half of the workers may have had one.
         """
         self._longer = longer
         self._try(longer, 1)
 
     def _spread(self, longer: Calls, missing: int) -> None:
         """Gives more workers a longer call, or all where half may have had one or where few steps are `missing`."""
-        more = 2 * self._num_tried
-        if more < self._num_workers and more * longer.num_steps < missing:
+        more = min(4 * self._num_tried, self._num_workers // 2)
+        if self._num_tried < more and more * longer.num_steps < missing:
             self._try(longer, more)
         else:
             self.calls, self._longer = longer, None
