@@ -102,7 +102,7 @@ def test_training_is_the_same_in_memory_and_in_messages(
         if algorithm == "delay_compensated":
             config.optimizer["name"] = "sgd"
         loop = async_loop(config, num_workers=1, num_ps=2)
-        assert type(loop._graphs._carrier) is carrier
+        assert type(loop._graphs.carrier) is carrier
         loop.train(25)
         ends.append((taken(loop), loop.evaluate("validation")))
     (one, evaluated), (other, as_well) = ends
@@ -113,4 +113,4 @@ def test_training_is_the_same_in_memory_and_in_messages(
 
 
 def test_small_variables_travel_in_messages(async_loop: MakeLoop) -> None:
-    assert type(async_loop(run_config())._graphs._carrier) is ByMessage
+    assert type(async_loop(run_config())._graphs.carrier) is ByMessage

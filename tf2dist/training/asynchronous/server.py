@@ -31,32 +31,11 @@ from tf2dist.training.asynchronous.atomic import make_atomic, state_update
 from tf2dist.training.asynchronous.carriers import ByMessage
 from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.storage import Cell, Kinds, Vector, adopt_slots, cells_of
+from tf2dist.training.asynchronous.update_number import UpdateNumber
 from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, PullLayout, PushLayout
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
-
-
-class UpdateNumber(keras.Variable):
-    """An optimizer's iteration counter that reads as the number of the update being applied.
-
-    A Keras counter is read, added to and assigned, which loses counts when workers push at once;
-    Adam's bias correction and learning rate schedules would follow the wrong number.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0, dtype="int64", trainable=False, name="iteration", aggregation="only_first_replica")
-        self._current: list[tf.Tensor] = []
-
-    def set_current(self, number: tf.Tensor) -> None:
-        self._current[:] = [number]
-
-    @property
-    def value(self) -> Any:
-        return self._current[0] if self._current else super().value
-
-    def assign_add(self, value: Any) -> None:
-        """Nothing: `ParameterServer` counts."""
 
 
 class ParameterServer:
@@ -64,7 +43,8 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
-        pulls, pushes: how that travels, and what `push` and `exchange` take; see `carriers`.
+        carrier: how pulls and pushes travel in training.
+        pulls, pushes: the ways of both; see `carriers`.
         pull_exactly: as `pull`, for evaluations: in messages, and no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
@@ -81,7 +61,7 @@ class ParameterServer:
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         transfers: how large floats travel in training.
-        carrier: how pulls and pushes travel in training; by default in messages.
+        carrier: see above; by default they travel in messages.
     """
 
     pulled_others: tuple[int, ...] = ()
@@ -131,8 +111,8 @@ class ParameterServer:
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
             self._algorithm.prepare(self.optimizer)
-        self._carrier = carrier or ByMessage()
-        self.pulls = self._carrier.way(self.pull_layout.specs)
+        self.carrier = carrier or ByMessage()
+        self.pulls = self.carrier.way(self.pull_layout.specs)
         self._lay_down({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
@@ -158,7 +138,7 @@ class ParameterServer:
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         state, added = [cell for cell, _ in changing], self.counters.added
         self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
-        self.pushes = self._carrier.way(self._push_layout.specs)
+        self.pushes = self.carrier.way(self._push_layout.specs)
         self._trace(self.pushes.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
@@ -176,8 +156,8 @@ class ParameterServer:
             self.stored = cells_of(self.variables, kinds)
         self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers)
         self._stored_exactly = PullLayout(self.stored) if self._transfers.values else self.stored_layout
-        self.pull = self.on_device_later(self._pull, *self._carrier.ticket_specs)
-        is_same = self._stored_exactly is self.stored_layout and not self._carrier.ticket_specs
+        self.pull = self.on_device_later(self._pull, *self.carrier.ticket_specs)
+        is_same = self._stored_exactly is self.stored_layout and not self.carrier.ticket_specs
         self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
 
     def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:

@@ -52,6 +52,7 @@ class AsyncStep:
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
+        carrier: how pulls and pushes travel.
         may_share_memory: whether large tensors may travel in shared memory: a worker must not push again before a ps
             has answered its last push.
         exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
@@ -88,7 +89,7 @@ class AsyncStep:
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         trainable, state = all_parts(step.trainable), all_parts(step.state)
-        self._carrier = (
+        self.carrier = (
             carrier_of(config, PullLayout([*trainable, *state]).specs[1:]) if self.may_share_memory else ByMessage()
         )
         self.servers = [
@@ -105,7 +106,7 @@ class AsyncStep:
                 earlier_updates,
                 algorithm_of(config.algorithm),
                 transfers_of(config.cluster.transfer_dtype),
-                self._carrier,
+                self.carrier,
             )
             for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
@@ -169,7 +170,7 @@ class AsyncStep:
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
-        self._ticket = self._carrier.begin(worker)
+        self._ticket = self.carrier.begin(worker)
         return [server.pulls.take(server.pull(*self._ticket))[0] for server in self.servers]
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
@@ -191,7 +192,7 @@ class AsyncStep:
             server.push(server.pushes.put(push, self._ticket), indices, limit)
             for server, push in zip(self.servers, pushes, strict=True)
         ]
-        self._carrier.end(self._ticket, done)
+        self.carrier.end(self._ticket, done)
         return done[0]
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:

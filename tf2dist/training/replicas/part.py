@@ -10,7 +10,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_parts
 from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.atomic import make_atomic
-from tf2dist.training.asynchronous.server import UpdateNumber
+from tf2dist.training.asynchronous.update_number import UpdateNumber
 
 MakeOptimizer = Callable[[], keras.Optimizer]
 

@@ -50,7 +50,7 @@ class GatedServer(UngatedServer):
         self._clocks.restore(counts.steps)
 
     def _trace(self, *signature: Any) -> None:
-        self.begin = self.on_device(self._begin, INDEX, *self._carrier.ticket_specs)
+        self.begin = self.on_device(self._begin, INDEX, *self.carrier.ticket_specs)
         self.push = self.on_device(self._push_and_move, *signature, INDEX)
         self.exchange = self.on_device_later(self._exchange_at_gate, *signature, INDEX)
 

@@ -31,7 +31,7 @@ class BoundedStep(AsyncStep):
         return self.gated
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
-        self._ticket = self._carrier.begin(worker)
+        self._ticket = self.carrier.begin(worker)
         return self._after_first(self.gated.begin(worker, *self._ticket))
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
@@ -54,7 +54,7 @@ class BoundedStep(AsyncStep):
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
             after = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
-        self._carrier.end(self._ticket, [after])
+        self.carrier.end(self._ticket, [after])
         return after
 
     def _push_to_others(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
