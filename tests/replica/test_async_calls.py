@@ -82,7 +82,7 @@ def test_most_workers_go_on_while_some_prepare_longer_calls(
     make_long_calls_pay(monkeypatch, config)
     loop = async_loop(config, num_workers=4)
     scheduler, scheduled = loop._scheduler, []
-    scheduler._are_done = Late()
+    scheduler._are_done, scheduler._share_cores = Late(), False
     original = scheduler._schedule
 
     def schedule(calls: Calls) -> Any:

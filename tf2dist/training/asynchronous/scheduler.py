@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import threading
 import time
 from typing import Any, NamedTuple
@@ -55,6 +56,9 @@ class Scheduler:
     ) -> None:
         self._coordinator, self._graphs = coordinator, graphs
         self._num_workers, self._grace_secs = cluster.num_workers, grace_secs
+        # One that prepares a function beside many others would get few of their cores: with 32 workers on two cores it
+        # takes a minute, and three seconds if all of them prepare it at once.
+        self._share_cores = graphs.config.cluster.kind == "local" and cluster.num_workers > 2 * (os.cpu_count() or 1)
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
         begun_at = time.monotonic()
@@ -188,8 +192,11 @@ class Scheduler:
         Each worker prepares the function at its first call, for seconds if the model is deep. So there is one longer
         call, then there are four, and so on, until half of the workers may have had one.
         """
-        self._longer = longer
-        self._try(longer, 1)
+        if self._share_cores:
+            self.calls = longer
+        else:
+            self._longer = longer
+            self._try(longer, 1)
 
     def _spread(self, longer: Calls, missing: int) -> None:
         """Gives more workers a longer call, or all where half may have had one or where few steps are `missing`."""
