@@ -5,12 +5,14 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.replica.small_runs import run_config
 from tests.replica.test_resume import taken
+from tf2dist import registry
 from tf2dist.model import packing
 from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Room
@@ -110,6 +112,39 @@ def test_training_is_the_same_in_memory_and_in_messages(
     assert one.arrays.keys() == other.arrays.keys()
     for name, array in one.arrays.items():
         np.testing.assert_array_equal(array, other.arrays[name], name)
+
+
+class MeanOfBatch(keras.layers.Layer):
+    """Keeps the mean of the last batch."""
+
+    def build(self, input_shape: Any) -> None:
+        self.mean = self.add_weight(shape=input_shape[1:], initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.mean.assign(keras.ops.mean(x, 0))
+        return x
+
+
+@registry.register_model("mean_of_batch")
+def mean_of_batch(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    layers = keras.layers
+    flat = [layers.Rescaling(1 / 255), layers.Flatten(), MeanOfBatch(name="last")]
+    return keras.Sequential([keras.Input(input_shape), *flat, layers.Dense(num_classes)])
+
+
+def test_a_state_does_not_lie_in_memory_that_a_worker_writes(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last call has steps that are refused, of which the worker puts the state there all the same."""
+    monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
+    means = []
+    for works in (True, False):
+        monkeypatch.setattr(carriers, "works_here", lambda works=works: works)
+        loop = async_loop(run_config("mean_of_batch", "sgd", steps_per_execution=10), num_workers=1)
+        loop.train(25)
+        means.append(loop.arrays()["model/last/mean"])
+    np.testing.assert_array_equal(*means)
 
 
 def test_small_variables_travel_in_messages(async_loop: MakeLoop) -> None:

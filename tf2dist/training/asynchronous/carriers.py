@@ -90,6 +90,10 @@ class ByMessage:
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         """In the graph of a worker: the call ends when all these tensors are known."""
 
+    def kept(self, taken: tf.Tensor) -> tf.Tensor:
+        """In the graph of a receiver: what it has taken, as a tensor that a variable may keep."""
+        return taken
+
 
 class ByMemory(ByMessage):
     """How they travel between a ps and workers of one host; see `ByMessage`."""
@@ -109,6 +113,11 @@ class ByMemory(ByMessage):
         with tf.device("CPU:0"):
             (ticket,) = tf.raw_ops.PyFunc(input=[worker, size], token=BEGIN, Tout=[tf.int64])
         return [tf.ensure_shape(ticket, TICKET.shape)]
+
+    def kept(self, taken: tf.Tensor) -> tf.Tensor:
+        # To assign a tensor that nobody else reads, TensorFlow makes its memory that of the variable, and the sender
+        # writes there again.
+        return tf.raw_ops.DeepCopy(x=taken)
 
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         with tf.device("CPU:0"):

@@ -106,7 +106,8 @@ class ParameterServer:
             count_updates_in(self.optimizer, self._number)
             self.optimizer.build(trainable)
             self._algorithm = algorithm or Algorithm()
-            is_atomic = make_atomic(self.optimizer) and not self._algorithm.runs_alone
+            self._has_kernel = make_atomic(self.optimizer)
+            is_atomic = self._has_kernel and not self._algorithm.runs_alone
             self._lock = None if is_atomic else tf.CriticalSection()
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
@@ -256,6 +257,8 @@ class ParameterServer:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
         if self._lock is None:
             return self._apply(pushed, indices, number)
+        if not self._has_kernel:  # it may assign a gradient as it is
+            pushed = [pushed[0], *map(self.carrier.kept, pushed[1:])]
         return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
@@ -271,7 +274,8 @@ class ParameterServer:
             for optimizer, cells in self._updates:
                 optimizer.apply([cell.fitting(gradient_of[cell]) for cell in cells], [cell.variable for cell in cells])
         for (cell, update, decay), term in zip(self._state_updates, terms, strict=True):
-            update(cell.fitting(term), self._factor(decay, term.dtype, added))
+            kept = cell.fitting(term) if decay else self.carrier.kept(cell.fitting(term))
+            update(kept, self._factor(decay, term.dtype, added))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
