@@ -50,6 +50,13 @@ def test_each_end_reads_what_the_other_has_written(worker: Files) -> None:
     assert all(array.ctypes.data % 64 == 0 and array.flags.writeable for array in found)
 
 
+def test_what_lies_in_the_file_can_be_put_elsewhere_in_it(worker: Files) -> None:
+    ticket, places = worker.begin(*WORKER), PLACES[[0, 0]] + [[0, 0, 0], [64, 0, 0]]
+    worker.put(ticket, places, ARRAYS[0], ARRAYS[0] + 1)
+    worker.put(ticket, places, *reversed(worker.take(ticket, places)))
+    assert_holds(worker.take(ticket, places), [ARRAYS[0] + 1, ARRAYS[0]])
+
+
 def test_the_next_call_has_the_same_file(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
     worker.end(ticket)
@@ -145,6 +152,14 @@ def test_a_state_does_not_lie_in_memory_that_a_worker_writes(
         loop.train(25)
         means.append(loop.arrays()["model/last/mean"])
     np.testing.assert_array_equal(*means)
+
+
+def test_gradients_lie_where_the_values_were_that_they_were_computed_from(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
+    loop = async_loop(run_config("softmax", "sgd"), num_workers=1)
+    assert loop._graphs.carrier.size == 4 * 784 * 10
 
 
 def test_small_variables_travel_in_messages(async_loop: MakeLoop) -> None:

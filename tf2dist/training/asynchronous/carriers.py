@@ -21,16 +21,18 @@ class Room:
 
     Attributes:
         specs: the types of what travels.
+        first, end: where the room lies, in bytes.
 
     Args:
         specs: the types of the buckets, of which all but the first lie in the file.
-        first: where the room begins, in bytes.
+        first: see above.
     """
 
     def __init__(self, specs: Sequence[tf.TensorSpec], first: int) -> None:
         self._large = list(specs[1:])
         self.specs = [specs[0], TICKET]
-        places, self.end = [], first
+        self.first, self.end = first, first
+        places = []
         for spec in self._large:
             size = spec.shape.num_elements()
             places.append([self.end, size, spec.dtype.as_datatype_enum])
@@ -79,8 +81,13 @@ class ByMessage:
 
     ticket_specs: tuple[tf.TensorSpec, ...] = ()
 
-    def way(self, specs: Sequence[tf.TensorSpec]) -> "Messages | Room":
-        """The way of buckets of these types between a ps and each worker, in one direction."""
+    def way(self, specs: Sequence[tf.TensorSpec], back: "Messages | Room | None" = None) -> "Messages | Room":
+        """The way of buckets of these types between a ps and each worker, in one direction.
+
+        Args:
+            back: the way in the other direction, if nothing that has come there is needed when something is put here,
+                and the other way round.
+        """
         return Messages(specs)
 
     def begin(self, worker: tf.Tensor) -> Tensors:
@@ -96,20 +103,27 @@ class ByMessage:
 
 
 class ByMemory(ByMessage):
-    """How they travel between a ps and workers of one host; see `ByMessage`."""
+    """How they travel between a ps and workers of one host; see `ByMessage`.
+
+    Attributes:
+        size: of the file of each worker, in bytes.
+    """
 
     ticket_specs = (TICKET,)
 
     def __init__(self) -> None:
-        self._size = 0
+        self.size = 0
 
-    def way(self, specs: Sequence[tf.TensorSpec]) -> Room:
-        room = Room(specs, self._size)
-        self._size = room.end
+    def way(self, specs: Sequence[tf.TensorSpec], back: Messages | Room | None = None) -> Room:
+        # In place of what has come, if it fits: another room would take as much memory as the model.
+        if isinstance(back, Room) and (over := Room(specs, back.first)).end <= back.end:
+            return over
+        room = Room(specs, self.size)
+        self.size = room.end
         return room
 
     def begin(self, worker: tf.Tensor) -> Tensors:
-        size = tf.constant(self._size, tf.int64)
+        size = tf.constant(self.size, tf.int64)
         with tf.device("CPU:0"):
             (ticket,) = tf.raw_ops.PyFunc(input=[worker, size], token=BEGIN, Tout=[tf.int64])
         return [tf.ensure_shape(ticket, TICKET.shape)]

@@ -139,7 +139,8 @@ class ParameterServer:
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         state, added = [cell for cell, _ in changing], self.counters.added
         self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
-        self.pushes = self.carrier.way(self._push_layout.specs)
+        # A worker pushes when it has computed, and gets what it pulls when that has been applied.
+        self.pushes = self.carrier.way(self._push_layout.specs, back=self.pulls)
         self._trace(self.pushes.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:

@@ -4,8 +4,8 @@ A tensor in a message is copied three times: into the socket, out of it, and fro
 the sender copies it once into a file of the worker, and the receiver computes with the memory of that file itself.
 
 Both ends run functions that their processes publish. A worker's call begins with a ticket, by which each ps finds the
-worker's file, and which travels in place of the tensors. A place in the file is written again only when an answer has
-come that was computed from what it held.
+worker's file, and which travels in place of the tensors. A place in the file is written again only when what it held has
+been used: by the worker with the gradients that it has computed from it, by the ps with what it has made of these.
 
 That holds within a call, and calls of a worker follow one another. But TensorFlow may give up a call that still runs on
 the worker or on a ps. So a call that begins before another one has ended gets a new file, and whatever the other one
@@ -72,6 +72,11 @@ class File:
         # TensorFlow may reuse the memory of a tensor that it has read last, so the array can be written.
         return np.frombuffer(self._mapped, tf.as_dtype(dtype).as_numpy_dtype, size, HEADER_BYTES + first)
 
+    def bytes_between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """The bytes of the file from the beginning of an array in it to the end of another one."""
+        begin = first.ctypes.data - np.frombuffer(self._mapped, np.uint8).ctypes.data
+        return np.frombuffer(self._mapped, np.uint8, last.ctypes.data + last.nbytes - first.ctypes.data, begin)
+
 
 class OwnFile(File):
     """A new file of a worker of this process, with room for `size` bytes.
@@ -118,8 +123,12 @@ class Files:
         """Copies arrays to places in the file of the ticket, which is returned for what must come later."""
         with self._lock:
             file = self._file(ticket)
-        for place, array in zip(places, arrays, strict=True):
-            np.copyto(file.array(place), array.reshape(-1))
+        targets = [file.array(place) for place in places]
+        whole = file.bytes_between(targets[0], targets[-1])
+        # What lies there already, as a state that has not changed, would be overwritten before it is copied.
+        safe = [array.copy() if np.may_share_memory(array, whole) else array for array in arrays]
+        for target, array in zip(targets, safe, strict=True):
+            np.copyto(target, array.reshape(-1))
         return ticket
 
     def take(self, ticket: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
