@@ -4,8 +4,8 @@ A tensor in a message is copied three times: into the socket, out of it, and fro
 the sender copies it once into a file of the worker, and the receiver computes with the memory of that file itself.
 
 Both ends run functions that their processes publish. A worker's call begins with a ticket, by which each ps finds the
-worker's file, and which travels in place of the tensors. A place in the file is written again only when what it held has
-been used: by the worker with the gradients that it has computed from it, by the ps with what it has made of these.
+worker's file, and which travels in place of the tensors. A place in the file is written again only when what it held
+has been used: by the worker with the gradients that it has computed from it, by the ps with what it has made of these.
 
 That holds within a call, and calls of a worker follow one another. But TensorFlow may give up a call that still runs on
 the worker or on a ps. So a call that begins before another one has ended gets a new file, and whatever the other one
