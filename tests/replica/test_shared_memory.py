@@ -137,21 +137,39 @@ class MeanOfBatch(keras.layers.Layer):
 def mean_of_batch(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     layers = keras.layers
     flat = [layers.Rescaling(1 / 255), layers.Flatten(), MeanOfBatch(name="last")]
-    return keras.Sequential([keras.Input(input_shape), *flat, layers.Dense(num_classes)])
+    return keras.Sequential([keras.Input(input_shape), *flat, layers.Dense(num_classes, name="logits")])
 
 
-def test_a_state_does_not_lie_in_memory_that_a_worker_writes(
-    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+@registry.register_optimizer("keeping")
+class Keeping(keras.optimizers.SGD):  # type: ignore[misc]
+    """Keeps the last gradients."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.kept = self.add_optimizer_variables(variables, "kept")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign(self.kept[self._get_variable_index(variable)], gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("mean_of_batch", "sgd"), ("softmax", "keeping")])
+def test_no_variable_lies_in_memory_that_a_worker_writes(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, model: str, optimizer: str
 ) -> None:
-    """The last call has steps that are refused, of which the worker puts the state there all the same."""
+    """The last call has steps that are refused, of which the worker puts everything there all the same."""
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
-    means = []
+    ends = []
     for works in (True, False):
         monkeypatch.setattr(carriers, "works_here", lambda works=works: works)
-        loop = async_loop(run_config("mean_of_batch", "sgd", steps_per_execution=10), num_workers=1)
+        config = run_config(model, steps_per_execution=10)
+        config.optimizer = {"name": optimizer, "learning_rate": 0.1}
+        loop = async_loop(config, num_workers=1)
         loop.train(25)
-        means.append(loop.arrays()["model/last/mean"])
-    np.testing.assert_array_equal(*means)
+        ends.append(loop.arrays())
+    of_memory, of_messages = ends
+    for name, array in of_messages.items():
+        np.testing.assert_array_equal(of_memory[name], array, name)
 
 
 def test_gradients_lie_where_the_values_were_that_they_were_computed_from(
