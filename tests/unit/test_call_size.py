@@ -15,18 +15,21 @@ def test_the_timer_counts_the_workers_that_take_part() -> None:
     trial = CallTimer()
     assert trial.secs_per_step(100.0, (5, 5, 5)) is None  # a run that was resumed
     assert trial.secs_per_step(103.0, (5, 5, 5)) is None
-    assert trial.secs_per_step(104.0, (6, 5, 5)) is None  # the clock starts here, because graphs were prepared before
+    assert trial.secs_per_step(104.0, (6, 5, 5)) is None
     assert trial.first_call_secs == 4
-    assert trial.secs_per_step(104.1, (20, 20, 5)) is None, "too early to measure"
-    assert trial.secs_per_step(105.0, (56, 55, 5)) == 0.02, "100 steps of two workers in a second"
+    assert trial.secs_per_step(107.0, (20, 20, 5)) is None, "the third may still be preparing its graph"
+    assert trial.secs_per_step(108.0, (21, 21, 5)) is None  # it is late, so the clock starts here
+    assert trial.secs_per_step(108.1, (30, 30, 5)) is None, "too early to measure"
+    assert trial.secs_per_step(109.0, (71, 71, 5)) == 0.02, "100 steps of two workers in a second"
 
 
 def test_the_timer_waits_for_some_steps_of_a_slow_model() -> None:
     trial = CallTimer()
     assert trial.secs_per_step(0.0, (0, 0)) is None
     assert trial.secs_per_step(10.0, (1, 0)) is None
-    assert trial.secs_per_step(30.0, (2, 2)) is None
-    assert trial.secs_per_step(80.0, (4, 4)) == 20.0
+    assert trial.secs_per_step(12.0, (1, 1)) is None  # the clock starts here, because graphs were prepared before
+    assert trial.secs_per_step(30.0, (3, 2)) is None
+    assert trial.secs_per_step(72.0, (4, 4)) == 20.0
 
 
 def test_small_models_get_long_calls_if_the_run_is_long() -> None:

@@ -55,7 +55,7 @@ class CallTimer:
 
     def __init__(self) -> None:
         self._begun: tuple[float, tuple[int, ...]] | None = None  # the time, and the steps of each worker then
-        self._first: tuple[float, int] | None = None  # the time after the first step, and the steps of all then
+        self._first: tuple[float, int] | None = None  # the time after the first steps, and the steps of all then
         self.first_call_secs = 0.0
 
     def secs_per_step(self, now: float, local_steps: tuple[int, ...]) -> float | None:
@@ -67,13 +67,16 @@ class CallTimer:
         """
         begun_at, begun = self._begun = self._begun or (now, local_steps)
         steps = sum(local_steps)
-        if self._first is None:  # the first step is not timed: the first call of a worker prepares its graph
-            if steps > sum(begun):
-                self._first, self.first_call_secs = (now, steps), now - begun_at
+        active = sum(after > before for before, after in zip(begun, local_steps, strict=True))
+        if self._first is None:  # the first steps are not timed: the first call of a worker prepares its graph
+            if active:
+                self.first_call_secs = self.first_call_secs or now - begun_at
+                # Those that share their cores with others that still prepare are slow. One that is lost never comes.
+                if active == len(local_steps) or now - begun_at >= 2 * self.first_call_secs:
+                    self._first = now, steps
             return None
         secs, done = now - self._first[0], steps - self._first[1]
         # A worker that is still preparing its graph, or is lost, has no part in the rate.
-        active = sum(after > before for before, after in zip(begun, local_steps, strict=True))
         if secs < TRIAL_SECS or done < TRIAL_STEPS * active:
             return None
         return secs * active / done
