@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.contenders import ContenderError, OurRun
-from tests.bench.figures import plugin_options
 from tests.hosts import Hosts, hosts
 from tests.jobs import Job
 
+SOCKETS = Path(__file__).with_name("sockets.py")
 TIMEOUT_SECS = 500.0
 BYTES_PER_SEC = 100_000_000  # about a gigabit
 
@@ -36,7 +36,7 @@ def finished_job(
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         job = Job(made, Path(folder), mode, names)
         stack.callback(job.close)
-        job.start("optimizer=sgd", "figure=false", *plugin_options("sockets"), *options)
+        job.start("optimizer=sgd", "figure=false", f"plugins=[{SOCKETS}]", *options)
         try:
             code = job.code(job.leader, TIMEOUT_SECS)
         except AssertionError as error:

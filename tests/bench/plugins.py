@@ -1,6 +1,6 @@
 """Changes to tf2dist that some comparisons need; named in `plugins=[...]`, so every task applies them.
 
-TF2DIST_BENCH names them: "unmeasured", "sleep", "watched", "sockets".
+TF2DIST_BENCH names them: "unmeasured", "sleep", "watched".
 """
 
 import os
@@ -14,7 +14,6 @@ from tests.bench.figures import SLEEP_SECS
 from tf2dist.data import pipeline
 from tf2dist.training import report
 from tf2dist.training.asynchronous.counters import Counters
-from tf2dist.training.synchronous import mesh
 
 wanted = os.environ["TF2DIST_BENCH"]
 
@@ -40,7 +39,5 @@ elif wanted == "sleep":
     pipeline._taken = sleeping
 elif wanted == "watched":
     report.WRITE_EVERY_SECS = 0.0  # every look of the coordinator becomes a record
-elif wanted == "sockets":
-    mesh.share = lambda *_: None  # type: ignore[attr-defined]  # namespaces stand for hosts, but can share memory
 else:
-    raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured, sleep, watched or sockets")
+    raise ValueError(f"TF2DIST_BENCH ({wanted}): must be unmeasured, sleep or watched")
