@@ -167,7 +167,7 @@ class Buckets:
         variables = [*gradients, *others]
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         self._is_large = list(map(is_large, variables))
-        self._packing = Packing([v for v, is_large in zip(variables, self._is_large, strict=True) if not is_large])
+        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone])
         narrowed = [transfers.gradients] * len(gradients) + [transfers.values] * len(others)
         ways = zip(types, narrowed, self._is_large, strict=True)
         self._large = [Large.of(own, dtype, by) for own, by, is_large in ways if is_large]

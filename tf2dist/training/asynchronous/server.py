@@ -20,7 +20,6 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_parts
 from tf2dist.model.packing import NOT_NARROWED, Transfers
 from tf2dist.process.tf_internals import (
-    as_one_node,
     count_updates_in,
     fix_learning_rate,
     follow_learning_rate,
@@ -33,6 +32,7 @@ from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.storage import Cell, Kinds, Vector, adopt_slots, cells_of
 from tf2dist.training.asynchronous.update_number import UpdateNumber
 from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, PullLayout, PushLayout
+from tf2dist.training.on_device import on_device
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
@@ -186,15 +186,8 @@ class ParameterServer:
         self.exchange = self.on_device_later(self._exchange, *signature)
 
     def on_device(self, function: Any, *signature: Any) -> Any:
-        """Traces a function whose call is one node, placed on the ps with all that it does."""
-        with tf.device(self.device):
-            concrete = as_one_node(function).get_concrete_function(*signature)
-
-        def call(*args: Any) -> Any:
-            with tf.device(self.device):  # of the node: on the worker it would call back for each operation
-                return concrete(*args)
-
-        return call
+        """See `on_device`."""
+        return on_device(self.device, function, *signature)
 
     def on_device_later(self, function: Any, *signature: Any) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""

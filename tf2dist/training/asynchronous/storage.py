@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import slots_of
 from tf2dist.model import packing
-from tf2dist.model.packing import is_large
 from tf2dist.process.parts import Part
 from tf2dist.process.placement import PACKET
 from tf2dist.process.tf_internals import let_lie_in, trained_variables
@@ -77,14 +76,14 @@ def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
 
     In the result small variables are in the order of `variables`, whether alone or as members, and so are large ones.
     """
-    small = [variable for variable in variables if not is_large(variable)]
+    small = [variable for variable in variables if not packing.is_large(variable)]
     cells: list[Cell] = []
     for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
         if kind is None:
             cells += [Cell([one], one) for one in run]
         else:
             cells += [Vector(members) for members in _small_runs(run)]
-    return [*cells, *(Cell([one], one) for one in variables if is_large(one))]
+    return [*cells, *(Cell([one], one) for one in variables if packing.is_large(one))]
 
 
 def adopt_slots(vectors: Sequence[Cell], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
@@ -99,7 +98,7 @@ def adopt_slots(vectors: Sequence[Cell], own: keras.Optimizer, of_members: keras
 def _may_be_member(variable: keras.Variable) -> bool:
     # Of a large variable that is cut, the parts lie alone as the whole would: what is left at its end, too.
     whole = variable.value_of_whole if isinstance(variable, Part) else variable
-    return variable.dtype == "float32" and not is_large(whole)
+    return variable.dtype == "float32" and not packing.is_large(whole)
 
 
 def _small_runs(variables: Iterator[keras.Variable]) -> Iterator[list[keras.Variable]]:

@@ -8,9 +8,10 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_parts
-from tf2dist.process.tf_internals import as_one_node, count_updates_in, fix_learning_rate
+from tf2dist.process.tf_internals import count_updates_in, fix_learning_rate
 from tf2dist.training.asynchronous.atomic import make_atomic
 from tf2dist.training.asynchronous.update_number import UpdateNumber
+from tf2dist.training.on_device import on_device
 
 MakeOptimizer = Callable[[], keras.Optimizer]
 
@@ -77,12 +78,5 @@ class ModelPart:
         return [variable.value.read_value() for variable in self.variables]
 
     def on_device(self, function: Any, *signature: tf.TensorSpec) -> Any:
-        """Traces a function whose call is one node, placed on the ps with all that it does."""
-        with tf.device(self.device):
-            concrete = as_one_node(function).get_concrete_function(*signature)
-
-        def call(*args: tf.Tensor) -> Any:
-            with tf.device(self.device):
-                return concrete(*args)
-
-        return call
+        """See `on_device`."""
+        return on_device(self.device, function, *signature)
