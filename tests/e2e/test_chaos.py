@@ -30,10 +30,19 @@ COMMON = [
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
 RUNS = [
-    *(("async", algorithm) for algorithm in ALGORITHMS),
-    *(("sync", algorithm) for algorithm in ("plain", *SYNC_ALGORITHMS)),
-    ("sync_replicas", "plain"),
+    *(("async", algorithm, "") for algorithm in ALGORITHMS),
+    *(("sync", algorithm, "") for algorithm in ("plain", *SYNC_ALGORITHMS)),
+    ("sync_replicas", "plain", ""),
+    ("async", "plain", "deep.py"),
+    ("async", "staleness_aware", "deep.py"),
 ]
+# Small models count as large and as deep: they share memory, and their steps are executed in loops.
+DEEP = """
+from tf2dist.model import packing
+from tf2dist.training.asynchronous import step
+
+packing.LARGE_BYTES, step.LOOPED_OPERATIONS = 256, 0
+"""
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}
 BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
@@ -48,8 +57,8 @@ class Chaos:
         process: the launcher of this moment.
     """
 
-    def __init__(self, command: Command, mode: str, algorithm: str, seed: int) -> None:
-        self._command, self._random = command, random.Random(f"{mode} {algorithm} {seed}")
+    def __init__(self, command: Command, mode: str, algorithm: str, plugin: str, seed: int) -> None:
+        self._command, self._random = command, random.Random(f"{mode} {algorithm} {plugin} {seed}")
         self.run_dir = command.folder / "run"
         self._others = {process.pid for process in our_processes()}  # such as a fixture's fork server
         num_workers, num_ps = self._random.choice([2, 3]), self._random.choice([1, 2])
@@ -58,7 +67,9 @@ class Chaos:
             *("cluster=local", f"cluster.num_workers={num_workers}"),
             f"train.steps_per_execution={self._random.choice([10, 'null'])}",
             f"checkpoint.every_steps={EVERY_STEPS[mode]}",
+            f"plugins=[{plugin}]",
         ]
+        (command.folder / "deep.py").write_text(DEEP)
         self._tasks = [f"worker-{index}" for index in range(num_workers)]
         if mode != "sync":
             self._arguments.append(f"cluster.num_ps={num_ps}")
@@ -213,9 +224,11 @@ def assert_nothing_is_left(run_dir: Path) -> None:
 
 
 @pytest.fixture
-def chaos(command: Command, mode: str, algorithm: str, no_leftovers: Callable[[], None]) -> Iterator[Chaos]:
+def chaos(
+    command: Command, mode: str, algorithm: str, plugin: str, no_leftovers: Callable[[], None]
+) -> Iterator[Chaos]:
     print(f"SEED={SEED} TF2DIST_CHAOS_SECS={CHAOS_SECS:.0f}")
-    made = Chaos(command, mode, algorithm, SEED)
+    made = Chaos(command, mode, algorithm, plugin, SEED)
     yield made
     if made.process.poll() is None:
         made.process.kill()
@@ -224,8 +237,8 @@ def chaos(command: Command, mode: str, algorithm: str, no_leftovers: Callable[[]
 
 @pytest.mark.slow
 @pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
-@pytest.mark.parametrize(("mode", "algorithm"), RUNS)
-def test_chaos(chaos: Chaos, mode: str, algorithm: str) -> None:
+@pytest.mark.parametrize(("mode", "algorithm", "plugin"), RUNS)
+def test_chaos(chaos: Chaos, mode: str, algorithm: str, plugin: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)
     chaos.heal()

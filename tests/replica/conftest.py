@@ -83,8 +83,8 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
 def settle(loops: list[Any]) -> None:
     """Waits for the calls in flight of the newest loop; until then TensorFlow cannot connect another coordinator."""
     for loop in loops[-1:]:
-        for iterators in loop._scheduler.calls.source:  # one of all workers, or none
-            for iterator in iterators._values:
+        for argument in loop._scheduler.calls.arguments:  # the iterators of all workers, if there are any
+            for iterator in getattr(argument, "_values", ()):
                 assert iterator._status_available_event.wait(60), "an iterator was not created"
         with contextlib.suppress(Exception):  # an error that the test caused
             loop._coordinator.join()

@@ -117,7 +117,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler.calls.function, args=(*loop._scheduler.calls.source, tf.constant(300, tf.int64))
+                loop._scheduler.calls.function, args=(*loop._scheduler.calls.arguments, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:

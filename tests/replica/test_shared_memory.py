@@ -15,11 +15,11 @@ from tests.replica.test_resume import taken
 from tf2dist import registry
 from tf2dist.model import packing
 from tf2dist.training.asynchronous import carriers
-from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Room
+from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room
 from tf2dist.training.asynchronous.shared_memory import Files, works_here
 
 MakeLoop = Callable[..., Any]
-PLACES = Room([tf.TensorSpec([1]), tf.TensorSpec([2, 3]), tf.TensorSpec([5], tf.bfloat16)], 0)._places
+PLACES = Room([tf.TensorSpec([2, 3]), tf.TensorSpec([5], tf.bfloat16)], 0)._places
 SIZE = 128  # both arrays begin at a multiple of 64 bytes
 ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(5).astype(tf.bfloat16.as_numpy_dtype)]
 WORKER = np.array(1), np.array(SIZE)
@@ -57,6 +57,14 @@ def test_what_lies_in_the_file_can_be_put_elsewhere_in_it(worker: Files) -> None
     assert_holds(worker.take(ticket, places), [ARRAYS[0] + 1, ARRAYS[0]])
 
 
+def test_nothing_is_written_that_nobody_needs(worker: Files) -> None:
+    ticket = worker.begin(*WORKER)
+    worker.put(ticket, PLACES, *ARRAYS)
+    closing = np.array([*ticket[:-1], 1])
+    Files().put(closing, PLACES, *(array + 1 for array in ARRAYS))
+    assert_holds(worker.take(closing, PLACES), ARRAYS)
+
+
 def test_the_next_call_has_the_same_file(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
     worker.end(ticket)
@@ -82,7 +90,7 @@ def test_a_call_after_one_that_was_given_up_has_another_file(worker: Files) -> N
 
 def test_a_file_of_others_is_not_opened(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
-    ticket[-1] += 1
+    ticket[-2] += 1
     with pytest.raises(OSError, match="another file"):
         Files().take(ticket, PLACES)
 
@@ -176,8 +184,10 @@ def test_gradients_lie_where_the_values_were_that_they_were_computed_from(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
-    loop = async_loop(run_config("softmax", "sgd"), num_workers=1)
-    assert loop._graphs.carrier.size == 4 * 784 * 10
+    loop = async_loop(run_config("softmax", "sgd"), num_workers=1, num_ps=1)
+    (server,) = loop._graphs.servers
+    assert server.pushes.first == server.pulls.first
+    assert server.pushes.end <= loop._graphs.carrier.size < 2 * 4 * 784 * 10 + SPARE_BYTES
 
 
 def test_small_variables_travel_in_messages(async_loop: MakeLoop) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import DevicesConfig
+from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process.tf_internals import keep_threads_from_spinning
 
@@ -65,6 +65,16 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     if share_host:
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
+
+
+def has_one_thread(config: RunConfig, num_workers: int) -> bool:
+    """Whether each worker of a cluster has a single thread to compute with, and no GPU; see `share_cores`.
+
+    Args:
+        config: of a run whose coordinator is this process.
+    """
+    shares_host = config.cluster.kind == "local"
+    return shares_host and len(os.sched_getaffinity(0)) < 2 * num_workers and not tf.config.list_physical_devices("GPU")
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:

@@ -28,6 +28,7 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
+    in_one_thread,
     keep_threads_from_spinning,
     publish_functions,
     use_coordination_service,
@@ -45,6 +46,7 @@ __all__ = [
     "fix_learning_rate",
     "follow_learning_rate",
     "fresh_names",
+    "in_one_thread",
     "keep_threads_from_spinning",
     "layers_of",
     "learning_rate_of",

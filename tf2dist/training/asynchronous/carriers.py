@@ -9,54 +9,50 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
+from tf2dist.model.packing import is_large
 from tf2dist.process.shared_files import ALIGNMENT
 from tf2dist.training.asynchronous.shared_memory import BEGIN, END, PUT, TAKE, works_here
 
 Tensors = list[tf.Tensor]
-TICKET = tf.TensorSpec([4], tf.int64)  # see `shared_memory.Ticket`
+SPARE_BYTES = 1 << 16  # after each room: a push is longer than a pull by what it adds to the counters
+TICKET = tf.TensorSpec([5], tf.int64)  # see `shared_memory.Ticket`
 
 
 class Room:
     """The places in the file of a worker for what goes between it and one ps in one direction.
 
     Attributes:
-        specs: the types of what travels.
+        specs: the types of what travels in a message: a ticket.
         first, end: where the room lies, in bytes.
 
     Args:
-        specs: the types of the buckets, of which all but the first lie in the file.
+        specs: the types of the buckets, all of which lie in the file.
         first: see above.
     """
 
     def __init__(self, specs: Sequence[tf.TensorSpec], first: int) -> None:
-        self._large = list(specs[1:])
-        self.specs = [specs[0], TICKET]
+        self._buckets, self.specs = list(specs), [TICKET]
         self.first, self.end = first, first
         places = []
-        for spec in self._large:
+        for spec in specs:
             size = spec.shape.num_elements()
             places.append([self.end, size, spec.dtype.as_datatype_enum])
             self.end += -(-size * spec.dtype.size // ALIGNMENT) * ALIGNMENT
-        self._places = np.array(places, np.int64).reshape(-1, 3)
+        self._places = np.array(places, np.int64)
 
     def put(self, buckets: Tensors, ticket: Tensors) -> Tensors:
         """In the graph of the sender: what travels."""
-        first, *large = buckets
-        if large:
-            with tf.device("CPU:0"):
-                ticket = tf.raw_ops.PyFunc(input=[*ticket, self._places, *large], token=PUT, Tout=[tf.int64])
-        return [first, tf.ensure_shape(ticket[0], TICKET.shape)]
+        with tf.device("CPU:0"):
+            written = tf.raw_ops.PyFunc(input=[*ticket, self._places, *buckets], token=PUT, Tout=[tf.int64])
+        return [tf.ensure_shape(written[0], TICKET.shape)]
 
     def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
-        """In the graph of the receiver: the buckets, and the ticket that came with them."""
-        first, ticket = travelled
-        if not self._large:
-            return [first], [ticket]
-        types = [spec.dtype for spec in self._large]
+        """In the graph of the receiver: the buckets, and the ticket that came in their place."""
+        types = [spec.dtype for spec in self._buckets]
         with tf.device("CPU:0"):
-            taken = tf.raw_ops.PyFunc(input=[ticket, self._places], token=TAKE, Tout=types)
-            large = [tf.reshape(one, spec.shape) for one, spec in zip(taken, self._large, strict=True)]
-        return [first, *large], [ticket]
+            taken = tf.raw_ops.PyFunc(input=[*travelled, self._places], token=TAKE, Tout=types)
+            buckets = [tf.reshape(one, spec.shape) for one, spec in zip(taken, self._buckets, strict=True)]
+        return buckets, travelled
 
 
 class Messages:
@@ -73,7 +69,7 @@ class Messages:
 
 
 class ByMessage:
-    """How buckets travel between ps and workers of different hosts, and where all of them are small.
+    """How buckets travel between ps and workers of different hosts, and those of small models everywhere.
 
     Attributes:
         ticket_specs: the types of the ticket.
@@ -93,6 +89,10 @@ class ByMessage:
     def begin(self, worker: tf.Tensor) -> Tensors:
         """In the graph of a worker: the ticket of a call that begins."""
         return []
+
+    def closing(self, pushed: Tensors, is_last: tf.Tensor) -> Tensors:
+        """In the graph of a worker: a push as it travels, whose answer need not hold anything if it is the last."""
+        return pushed
 
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         """In the graph of a worker: the call ends when all these tensors are known."""
@@ -116,10 +116,10 @@ class ByMemory(ByMessage):
 
     def way(self, specs: Sequence[tf.TensorSpec], back: Messages | Room | None = None) -> Room:
         # In place of what has come, if it fits: another room would take as much memory as the model.
-        if isinstance(back, Room) and (over := Room(specs, back.first)).end <= back.end:
+        if isinstance(back, Room) and (over := Room(specs, back.first)).end <= back.end + SPARE_BYTES:
             return over
         room = Room(specs, self.size)
-        self.size = room.end
+        self.size = room.end + SPARE_BYTES
         return room
 
     def begin(self, worker: tf.Tensor) -> Tensors:
@@ -133,17 +133,22 @@ class ByMemory(ByMessage):
         # writes there again.
         return tf.raw_ops.DeepCopy(x=taken)
 
+    def closing(self, pushed: Tensors, is_last: tf.Tensor) -> Tensors:
+        (ticket,) = pushed
+        with tf.device("CPU:0"):
+            return [tf.concat([ticket[:-1], tf.cast(is_last, tf.int64)[None]], 0)]
+
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         with tf.device("CPU:0"):
             tf.raw_ops.PyFunc(input=[*ticket, *done], token=END, Tout=[tf.int64])
 
 
-def carrier_of(config: RunConfig, large: Sequence[tf.TensorSpec]) -> ByMessage:
+def carrier_of(config: RunConfig, buckets: Sequence[tf.TensorSpec]) -> ByMessage:
     """What suits the cluster of a run.
 
     Args:
-        large: the types of the large tensors that travel.
+        buckets: the types of those that are pulled.
     """
     # All tasks of a local cluster are alike and see each other's processes, so it works between them if it works here.
-    shares_memory = config.cluster.kind == "local" and large and works_here()
+    shares_memory = config.cluster.kind == "local" and any(map(is_large, buckets)) and works_here()
     return ByMemory() if shares_memory else ByMessage()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster
 from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.call_size import CallTimer, worthwhile_steps
+from tf2dist.training.call_size import LOOP_SECS, CallTimer, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
@@ -25,12 +25,12 @@ class Calls(NamedTuple):
     Attributes:
         num_steps: of each.
         function: what they execute.
-        source: its input.
+        arguments: those before the limit.
     """
 
     num_steps: int
     function: Any
-    source: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 class Scheduler:
@@ -61,8 +61,10 @@ class Scheduler:
         self._share_cores = graphs.config.cluster.kind == "local" and cluster.num_workers > 2 * (os.cpu_count() or 1)
         self.is_sized = num_steps is not None
         self.steps_per_sec = 0.0
+        self._loop: tuple[Any, tuple[Any, ...]] | None = None  # the function for any number of steps, and its source
         begun_at = time.monotonic()
-        self.calls = self._calls_of(self._fitting(num_steps or 1))
+        begin_with = self._in_loop if graphs.in_loop else self._calls_of
+        self.calls = begin_with(self._fitting(num_steps or 1))
         self._trace_secs = time.monotonic() - begun_at
         self._first_call_secs = 0.0  # 0 while it is not known
         self._longer: Calls | None = None  # of which some are being executed for the first time
@@ -130,11 +132,14 @@ class Scheduler:
             admitted, missing: see `fill`.
             last_step: the target of the run.
         """
-        if self.is_sized or (size := self._worthwhile(progress, last_step)) is None:
+        if self.is_sized or (secs_per_step := self._timed(progress)) is None:
             return False
         self.is_sized = True
-        if size > self.num_steps:
+        steps_left = last_step - progress.global_step
+        if (size := self._unrolled(secs_per_step, steps_left)) > self.num_steps:
             self._grow(size, missing - self._in_flight(admitted), request)
+        elif self._graphs.in_loop:
+            self.calls = self._in_loop(self._looped(secs_per_step, steps_left))
         return True
 
     def finish(self, request: PauseRequests) -> PauseRequest:
@@ -158,24 +163,40 @@ class Scheduler:
         function = self._graphs.train_function(num_steps)
         return Calls(num_steps, function, self._graphs.feed.source(self._coordinator, num_steps))
 
+    def _in_loop(self, num_steps: int) -> Calls:
+        """As `_calls_of`, of steps in a loop, by the same function for any number."""
+        self._loop = self._loop or (self._graphs.train_loop(), self._graphs.feed.source(self._coordinator, 1))
+        function, source = self._loop
+        return Calls(num_steps, function, (*source, tf.constant(num_steps, tf.int64)))
+
     def _schedule(self, calls: Calls) -> Any:
         self._steps_scheduled += calls.num_steps
-        return self._coordinator.schedule(calls.function, args=(*calls.source, self._limit))
+        return self._coordinator.schedule(calls.function, args=(*calls.arguments, self._limit))
 
-    def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
-        """The best number of steps of a call; None until calls have shown how long a step and its graph take."""
+    def _timed(self, progress: Progress) -> float | None:
+        """The seconds that a worker takes for a step in calls of one step; None until enough of them were timed."""
         secs_per_step = self._timer.secs_per_step(time.monotonic(), progress.local_steps)
         # In a later training the graphs exist already, and its first call does not show how long they take to prepare.
         self._first_call_secs = max(self._first_call_secs, self._timer.first_call_secs)
-        if secs_per_step is None:
-            return None
-        steps_left = last_step - progress.global_step
-        # All workers are counted: one that is late or lost now will take part later.
+        return secs_per_step
+
+    def _unrolled(self, secs_per_step: float, steps_left: int) -> int:
+        """The best number of steps of a call that has them unrolled; 1 if it is better to leave the calls as they are.
+
+        All workers are counted: one that is late or lost now will take part later.
+        """
+        if self._graphs.in_loop and secs_per_step / self._num_workers > LOOP_SECS:
+            return 1
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
         # No request to stop is noticed while a function is traced.
         max_trace_secs = self._grace_secs / 2 - self._graphs.exchange_secs
         traced = max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE)))
         return min(steps, traced, self._graphs.stragglers.max_steps)
+
+    def _looped(self, secs_per_step: float, steps_left: int) -> int:
+        """The best number of steps of a call that has them in a loop, for which nothing is to be prepared."""
+        steps = worthwhile_steps(secs_per_step, self._num_workers, 0.0, steps_left)
+        return min(steps, self._graphs.stragglers.max_steps)
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
         """Makes a longer function; the workers continue with short calls in the meantime."""

@@ -252,7 +252,7 @@ class ParameterServer:
         if self._lock is None:
             return self._apply(pushed, indices, number)
         if not self._has_kernel:  # it may assign a gradient as it is
-            pushed = [pushed[0], *map(self.carrier.kept, pushed[1:])]
+            pushed = [*map(self.carrier.kept, pushed)]
         return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:

@@ -29,7 +29,10 @@ BEGIN, END, PUT, TAKE = (f"tf2dist.shared_memory.{name}" for name in ("begin", "
 
 
 class Ticket(NamedTuple):
-    """Names the file that a worker uses in a call; travels as int64 [4].
+    """Names the file that a worker uses in a call.
+
+    It travels as int64 [5], the last of which is 1 where nothing more is to be written: a worker that has taken its
+    last step pulls nothing.
 
     Attributes:
         worker: its index.
@@ -108,7 +111,7 @@ class Files:
             if own is None or own.in_use or own.size != size:
                 own = self._own[int(worker)] = OwnFile(int(worker), int(size))
             own.in_use = True
-            return np.array(own.ticket)
+            return np.array([*own.ticket, 0])
 
     def end(self, ticket: np.ndarray, *_: np.ndarray) -> np.ndarray:
         """Ends the call of this ticket, of which nothing reads or writes any more."""
@@ -121,6 +124,8 @@ class Files:
 
     def put(self, ticket: np.ndarray, places: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
         """Copies arrays to places in the file of the ticket, which is returned for what must come later."""
+        if ticket[-1]:
+            return ticket
         with self._lock:
             file = self._file(ticket)
         targets = [file.array(place) for place in places]
@@ -157,7 +162,7 @@ class Files:
 
 
 def _ticket(numbers: np.ndarray) -> Ticket:
-    return Ticket(*map(int, numbers))
+    return Ticket(*map(int, numbers[:-1]))
 
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.

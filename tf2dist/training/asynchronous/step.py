@@ -1,9 +1,12 @@
 """The graphs of asynchronous training: what a worker does for each call of the coordinator.
 
 In each step a worker pulls all variables of a ps, computes, and pushes their changes to each ps;
-within a call, what one step pushes and the next one pulls is one exchange with the ps. A loop
-across devices costs a message an iteration, so the steps are unrolled; a transfer costs a call, so
-small variables are packed (see `vectors`).
+within a call, what one step pushes and the next one pulls is one exchange with the ps. A transfer
+costs a call, so small variables are packed (see `vectors`).
+
+A loop across devices costs messages in every iteration, a millisecond or two of all cores, so the steps of a call are
+unrolled. But then a call of another length is another function, and with a deep model each worker takes seconds to
+prepare it. So the steps of a deep model are executed in a loop, unless they are so short that those seconds pay.
 """
 
 import functools
@@ -21,40 +24,40 @@ from tf2dist.data.pipeline import Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import transfers_of
 from tf2dist.model.plan import EpochPlan
-from tf2dist.model.recurrence import decay_of
 from tf2dist.model.source import MakeOptimizer
-from tf2dist.model.step import ModelStep, step_place
-from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
-from tf2dist.process.tf_internals import as_one_node
+from tf2dist.model.step import ModelStep
+from tf2dist.process.devices import has_one_thread
+from tf2dist.process.parts import all_parts
+from tf2dist.process.tf_internals import in_one_thread
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.carriers import ByMessage, carrier_of
+from tf2dist.training.asynchronous.computation import Computation
 from tf2dist.training.asynchronous.counters import TOTALS
-from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount, Parcel, Pulled, PullLayout
+from tf2dist.training.asynchronous.vectors import Parcel, PullLayout
 from tf2dist.training.stragglers import stragglers_of
 
+LOOPED_OPERATIONS = 1000  # of a step: with more, a function of several steps takes more than a second to prepare
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 
 
-class AsyncStep:
+class AsyncStep(Computation):
     """The parameter servers of a model, and the functions that workers run against them.
 
     Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
     replica context, which there is none of on a ps.
 
     Attributes:
-        config: of the run.
-        step: of the model.
-        decays: of the state that a step changes, by id of the variable; see `recurrence`.
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         carrier: how pulls and pushes travel.
         may_share_memory: whether large tensors may travel in shared memory: a worker must not push again before a ps
             has answered its last push.
+        may_loop: whether the steps of a call are all alike.
+        in_loop: whether they are first executed by `train_loop`, and not by a `train_function`.
         exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
 
     Args:
@@ -67,7 +70,7 @@ class AsyncStep:
         earlier_updates: that the optimizer has applied before this run.
     """
 
-    may_share_memory = True
+    may_share_memory, may_loop = True, True
     _ticket: list[tf.Tensor]  # of the call, in the graph that is being made
 
     def __init__(
@@ -90,7 +93,7 @@ class AsyncStep:
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         trainable, state = all_parts(step.trainable), all_parts(step.state)
         self.carrier = (
-            carrier_of(config, PullLayout([*trainable, *state]).specs[1:]) if self.may_share_memory else ByMessage()
+            carrier_of(config, PullLayout([*trainable, *state]).specs) if self.may_share_memory else ByMessage()
         )
         self.servers = [
             self._new_server(
@@ -113,7 +116,9 @@ class AsyncStep:
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
-        self._compute = self._traced_compute()
+        compute = self.traced_compute()
+        self.in_loop = self.may_loop and len(compute.graph.get_operations()) >= LOOPED_OPERATIONS
+        self._compute = in_one_thread(compute) if has_one_thread(config, sharding.num_shards) else compute
         began_at = time.monotonic()
         for server in self.servers:
             server.trace_push(self.decays)
@@ -140,9 +145,7 @@ class AsyncStep:
 
         def steps(*arguments: Any) -> None:
             *source, limit = arguments
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            before = self.servers[0].worker_totals(worker)
-            indices = self.servers[0].counters.indices(worker)
+            worker, before, indices = self._begin()
             local_steps = before[TOTALS.index("steps")]
             with tf.device("CPU:0"):
                 batches = self.feed.batches(tuple(source), worker, local_steps, num_steps)
@@ -150,12 +153,8 @@ class AsyncStep:
             pulled = self._pull(worker)
             for number, batch in enumerate(batches, 1):
                 limit = self._limit(limit, pulled)
-                pulled = self.stragglers.delayed(pulled, worker, local_steps, number)
-                with tf.device(ACCELERATOR):
-                    # Waits for no earlier step: the batches of a call are on their way while it computes.
-                    on_device = [tf.identity(leaf) for leaf in batch]
-                    pushes, loss = self._compute(pulled, on_device, worker)
-                pushes = self.stragglers.computed(pushes, worker)
+                # Waits for no earlier step: the batches of a call are on their way while it computes.
+                pushes, loss = self._computed(pulled, on_device(batch), worker, local_steps, number)
                 if number < num_steps:
                     pulled = self._exchange(pushes, indices, limit, worker, number)
                 else:
@@ -165,6 +164,56 @@ class AsyncStep:
 
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
+
+    def train_loop(self) -> Any:
+        """``function(*source, num_steps, limit)``: as `train_function`, for any number of steps.
+
+        `source`: of `feed` for one step.
+        """
+
+        def steps(*arguments: Any) -> None:
+            *source, num_steps, limit = arguments
+            worker, before, indices = self._begin()
+            local_steps = before[TOTALS.index("steps")]
+
+            def batch_of(number: tf.Tensor) -> list[tf.Tensor]:
+                with tf.device("CPU:0"):
+                    before_it = tf.cast(local_steps, tf.int64) + number
+                    (batch,) = self.feed.batches(tuple(source), worker, before_it, 1)
+                return on_device(batch)
+
+            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], pulled: list[Parcel]) -> Any:
+                # The next one is on its way while this step computes.
+                following = tf.cond(number + 1 < num_steps, lambda: batch_of(number + 1), lambda: batch)
+                pushes, loss = self._computed(pulled, batch, worker, local_steps, number + 1)
+                pulled = self._exchange_in_loop(pushes, indices, limit, number + 1 >= num_steps)
+                return number + 1, losses + loss, following, pulled
+
+            first = tf.zeros([], tf.int64)
+            start = first, tf.zeros([]), batch_of(first), self._pull(worker)
+            _, losses, _, pulled = tf.while_loop(lambda number, *_: number < num_steps, step, start)
+            with tf.control_dependencies(tf.nest.flatten(pulled)):
+                after = self.servers[0].worker_totals(worker)
+            self.carrier.end(self._ticket, [after])
+            self._log(worker, before, after, losses / tf.cast(num_steps, tf.float32))
+
+        scalar = tf.TensorSpec([], tf.int64)
+        signature = self.feed.signature(1)
+        return tf.function(steps, autograph=False).get_concrete_function(*signature, scalar, scalar)
+
+    def _begin(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The worker that executes this call, its totals, and where its updates are counted."""
+        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+        return worker, self.servers[0].worker_totals(worker), self.servers[0].counters.indices(worker)
+
+    def _computed(
+        self, pulled: list[Parcel], batch: list[tf.Tensor], worker: tf.Tensor, local_steps: tf.Tensor, number: Any
+    ) -> tuple[list[Parcel], tf.Tensor]:
+        """What a step pushes to each ps, and its loss; `number`: of the step in its call, from 1."""
+        pulled = self.stragglers.delayed(pulled, worker, local_steps, number)
+        with tf.device(ACCELERATOR):
+            pushes, loss = self._compute(pulled, batch, worker)
+        return self.stragglers.computed(pushes, worker), loss
 
     # How a worker speaks to the ps in a call; other algorithms override these.
 
@@ -186,6 +235,16 @@ class AsyncStep:
             for server, push in zip(self.servers, pushes, strict=True)
         ]
 
+    def _exchange_in_loop(
+        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, is_last: tf.Tensor
+    ) -> list[Parcel]:
+        """As `_exchange`; after the last step of the call nobody needs what is returned."""
+        found = []
+        for server, push in zip(self.servers, pushes, strict=True):
+            travelling = self.carrier.closing(server.pushes.put(push, self._ticket), is_last)
+            found.append(server.pulls.take(server.exchange(travelling, indices, limit))[0])
+        return found
+
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """What the last step of a call pushes to each ps; returns what the first has counted of this worker then."""
         done = [
@@ -198,73 +257,6 @@ class AsyncStep:
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
 
-    def evaluate_function(self) -> Any:
-        """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.
-
-        `number`: of the split in `EVALUATED`.
-        """
-
-        def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-            pulled = [server.exact_layout.unpack(server.pull_exactly()) for server in self.servers]
-            values, _ = self._values_of(pulled)
-            examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
-            return self.step.evaluate(*self.inputs(values), examples)
-
-        scalar = tf.TensorSpec([], tf.int32)
-        return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
-
-    def _traced_compute(self) -> Any:
-        """The step on a worker, traced once for the functions of any number of steps."""
-        if self.config.devices.xla:
-            compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
-        else:
-            compute = as_one_node(self._compute_step)
-        pulled = [server.pull_layout.specs for server in self.servers]
-        return compute.get_concrete_function(pulled, self.step.layout.batched(None), tf.TensorSpec([], tf.int64))
-
-    def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
-    ) -> tuple[list[Parcel], tf.Tensor]:
-        """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
-        values, counts = self.unpack(pulled)
-        trainable, state = self.inputs(values)
-        output = self.step(trainable, state, leaves, step_place(worker, counts[0].value()))
-        gradients = output.gradients
-        if self.servers[0].global_clipnorm:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
-        changes = cut(self.step.trainable, gradients)
-        for variable, new, old in zip(self.step.state, output.state, state, strict=True):
-            if new is not old:
-                decay = decay_of(new, old)
-                self.note_decay(variable, decay)
-                changes |= cut([variable], [new - tf.cast(decay, old.dtype) * old if decay else new])
-        pushes = []
-        for server, count in zip(self.servers, counts, strict=True):
-            layout = server.push_layout(self.decays)
-            back = [values[id(v)] for v in layout.pulled]
-            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], count, output.sums, back))
-        return pushes, output.sums[0]
-
-    def note_decay(self, variable: keras.Variable, decay: float) -> None:
-        """Notes in `decays` how the update of a variable of the state depends on its value."""
-        self.decays |= {id(part): decay for part in parts_of(variable)}
-
-    def unpack(self, pulled: list[Parcel]) -> tuple[Values, list[PackedCount]]:
-        """The values of all parts of variables, and the count of each ps."""
-        return self._values_of(
-            [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
-        )
-
-    def _values_of(self, pulled: list[Pulled]) -> tuple[Values, list[PackedCount]]:
-        values: Values = {}
-        for server, one in zip(self.servers, pulled, strict=True):
-            values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
-        return values, [one.applied for one in pulled]
-
-    def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The values of the trainable variables, and of the state."""
-        return join(self.step.trainable, values), join(self.step.state, values)
-
     def _log(self, worker: tf.Tensor, before: tf.Tensor, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         steps = TOTALS.index("steps")
@@ -272,3 +264,9 @@ class AsyncStep:
         every = self.config.train.log_every_steps
         earlier = tf.cast(before[steps], tf.int64)
         print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)
+
+
+def on_device(batch: list[tf.Tensor]) -> list[tf.Tensor]:
+    """In the graph of a worker: the batch, where it computes."""
+    with tf.device(ACCELERATOR):
+        return [tf.identity(leaf) for leaf in batch]

@@ -144,5 +144,5 @@ class Scheduler:
         return quiet_secs(self.steps_per_sec, 1, self._grace_secs)
 
     def _schedule(self) -> None:
-        self._coordinator.schedule(self.calls.function, args=self.calls.source)
+        self._coordinator.schedule(self.calls.function, args=self.calls.arguments)
         self._num_scheduled += 1

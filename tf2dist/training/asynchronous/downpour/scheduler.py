@@ -3,7 +3,6 @@
 from tf2dist.training.asynchronous.downpour.step import DownpourStep
 from tf2dist.training.asynchronous.scheduler import Scheduler
 from tf2dist.training.call_size import MAX_STEPS
-from tf2dist.training.loop import Progress
 
 
 class DownpourScheduler(Scheduler):
@@ -15,9 +14,7 @@ class DownpourScheduler(Scheduler):
         round_of = self._graphs.config.algorithm.updates_per_fetch
         return max(1, num_steps // round_of) * round_of
 
-    def _worthwhile(self, progress: Progress, last_step: int) -> int | None:
-        size = super()._worthwhile(progress, last_step)
-        if size is None:
-            return None
+    def _unrolled(self, secs_per_step: float, steps_left: int) -> int:
+        size = super()._unrolled(secs_per_step, steps_left)
         # Steps of several batches hide the cost of a call sooner, and a worker holds all examples of a call in memory.
         return self._fitting(min(size, MAX_STEPS // self._graphs.config.algorithm.n_push))

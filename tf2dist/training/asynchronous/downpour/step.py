@@ -23,6 +23,7 @@ class DownpourStep(AsyncStep):
     """
 
     may_share_memory = False  # a push may come before the answer to the one before
+    may_loop = False
     servers: list[DownpourServer]  # type: ignore[assignment]
     _pushed: list[tf.Tensor]  # what the last push to each ps returns, in the graph that is being made
 
@@ -66,7 +67,7 @@ class DownpourStep(AsyncStep):
 
     # What it computes.
 
-    def _traced_compute(self) -> Any:
+    def traced_compute(self) -> Any:
         # XLA needs fixed shapes, and the last batch of a pass is shorter: what it compiles is a single batch.
         self._gradients = self._compute_batch
         if self.config.devices.xla:

@@ -1,0 +1,167 @@
+"""The steps of a deep model are executed in a loop, and give what unrolled ones give."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_config
+from tests.replica.test_resume import assert_same_arrays, taken
+from tf2dist import registry
+from tf2dist.model import packing
+from tf2dist.training.asynchronous import carriers
+from tf2dist.training.asynchronous import step as async_step
+from tf2dist.training.asynchronous.step import LOOPED_OPERATIONS
+
+MakeLoop = Callable[..., Any]
+
+
+@pytest.fixture
+def in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models count as deep ones."""
+    monkeypatch.setattr(async_step, "LOOPED_OPERATIONS", 0)
+
+
+@registry.register_model("deep")
+def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    layers = keras.layers
+    first = [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
+    return keras.Sequential([*first, *(layers.Dense(8, "tanh") for _ in range(60)), layers.Dense(num_classes)])
+
+
+@registry.register_model("recurrent")
+def recurrent(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    layers = keras.layers
+    rows = layers.Reshape(input_shape[:2])
+    return keras.Sequential([keras.Input(input_shape), rows, layers.SimpleRNN(4), layers.Dense(num_classes)])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "in_memory"), [("plain", True), ("staleness_aware", False), ("delay_compensated", True)]
+)
+def test_a_loop_gives_the_same_as_unrolled_steps(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, in_memory: bool
+) -> None:
+    """Two trainings, of which the first ends within a call and before the end of a pass over the data."""
+    monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "works_here", lambda: in_memory)
+    optimizer = "sgd" if algorithm == "delay_compensated" else "adam"
+    ends = []
+    for operations in (LOOPED_OPERATIONS, 0):
+        monkeypatch.setattr(async_step, "LOOPED_OPERATIONS", operations)
+        config = run_config("dnn", optimizer, hidden_units=[32])
+        config.algorithm.kind = algorithm
+        loop = async_loop(config, num_workers=1, num_ps=2)
+        assert loop._graphs.in_loop == (operations == 0)
+        for until_step in (25, 60):
+            loop.train(until_step)
+            assert_exact(loop, until_step)
+        ends.append((taken(loop), loop.evaluate("validation")))
+    (one, evaluated), (other, as_well) = ends
+    assert evaluated == as_well
+    assert_same_arrays(one, other, ("",))
+
+
+@pytest.mark.usefixtures("in_loops")
+def test_workers_take_steps_in_loops_beside_each_other(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config())
+    for until_step in (95, 96, 300):
+        loop.train(until_step)
+        assert_exact(loop, until_step)
+    assert min(loop.progress.local_steps) > 0
+
+
+@pytest.mark.usefixtures("in_loops")
+@pytest.mark.parametrize("loop_secs", [0.0, 60.0])
+def test_longer_calls_need_another_function_only_where_a_loop_is_slow(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, loop_secs: float
+) -> None:
+    monkeypatch.setattr("tf2dist.training.asynchronous.scheduler.LOOP_SECS", loop_secs)
+    config = run_config(steps_per_execution=None)
+    make_long_calls_pay(monkeypatch, config)
+    loop = async_loop(config)
+    first = loop._scheduler.calls
+    assert first.num_steps == 1
+    loop.train(1_500)
+    assert_exact(loop, 1_500)
+    assert loop._scheduler.num_steps > 1
+    assert (loop._scheduler.calls.function is first.function) == (loop_secs == 0.0)
+
+
+def test_models_are_deep_by_their_number_of_operations(async_loop: MakeLoop) -> None:
+    assert not async_loop(run_config("cnn"), num_workers=1)._graphs.in_loop
+    assert async_loop(run_config("deep"), num_workers=1)._graphs.in_loop
+
+
+@pytest.mark.parametrize("algorithm", ["bounded", "downpour"])
+def test_algorithms_whose_steps_differ_are_unrolled(async_loop: MakeLoop, algorithm: str) -> None:
+    config = run_config("deep")
+    config.algorithm.kind = algorithm
+    assert not async_loop(config, num_workers=1)._graphs.in_loop
+
+
+@pytest.mark.usefixtures("in_loops")
+def test_the_next_batch_waits_for_no_step(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # stands for a GPU; each worker has such a device
+    loop = async_loop(run_config())
+    body = body_of(loop._scheduler.calls.function)
+    nodes = {node.name: node for node in body.node_def}
+    (step,) = (node for node in nodes.values() if node.op == "PartitionedCall")
+    assert step.device == "/device:CPU:1"
+    batches = [node.name for node in nodes.values() if node.op == "If"]
+    assert batches, "the next batch"
+    assert not reached_from(step.name, nodes) & set(batches)
+    loop.train(95)
+    assert_exact(loop, 95)
+
+
+def body_of(function: Any) -> Any:
+    """The body of the loop in a traced function."""
+    library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
+    (loop,) = (node for node in function.graph.as_graph_def().node if node.op in ("While", "StatelessWhile"))
+    return library[loop.attr["body"].func.name]
+
+
+def reached_from(name: str, nodes: Any) -> set[str]:
+    """The names of the nodes that wait for this one."""
+    found = {name}
+    while more := {each for each, node in nodes.items() if {source(one) for one in node.input} & found} - found:
+        found |= more
+    return found
+
+
+def source(name: str) -> str:
+    """The name of the node of an input."""
+    return name.lstrip("^").partition(":")[0]
+
+
+@pytest.mark.parametrize(("model", "executor"), [("softmax", b"SINGLE_THREADED_EXECUTOR"), ("recurrent", b"")])
+def test_workers_that_share_cores_compute_in_one_thread(async_loop: MakeLoop, model: str, executor: bytes) -> None:
+    """A model that calls functions, as one with a loop does, would hold the thread that these need."""
+    loop = async_loop(run_config(model), num_workers=4)
+    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
+    used = {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"}
+    assert used == {executor}
+    loop.train(95)
+    assert_exact(loop, 95)
+
+
+def test_a_worker_with_cores_of_its_own_uses_them(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    loop = async_loop(run_config(), num_workers=4)
+    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
+    assert {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"} == {b""}
+
+
+def test_one_thread_computes_the_same(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for cores in (1, 16):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        loop = async_loop(run_config("cnn", "adam"), num_workers=1, num_ps=1)
+        loop.train(20)
+        ends.append(loop.arrays())
+    one, other = ends
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], name)
