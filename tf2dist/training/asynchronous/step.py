@@ -118,7 +118,8 @@ class AsyncStep(Computation):
         self.decays: dict[int, float] = {}
         compute = self.traced_compute()
         self.in_loop = self.may_loop and len(compute.graph.get_operations()) >= LOOPED_OPERATIONS
-        self._compute = in_one_thread(compute) if has_one_thread(config, sharding.num_shards) else compute
+        one_thread = has_one_thread(config, sharding.num_shards) and not config.devices.xla
+        self._compute = in_one_thread(compute) if one_thread else compute
         began_at = time.monotonic()
         for server in self.servers:
             server.trace_push(self.decays)
