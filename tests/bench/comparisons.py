@@ -211,12 +211,9 @@ class Table:
             }
             yield Comparison(f"deep first step sync {model}", "s", alone, ("sync", "keras fit"), 1.5, at_least=False)
             steps = max(20, int((400 if model == "mobilenet" else 30) * self._scale))
-            for num_workers in (2, 3):
-                rates = {
-                    mode: partial(figures.deep_rate, mode, model, num_workers, steps) for mode in ("async", "sync")
-                }
-                name = f"deep rate {model} {num_workers} workers"
-                yield Comparison(name, "examples/s", rates, ("async", "sync"), 1.0)
+            for workers in (2, 3):
+                rates = {mode: partial(figures.deep_rate, mode, model, workers, steps) for mode in ("async", "sync")}
+                yield Comparison(f"deep rate {model} {workers} workers", "examples/s", rates, ("async", "sync"), 1.0)
             stall: dict[str, Measure] = {
                 "longest": partial(figures.deep_longest_stall, model, 2, steps),
                 "limit": lambda: 1.0,

@@ -6,11 +6,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_config
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.model import packing
+from tf2dist.process.devices import has_one_thread
 from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous import step as async_step
 from tf2dist.training.asynchronous.step import LOOPED_OPERATIONS
@@ -137,28 +139,32 @@ def source(name: str) -> str:
     return name.lstrip("^").partition(":")[0]
 
 
-@pytest.mark.parametrize(("model", "executor"), [("softmax", b"SINGLE_THREADED_EXECUTOR"), ("recurrent", b"")])
-def test_workers_that_share_cores_compute_in_one_thread(async_loop: MakeLoop, model: str, executor: bytes) -> None:
-    """A model that calls functions, as one with a loop does, would hold the thread that these need."""
+@pytest.mark.parametrize(("cores", "is_shared"), [(1, True), (7, True), (8, False)])
+def test_workers_that_share_cores_have_one_thread(monkeypatch: pytest.MonkeyPatch, cores: int, is_shared: bool) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert has_one_thread(run_config(), 4) == (is_shared and not tf.config.list_physical_devices("GPU"))
+
+
+@pytest.mark.parametrize(
+    ("model", "has_one", "executor"),
+    [("softmax", True, b"SINGLE_THREADED_EXECUTOR"), ("softmax", False, b""), ("recurrent", True, b"")],
+)
+def test_one_thread_executes_models_that_call_no_functions(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, model: str, has_one: bool, executor: bytes
+) -> None:
+    """A model with a loop would hold the thread that its functions need."""
+    monkeypatch.setattr(async_step, "has_one_thread", lambda *_: has_one)
     loop = async_loop(run_config(model), num_workers=4)
     nodes = loop._scheduler.calls.function.graph.as_graph_def().node
-    used = {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"}
-    assert used == {executor}
+    assert {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"} == {executor}
     loop.train(95)
     assert_exact(loop, 95)
 
 
-def test_a_worker_with_cores_of_its_own_uses_them(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    loop = async_loop(run_config(), num_workers=4)
-    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
-    assert {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"} == {b""}
-
-
 def test_one_thread_computes_the_same(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
-    for cores in (1, 16):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+    for has_one in (True, False):
+        monkeypatch.setattr(async_step, "has_one_thread", lambda *_, has_one=has_one: has_one)
         loop = async_loop(run_config("cnn", "adam"), num_workers=1, num_ps=1)
         loop.train(20)
         ends.append(loop.arrays())
