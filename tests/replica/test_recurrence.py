@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tf2dist.data import Arrays
-from tf2dist.model.recurrence import decay_of
+from tf2dist.model.recurrence import decay_of, recurrence_of
 from tf2dist.model.step import ModelStep
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
@@ -43,6 +43,37 @@ def test_the_factor_of_the_old_value_is_found(name: str) -> None:
     spec = tf.TensorSpec([2], tf.float32)
     step.get_concrete_function(spec, spec)
     assert found == [expected]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_the_factor_and_the_term_make_the_new_value(name: str, is_copy: bool) -> None:
+    """Also of an old value that is itself the result of one of the operations that are followed."""
+
+    @tf.function(autograph=False)
+    def step(old: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        old = tf.identity(old) if is_copy else old
+        new = CHANGES[name][1](old, x)
+        decay, term = recurrence_of(new, old)
+        return new, decay * old + term
+
+    new, again = step(tf.constant([1.5, -2.0]), tf.constant([0.25, 8.0]))
+    np.testing.assert_allclose(again, new, rtol=1e-6)
+
+
+def test_the_term_is_what_the_step_adds_and_nothing_is_computed_for_it() -> None:
+    @tf.function(autograph=False)
+    def step(old: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        average, count, kept = old * 0.9 + x, old + 1.0, old * 0.5
+        before = len(old.graph.get_operations())
+        terms = [recurrence_of(new, old).term for new in (average, count)]
+        assert terms[0] is x
+        assert {operation.type for operation in old.graph.get_operations()[before:]} <= {"BroadcastTo", "Const"}
+        return *terms, recurrence_of(kept, old).term
+
+    _, of_count, of_kept = step(tf.constant([1e8, 1.0]), tf.constant([1.0, 1.0]))
+    assert of_count.numpy().tolist() == [1, 1]  # the difference of the new and the old value is 0 in the first place
+    assert of_kept.numpy().tolist() == [0, 0]
 
 
 def test_integers_are_added_or_assigned() -> None:

@@ -110,13 +110,34 @@ def test_the_next_batch_waits_for_no_step(async_loop: MakeLoop, monkeypatch: pyt
     loop = async_loop(run_config())
     body = body_of(loop._scheduler.calls.function)
     nodes = {node.name: node for node in body.node_def}
-    (step,) = (node for node in nodes.values() if node.op == "PartitionedCall")
+    (step,) = (node for node in nodes.values() if node.op == "PartitionedCall" and "/job:ps" not in node.device)
     assert step.device == "/device:CPU:1"
     batches = [node.name for node in nodes.values() if node.op == "If"]
     assert batches, "the next batch"
     assert not reached_from(step.name, nodes) & set(batches)
     loop.train(95)
     assert_exact(loop, 95)
+
+
+@pytest.mark.usefixtures("in_loops")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    """Each edge between two tasks is a message in every step, also one that only tells that something has ended."""
+    monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "works_here", lambda: in_memory)
+    loop = async_loop(run_config("dnn", hidden_units=[32]), num_workers=1, num_ps=1)
+    body = body_of(loop._scheduler.calls.function)
+    on_ps = {node.name for node in body.node_def if "/job:ps" in node.device}
+    to_ps = {one for node in body.node_def if node.name in on_ps for one in node.input if source(one) not in on_ps}
+    from_ps = {one for node in body.node_def if node.name not in on_ps for one in node.input if source(one) in on_ps}
+    # The resources of a ps, which are arguments of the body, are on the ps already.
+    arguments = {one.name for one in body.signature.input_arg}
+    num_buckets = len(loop._graphs.servers[0].pushes.specs)
+    assert len(to_ps - arguments) == (1 if in_memory else num_buckets + 1)
+    assert len(from_ps) == (1 if in_memory else num_buckets)
+    assert not {source(one) for one in body.control_ret.values()} & on_ps
 
 
 def body_of(function: Any) -> Any:

@@ -8,13 +8,24 @@ import tensorflow as tf
 from tf2dist.process.tf_internals import as_one_node
 
 
-def on_device(device: str, function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
-    """Traces a function whose call is one node, placed on the device with all that it does."""
+def on_device(
+    device: str, function: Callable[..., Any], *signature: Any, is_ordered: bool = True
+) -> Callable[..., Any]:
+    """Traces a function whose call is one node, placed on the device with all that it does.
+
+    Args:
+        is_ordered: whether a graph waits for the call to end, and for those before it that use the same variables. If
+            not, only what takes its result waits for it.
+    """
     with tf.device(device):
         concrete = as_one_node(function).get_concrete_function(*signature)
 
     def call(*args: Any) -> Any:
         with tf.device(device):  # of the node: on the worker it would call back for each operation
-            return concrete(*args)
+            if is_ordered:
+                return concrete(*args)
+            inputs, types = [*tf.nest.flatten(args), *concrete.captured_inputs], [one.dtype for one in concrete.outputs]
+            outputs = tf.raw_ops.PartitionedCall(args=inputs, Tout=types, f=concrete)
+            return tf.nest.pack_sequence_as(concrete.structured_outputs, outputs)
 
     return call

@@ -54,6 +54,14 @@ class Room:
             buckets = [tf.reshape(one, spec.shape) for one, spec in zip(taken, self._buckets, strict=True)]
         return buckets, travelled
 
+    def take_again(self, travelled: Tensors, taken: Tensors) -> Tensors:
+        """In the graph of a receiver: the buckets, where `take` has taken earlier ones in the same call.
+
+        They lie in the same memory, so nothing but the time of reading it is new.
+        """
+        with tf.device("CPU:0"), tf.control_dependencies(travelled):
+            return [tf.identity(one) for one in taken]
+
 
 class Messages:
     """What travels in messages of TensorFlow; as `Room`, with an empty ticket."""
@@ -66,6 +74,9 @@ class Messages:
 
     def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
         return travelled, []
+
+    def take_again(self, travelled: Tensors, taken: Tensors) -> Tensors:
+        return travelled
 
 
 class ByMessage:
@@ -90,9 +101,22 @@ class ByMessage:
         """In the graph of a worker: the ticket of a call that begins."""
         return []
 
-    def closing(self, pushed: Tensors, is_last: tf.Tensor) -> Tensors:
-        """In the graph of a worker: a push as it travels, whose answer need not hold anything if it is the last."""
-        return pushed
+    def joined(self, pushed: Tensors, order: tf.Tensor, is_last: tf.Tensor) -> Tensors:
+        """In the graph of a worker: a push as it travels with its order, in as few tensors as can be.
+
+        Args:
+            order: int64 [n].
+            is_last: whether the answer to the push need not hold anything.
+        """
+        return [*pushed, order]
+
+    def parted(self, joined: Tensors) -> tuple[Tensors, tf.Tensor]:
+        """In the graph of a ps: a push as it travels, and its order, from what `joined` has returned."""
+        return joined[:-1], joined[-1]
+
+    def joined_specs(self, pushed: Sequence[tf.TensorSpec], size: int) -> list[tf.TensorSpec]:
+        """The types of what `joined` returns, of a push of these types with an order of `size` numbers."""
+        return [*pushed, tf.TensorSpec([size], tf.int64)]
 
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         """In the graph of a worker: the call ends when all these tensors are known."""
@@ -133,10 +157,18 @@ class ByMemory(ByMessage):
         # writes there again.
         return tf.raw_ops.DeepCopy(x=taken)
 
-    def closing(self, pushed: Tensors, is_last: tf.Tensor) -> Tensors:
+    def joined(self, pushed: Tensors, order: tf.Tensor, is_last: tf.Tensor) -> Tensors:
         (ticket,) = pushed
         with tf.device("CPU:0"):
-            return [tf.concat([ticket[:-1], tf.cast(is_last, tf.int64)[None]], 0)]
+            return [tf.concat([ticket[:-1], tf.cast(is_last, tf.int64)[None], order], 0)]
+
+    def parted(self, joined: Tensors) -> tuple[Tensors, tf.Tensor]:
+        (both,) = joined
+        size = TICKET.shape.num_elements()
+        return [both[:size]], both[size:]
+
+    def joined_specs(self, pushed: Sequence[tf.TensorSpec], size: int) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([TICKET.shape.num_elements() + size], tf.int64)]
 
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         with tf.device("CPU:0"):

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.recurrence import decay_of
+from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.parts import Values, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node
@@ -52,9 +52,9 @@ class Computation:
         changes = cut(self.step.trainable, gradients)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                decay = decay_of(new, old)
+                decay, term = recurrence_of(new, old)
                 self.note_decay(variable, decay)
-                changes |= cut([variable], [new - tf.cast(decay, old.dtype) * old if decay else new])
+                changes |= cut([variable], [term])
         pushes = []
         for server, count in zip(self.servers, counts, strict=True):
             layout = server.push_layout(self.decays)

@@ -184,18 +184,21 @@ class ParameterServer:
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
         self.exchange = self.on_device_later(self._exchange, *signature)
+        joined = self.carrier.joined_specs(self.pushes.specs, 1 + self.counters.added)
+        # That a call has ended would be told to the worker in a message of its own, beside that with the result.
+        self.exchange_joined = self.on_device_later(self._exchange_joined, joined, is_ordered=False)
 
-    def on_device(self, function: Any, *signature: Any) -> Any:
+    def on_device(self, function: Any, *signature: Any, is_ordered: bool = True) -> Any:
         """See `on_device`."""
-        return on_device(self.device, function, *signature)
+        return on_device(self.device, function, *signature, is_ordered=is_ordered)
 
-    def on_device_later(self, function: Any, *signature: Any) -> Any:
+    def on_device_later(self, function: Any, *signature: Any, is_ordered: bool = True) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
 
         @functools.cache
         def traced() -> Any:
             with tf.init_scope():
-                return self.on_device(function, *signature)
+                return self.on_device(function, *signature, is_ordered=is_ordered)
 
         return lambda *args: traced()(*args)
 
@@ -232,6 +235,11 @@ class ParameterServer:
         buckets, ticket = self.pushes.take(pushed)
         self._admit(buckets, indices, limit)
         return self._pull(*ticket)
+
+    def _exchange_joined(self, joined: Parcel) -> Parcel:
+        """As `_exchange`; the order of the push is its limit, followed by where it is counted."""
+        pushed, order = self.carrier.parted(joined)
+        return self._exchange(pushed, order[1:, None], order[0])
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.

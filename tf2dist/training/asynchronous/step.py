@@ -183,17 +183,23 @@ class AsyncStep(Computation):
                     (batch,) = self.feed.batches(tuple(source), worker, before_it, 1)
                 return on_device(batch)
 
-            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], pulled: list[Parcel]) -> Any:
+            given_first, first_pull = self._begin_loop(worker)
+
+            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Parcel]) -> Any:
                 # The next one is on its way while this step computes.
                 following = tf.cond(number + 1 < num_steps, lambda: batch_of(number + 1), lambda: batch)
+                pulled = [
+                    server.pulls.take_again(one, first)
+                    for server, one, first in zip(self.servers, given, first_pull, strict=True)
+                ]
                 pushes, loss = self._computed(pulled, batch, worker, local_steps, number + 1)
-                pulled = self._exchange_in_loop(pushes, indices, limit, number + 1 >= num_steps)
-                return number + 1, losses + loss, following, pulled
+                given = self._exchange_in_loop(pushes, indices, limit, number + 1 >= num_steps)
+                return number + 1, losses + loss, following, given
 
             first = tf.zeros([], tf.int64)
-            start = first, tf.zeros([]), batch_of(first), self._pull(worker)
-            _, losses, _, pulled = tf.while_loop(lambda number, *_: number < num_steps, step, start)
-            with tf.control_dependencies(tf.nest.flatten(pulled)):
+            start = first, tf.zeros([]), batch_of(first), given_first
+            _, losses, _, given = tf.while_loop(lambda number, *_: number < num_steps, step, start)
+            with tf.control_dependencies(tf.nest.flatten(given)):
                 after = self.servers[0].worker_totals(worker)
             self.carrier.end(self._ticket, [after])
             self._log(worker, before, after, losses / tf.cast(num_steps, tf.float32))
@@ -236,14 +242,22 @@ class AsyncStep(Computation):
             for server, push in zip(self.servers, pushes, strict=True)
         ]
 
+    def _begin_loop(self, worker: tf.Tensor) -> tuple[list[Parcel], list[Parcel]]:
+        """What the first step of a call pulls from each ps: as it has travelled, and as it is taken."""
+        self._ticket = self.carrier.begin(worker)
+        given = [_on_worker(server.pull(*self._ticket)) for server in self.servers]
+        return given, [server.pulls.take(one)[0] for server, one in zip(self.servers, given, strict=True)]
+
     def _exchange_in_loop(
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, is_last: tf.Tensor
     ) -> list[Parcel]:
-        """As `_exchange`; after the last step of the call nobody needs what is returned."""
+        """As `_exchange`, but returns what has travelled; after the last step of the call nobody needs it."""
+        # In a loop TensorFlow sends what is the same in all steps anew in each of them, every tensor in a message.
+        order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
         found = []
         for server, push in zip(self.servers, pushes, strict=True):
-            travelling = self.carrier.closing(server.pushes.put(push, self._ticket), is_last)
-            found.append(server.pulls.take(server.exchange(travelling, indices, limit))[0])
+            joined = self.carrier.joined(server.pushes.put(push, self._ticket), order, is_last)
+            found.append(_on_worker(server.exchange_joined(joined)))
         return found
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
@@ -265,6 +279,15 @@ class AsyncStep(Computation):
         every = self.config.train.log_every_steps
         earlier = tf.cast(before[steps], tf.int64)
         print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)
+
+
+def _on_worker(travelled: Parcel) -> Parcel:
+    """In the graph of a worker: what a ps has sent, held by the worker's host.
+
+    Else a loop, or what waits for it, would have the ps hold it, and send it again.
+    """
+    with tf.device("CPU:0"):
+        return [tf.identity(one) for one in travelled]
 
 
 def on_device(batch: list[tf.Tensor]) -> list[tf.Tensor]:
