@@ -7,19 +7,20 @@ import pytest
 
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
-from tf2dist.launch.environment import ONEDNN, environment_of
+from tf2dist.launch.environment import ARENAS, ONEDNN, environment_of
 
-LARGE = "model.hidden_units=[512,512]"
+LARGE, HUGE = (f"model.hidden_units={units}" for units in ("[512,512]", "[2048,2048]"))
 
 
-def found(*overrides: str) -> str | None:
-    return environment_of(load([*overrides], None)).get(ONEDNN)
+def found(*overrides: str, name: str = ONEDNN) -> str | None:
+    return environment_of(load([*overrides], None)).get(name)
 
 
 @pytest.fixture(autouse=True)
 def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.delenv(ONEDNN, raising=False)
+    for name in (ONEDNN, ARENAS):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,20 @@ def test_large_dense_layers_are_computed_with_onednn(overrides: list[str], expec
     assert found(*overrides) == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model=dnn", HUGE], "1"),
+        (["model=dnn", LARGE], None),
+        (["model=cnn"], None),
+        (["model=dnn", HUGE, "devices.malloc_arenas=4"], "4"),
+        (["model=cnn", "devices.malloc_arenas=1"], "1"),
+    ],
+)
+def test_with_huge_dense_layers_glibc_keeps_one_arena(overrides: list[str], expected: str | None) -> None:
+    assert found(*overrides, name=ARENAS) == expected
+
+
 @pytest.mark.parametrize("units", [128, None, "small", ["a", "b"], [512, 512]])
 @pytest.mark.parametrize("name", ["wide", "dnn"])
 def test_a_model_of_a_plugin(name: str, units: Any) -> None:
@@ -50,6 +65,9 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
     monkeypatch.setenv(ONEDNN, "0")
     assert found("model=dnn", LARGE) is None, "the tasks inherit it"
     assert found("model=dnn", LARGE, "devices.onednn=true") == "1"
+    monkeypatch.setenv(ARENAS, "2")
+    assert found("model=dnn", HUGE, name=ARENAS) is None
+    assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
 
 
 def test_other_processors_are_left_to_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:

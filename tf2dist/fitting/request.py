@@ -21,7 +21,7 @@ from tf2dist.data.layout import Layout
 from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
-from tf2dist.launch.environment import suggested_onednn
+from tf2dist.launch.environment import completed
 from tf2dist.model.plan import EpochPlan
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
@@ -254,11 +254,9 @@ def set_model_options(config: RunConfig, model: keras.Model, name: str, data: st
     )
     if config.devices.precision == "float32":
         config.devices = replace(config.devices, precision=POLICIES[policy])
-    if config.devices.onednn is None:
-        # Of dense and recurrent layers; those of convolutions have more dimensions, tables of embeddings other names.
-        kernels = [v for v in model.trainable_variables if v.name.endswith("kernel") and len(v.shape) == 2]
-        onednn = suggested_onednn(math.prod(kernel.shape) for kernel in kernels)
-        config.devices = replace(config.devices, onednn=onednn)
+    # Of dense and recurrent layers; those of convolutions have more dimensions, tables of embeddings other names.
+    kernels = [v for v in model.trainable_variables if v.name.endswith("kernel") and len(v.shape) == 2]
+    config.devices = completed(config.devices, [math.prod(kernel.shape) for kernel in kernels])
     # On a machine with a GPU Keras sets jit_compile by itself unless the user has set it, so True says nothing there.
     if model.jit_compile and not tf.config.list_physical_devices("GPU"):
         config.devices = replace(config.devices, xla=True)

@@ -4,9 +4,10 @@ import itertools
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import DevicesConfig, RunConfig
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
@@ -20,15 +21,18 @@ ENVIRONMENT = {
 }
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
+ARENAS = "MALLOC_ARENA_MAX"
+# Weights. Each thread that frees a tensor leaves its memory to the arena of glibc that it came from. With tensors this
+# large that is more memory than all else in a task; with smaller ones, threads that share an arena lose more time.
+HUGE_KERNEL = 1 << 22
 
 
 def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
-    onednn = config.devices.onednn
-    if onednn is None:
-        onednn = suggested_onednn(_known_kernels(config.model))
-    # TensorFlow reads it once, while it is imported.
-    return ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
+    devices = completed(config.devices, _known_kernels(config.model))
+    # TensorFlow reads the one while it is imported, glibc the other when the process begins.
+    chosen = {ONEDNN: devices.onednn, ARENAS: devices.malloc_arenas}
+    return ENVIRONMENT | {name: str(int(value)) for name, value in chosen.items() if value is not None}
 
 
 def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
@@ -39,13 +43,19 @@ def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
         yield from (before * after for before, after in itertools.pairwise(units))
 
 
-def suggested_onednn(kernel_sizes: Iterable[int]) -> bool | None:
-    """Whether to compute with oneDNN on CPUs; None to leave it to TensorFlow.
+def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesConfig:
+    """The options with what suits a model, where neither they nor the environment of this process say anything.
 
-    TensorFlow chooses it by the processor alone: on one without AVX512-VNNI not even for large products of matrices.
+    TensorFlow chooses oneDNN by the processor alone: on one without AVX512-VNNI not even for large products of
+    matrices.
 
     Args:
         kernel_sizes: the weights of the dense layers, as far as they are known.
     """
-    is_for_it = platform.machine() == "x86_64" and any(size >= LARGE_KERNEL for size in kernel_sizes)
-    return True if is_for_it and ONEDNN not in os.environ else None
+    largest = max(kernel_sizes, default=0)
+    onednn, arenas = devices.onednn, devices.malloc_arenas
+    if onednn is None and ONEDNN not in os.environ and platform.machine() == "x86_64" and largest >= LARGE_KERNEL:
+        onednn = True
+    if arenas is None and ARENAS not in os.environ and largest >= HUGE_KERNEL:
+        arenas = 1
+    return replace(devices, onednn=onednn, malloc_arenas=arenas)
