@@ -53,6 +53,33 @@ def test_the_memory_of_a_gpu_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch
         devices.gpu_memory_mb(2)
 
 
+def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
+    """The coordinator of many hosts makes the graphs of workers whose devices it does not know."""
+    code = """if True:
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+        from tf2dist.process import devices
+        from tf2dist.cluster.spec import Cluster, Task
+        from tf2dist.config.schema import DevicesConfig
+        clusters = {"sync": Cluster("sync", {"worker": ("localhost:1", "localhost:2")}),
+                    "async": Cluster("async", {j: ("localhost:1",) for j in ("chief", "ps", "worker")})}
+        for mode, share_host, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
+                                                 ("sync", False, [], True), ("async", True, [], True)]:
+            tf.config.list_physical_devices = lambda kind: gpus
+            tf.config.set_visible_devices = lambda mine, kind: None
+            tf.config.experimental.set_memory_growth = lambda gpu, grows: None
+            context.context()._config = None
+            task = clusters[mode].training_tasks[0]
+            devices.configure(DevicesConfig(), clusters[mode], task, share_host=share_host)
+            rewriting = context.context().config.graph_options.rewrite_options
+            assert (rewriting.meta_optimizer_iterations == rewriting.ONE) == expected, (mode, share_host, gpus)
+            spins = not context.context().config.experimental.disable_thread_spinning
+            assert spins == (not share_host), "both are set"
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_tasks_of_one_host_share_its_cores() -> None:
     """Runs in a process of its own, because TensorFlow accepts these settings only before its first operation."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.process.tf_internals import keep_threads_from_spinning
+from tf2dist.process.tf_internals import keep_threads_from_spinning, optimize_graphs_for_cpus
 
 Gpu = Any  # tf.config.PhysicalDevice; choosing needs nothing of it, so a test may pass any object
 
@@ -60,6 +60,9 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     )
     # An empty list of visible devices means all of them, so a task without GPUs gets a device count of 0.
     server_config = tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+    # The coordinator of many hosts does not know the devices of the workers, for which it makes the graphs.
+    if not gpus and (share_host or cluster.mode == "sync"):
+        optimize_graphs_for_cpus()
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:

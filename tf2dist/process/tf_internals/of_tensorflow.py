@@ -22,12 +22,39 @@ def keep_threads_from_spinning(context: Any = None) -> None:
     Args:
         context: for tests and probes; by default that of this process.
     """
+    experimental = tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True)
+    _configure(tf.compat.v1.ConfigProto(experimental=experimental), context)
+
+
+def optimize_graphs_for_cpus(context: Any = None) -> None:
+    """Optimizes the graphs of this process in less time, where no task has a GPU.
+
+    By default TensorFlow runs all passes over a graph twice, and two of them are for GPUs: one changes the order of the
+    axes of images, one computes values a second time or keeps them in the memory of the host. The second round left out
+    11 of the 4,843 operations of MobileNetV2 and took a third of the time. Must be called before TensorFlow initializes
+    its devices.
+
+    Args:
+        context: for tests and probes; by default that of this process.
+    """
+    options = tf.compat.v1.ConfigProto()
+    rewriting = options.graph_options.rewrite_options
+    with relying_on(tf, "RewriterConfig"):
+        rewriting.meta_optimizer_iterations = rewriting.ONE
+        rewriting.layout_optimizer = rewriting.OFF
+        rewriting.memory_optimization = rewriting.NO_MEM_OPT
+    _configure(options, context)
+
+
+def _configure(options: tf.compat.v1.ConfigProto, context: Any) -> None:
+    """Adds options for which `tf.config` has no setters to those of a context; None for that of this process."""
     context = context or this_context()
-    attribute(tf, context, "_config", tf.compat.v1.ConfigProto | None)
-    # `tf.config` has no setter for this field. The context merges `_config` into the configuration that it builds when
-    # it is initialized, so that thread counts set through `tf.config` stay as they are.
-    options = tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True)
-    context._config = tf.compat.v1.ConfigProto(experimental=options)
+    before = attribute(tf, context, "_config", tf.compat.v1.ConfigProto | None)
+    # The context merges `_config` into the configuration that it builds when it is initialized, so that thread counts
+    # set through `tf.config` stay as they are.
+    context._config = tf.compat.v1.ConfigProto()
+    context._config.CopyFrom(before or context._config)
+    context._config.MergeFrom(options)
 
 
 def use_coordination_service(

@@ -35,6 +35,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
     in_one_thread,
     keep_threads_from_spinning,
+    optimize_graphs_for_cpus,
     publish_functions,
     this_context,
     use_coordination_service,
@@ -58,11 +59,14 @@ def missing() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _spinning_stops() -> bool:
+def _context_is_configured() -> bool:
     # A context of its own, here and below: that of the process may be initialized, and takes no change then.
     context = module_of(CONTEXT).Context()
     keep_threads_from_spinning(context)
-    return bool(context.config.experimental.disable_thread_spinning)
+    optimize_graphs_for_cpus(context)
+    rewriting = context.config.graph_options.rewrite_options
+    is_short = rewriting.meta_optimizer_iterations == rewriting.ONE and rewriting.layout_optimizer == rewriting.OFF
+    return bool(context.config.experimental.disable_thread_spinning and is_short)
 
 
 def _service_is_set() -> bool:
@@ -199,7 +203,7 @@ def _names_begin_again() -> bool:
 
 # By the package and the private name that the probe stands for, which is what the user reads if it fails.
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
-    (tf, "Context._config"): _spinning_stops,
+    (tf, "Context._config"): _context_is_configured,
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _barrier_is_there,
     (tf, NO_INLINE): _one_node_is_kept,
