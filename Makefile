@@ -12,8 +12,9 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
-# Side by side, the fast ones first. The tests of a file stay in one process of pytest, which shares what takes long.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
+# Three at a time, on two cores as well, since tests wait for much of their time; the fast ones first. The tests of a
+# file stay in one process of pytest, which shares what takes long.
+SIDE_BY_SIDE := -n 3 --dist loadfile
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/unit tests/replica tests/process tests/e2e $(ARGS)

@@ -26,6 +26,7 @@ def files_mapped_by(process: psutil.Process) -> set[str]:
         return set(re.findall(r"(\d+) +/memfd:tf2dist", lines.read()))
 
 
+@pytest.mark.slow
 def test_a_lost_worker_comes_back_with_a_file_of_its_own(command: Command) -> None:
     if not works_here():
         pytest.skip("this system has no files in memory that other processes can open")

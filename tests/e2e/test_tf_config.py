@@ -53,6 +53,7 @@ def start_one_by_one(command: Command, jobs: dict[str, list[str]], mode: str) ->
     return processes
 
 
+@pytest.mark.slow  # the next test starts the same tasks in another order
 def test_async_the_coordinator_first(command: Command) -> None:
     jobs = addresses({"chief": 1, "ps": 1, "worker": 2})
     ends = finish_all(command, start_one_by_one(command, jobs, "async"))

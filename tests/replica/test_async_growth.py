@@ -40,6 +40,7 @@ class Late(threading.Event):
         return self.looks > 5
 
 
+@pytest.mark.slow
 def test_most_workers_go_on_while_some_prepare_longer_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

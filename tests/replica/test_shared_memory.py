@@ -106,7 +106,7 @@ def test_it_is_left_out_where_the_size_of_files_is_limited(worker: Files) -> Non
 
 
 @pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated", "bounded"])
-@pytest.mark.parametrize("num_steps", [1, 10])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.slow), 10])
 def test_training_is_the_same_in_memory_and_in_messages(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, num_steps: int
 ) -> None:

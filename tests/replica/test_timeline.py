@@ -52,7 +52,7 @@ def nodes_of(loop: Any) -> int:
     return sum(node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN for node in nodes)
 
 
-@pytest.mark.parametrize("fixture", ["async_loop", "replicas_loop"])
+@pytest.mark.parametrize("fixture", ["async_loop", pytest.param("replicas_loop", marks=pytest.mark.slow)])
 def test_without_the_option_nothing_is_in_the_graph(fixture: str, request: pytest.FixtureRequest) -> None:
     make: MakeLoop = request.getfixturevalue(fixture)
     assert nodes_of(make(run_config())) == 0

@@ -76,7 +76,7 @@ def test_workers_take_steps_in_loops_beside_each_other(async_loop: MakeLoop) -> 
 
 
 @pytest.mark.usefixtures("in_loops")
-@pytest.mark.parametrize("loop_secs", [0.0, 60.0])
+@pytest.mark.parametrize("loop_secs", [0.0, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_longer_calls_need_another_function_only_where_a_loop_is_slow(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, loop_secs: float
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
-from tf2dist.launch.environment import ARENAS, ONEDNN, environment_of
+from tf2dist.launch.environment import ARENAS, KEPT_PRIMITIVES, ONEDNN, environment_of
 
 LARGE, HUGE = (f"model.hidden_units={units}" for units in ("[512,512]", "[2048,2048]"))
 
@@ -68,6 +68,14 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
     monkeypatch.setenv(ARENAS, "2")
     assert found("model=dnn", HUGE, name=ARENAS) is None
     assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
+
+
+def test_what_onednn_prepares_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = KEPT_PRIMITIVES
+    monkeypatch.delenv(name, raising=False)
+    assert found("model=cnn", name=name) == value
+    monkeypatch.setenv(name, "1")
+    assert found("model=cnn", name=name) is None
 
 
 def test_other_processors_are_left_to_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
