@@ -27,7 +27,7 @@ ARENAS = "MALLOC_ARENA_MAX"
 HUGE_KERNEL = 1 << 22
 
 # By default TensorFlow has oneDNN prepare the backward pass of each convolution anew in every step, an eighth of the
-# processor time of MobileNetV2. To keep what is prepared takes a megabyte or two of each thread.
+# processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
 KEPT_PRIMITIVES = ("TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE", "0")
 
 

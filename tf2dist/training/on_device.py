@@ -14,8 +14,8 @@ def on_device(
     """Traces a function whose call is one node, placed on the device with all that it does.
 
     Args:
-        is_ordered: whether a graph waits for the call to end, and for those before it that use the same variables. If
-            not, only what takes its result waits for it.
+        is_ordered: whether a graph that calls it waits for its end, and calls those that use the same variables one
+            after the other. If not, only what takes the result waits for it.
     """
     with tf.device(device):
         concrete = as_one_node(function).get_concrete_function(*signature)

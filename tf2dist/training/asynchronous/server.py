@@ -1,11 +1,9 @@
 """The part of the model that lives on one parameter server: how it is read and how it is updated.
 
-All run as functions *on* the ps: a pull packs all variables into one vector before it crosses
-the network, a push carries one vector there and is unpacked and applied there, by a Keras
-optimizer of the ps's own, and an exchange is a push and the next pull. Large variables are not
-packed (see `vectors`). Marked as not to be
-inlined, each is a single node of the worker's graph however many operations it has, which halves
-the time of a step and divides that of tracing.
+All run as functions *on* the ps: a pull packs all variables into one vector before it crosses the network, a push
+carries one vector there and is unpacked and applied there, by a Keras optimizer of the ps's own, and an exchange is a
+push and the next pull. Large variables are not packed (see `vectors`). Marked as not to be inlined, each is a single
+node of the worker's graph however many operations it has, which halves the time of a step and divides that of tracing.
 """
 
 import functools
@@ -48,6 +46,7 @@ class ParameterServer:
         pull_exactly: as `pull`, for evaluations: in messages, and no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
+        on_device: see there, for this one.
 
     Args:
         device: of the ps.
@@ -88,6 +87,7 @@ class ParameterServer:
                     "mode=async the updates of other workers would be lost; use mode=sync"
                 )
         self.device, self._earlier_updates = device, earlier_updates
+        self.on_device = functools.partial(on_device, device)
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
         self._transfers = transfers
@@ -188,17 +188,13 @@ class ParameterServer:
         # That a call has ended would be told to the worker in a message of its own, beside that with the result.
         self.exchange_joined = self.on_device_later(self._exchange_joined, joined, is_ordered=False)
 
-    def on_device(self, function: Any, *signature: Any, is_ordered: bool = True) -> Any:
-        """See `on_device`."""
-        return on_device(self.device, function, *signature, is_ordered=is_ordered)
-
-    def on_device_later(self, function: Any, *signature: Any, is_ordered: bool = True) -> Any:
+    def on_device_later(self, function: Any, *signature: Any, **how: bool) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
 
         @functools.cache
         def traced() -> Any:
             with tf.init_scope():
-                return self.on_device(function, *signature, is_ordered=is_ordered)
+                return self.on_device(function, *signature, **how)
 
         return lambda *args: traced()(*args)
 
@@ -237,16 +233,15 @@ class ParameterServer:
         return self._pull(*ticket)
 
     def _exchange_joined(self, joined: Parcel) -> Parcel:
-        """As `_exchange`; the order of the push is its limit, followed by where it is counted."""
+        """As `_exchange`; the order of the push is its limit, then where it is counted."""
         pushed, order = self.carrier.parted(joined)
         return self._exchange(pushed, order[1:, None], order[0])
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.
 
-        ResourceCountUpTo hands every update a number of its own in one atomic operation, so any
-        number of workers may push at once, and pushes repeated after a worker's death cannot
-        carry the count beyond the limit.
+        ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
+        push at once, and pushes repeated after a worker's death cannot carry the count beyond the limit.
 
         Args:
             pushed: of `push_layout`.
