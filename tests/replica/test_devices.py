@@ -64,6 +64,7 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
         clusters = {"sync": Cluster("sync", {"worker": ("localhost:1", "localhost:2")}),
                     "async": Cluster("async", {j: ("localhost:1",) for j in ("chief", "ps", "worker")})}
         for mode, share_host, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
+                                                 ("sync", False, ["gpu"], False),
                                                  ("sync", False, [], True), ("async", True, [], True)]:
             tf.config.list_physical_devices = lambda kind: gpus
             tf.config.set_visible_devices = lambda mine, kind: None

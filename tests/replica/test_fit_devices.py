@@ -1,5 +1,6 @@
 """What `fit` chooses for the devices from the model."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def test_large_dense_layers_are_computed_with_onednn_and_huge_ones_leave_one_are
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     for name in (ONEDNN, ARENAS):
         monkeypatch.delenv(name, raising=False)
     model = keras.Sequential([keras.Input([3]), *(keras.layers.Dense(each) for each in (*units, 1))])

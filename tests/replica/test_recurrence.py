@@ -25,6 +25,9 @@ CHANGES: dict[str, tuple[float, Change]] = {
     "times the input": (0, lambda old, x: old * x + x),
     "a maximum": (0, lambda old, x: tf.maximum(old, x)),
     "normalized": (0, lambda old, x: old / tf.norm(old)),
+    "less of it": (-1, lambda old, x: x - old),
+    "a factor that is its size": (0.5, lambda old, x: old * 0.5 + x * tf.cast(tf.raw_ops.Size(input=old), tf.float32)),
+    "whether it is 0": (0, lambda old, x: tf.cast(tf.cast(old, tf.bool), tf.float32)),
     "its own square": (0, lambda old, x: old * old),
     "another element": (0, lambda old, x: tf.reverse(old, [0])),
     "rounded": (0, lambda old, x: tf.cast(tf.cast(old, tf.int32), tf.float32)),
@@ -81,10 +84,23 @@ def test_integers_are_added_or_assigned() -> None:
 
     @tf.function(autograph=False)
     def step(old: tf.Tensor) -> None:
-        found.extend([decay_of(old + 3, old), decay_of(old * 2, old)])
+        is_set = tf.cast(tf.cast(old, tf.bool), tf.int64)
+        found.extend([decay_of(old + 3, old), decay_of(old * 2, old), decay_of(is_set, old)])
 
     step.get_concrete_function(tf.TensorSpec([], tf.int64))
-    assert found == [1, 0]
+    assert found == [1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int32", "int64"])
+def test_integers_count_down(dtype: str) -> None:
+    @tf.function(autograph=False)
+    def step(old: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        new = old - tf.constant(3, old.dtype)
+        decay, term = recurrence_of(new, old)
+        return new, tf.cast(decay, old.dtype) * old + term
+
+    new, again = step(tf.constant(7, dtype))
+    assert int(new) == int(again) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])

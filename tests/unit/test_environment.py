@@ -1,5 +1,6 @@
 """What the tasks find in their environment."""
 
+import os
 import platform
 from typing import Any
 
@@ -19,6 +20,7 @@ def found(*overrides: str, name: str = ONEDNN) -> str | None:
 @pytest.fixture(autouse=True)
 def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     for name in (ONEDNN, ARENAS):
         monkeypatch.delenv(name, raising=False)
 
@@ -66,6 +68,12 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
     assert found("model=dnn", LARGE) is None, "the tasks inherit it"
     assert found("model=dnn", LARGE, "devices.onednn=true") == "1"
     monkeypatch.setenv(ARENAS, "2")
+    assert found("model=dnn", HUGE, name=ARENAS) is None
+    assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
+
+
+def test_where_threads_are_many_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     assert found("model=dnn", HUGE, name=ARENAS) is None
     assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
 

@@ -23,8 +23,9 @@ ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
 ARENAS = "MALLOC_ARENA_MAX"
 # Weights. Each thread that frees a tensor leaves its memory to the arena of glibc that it came from. With tensors this
-# large that is more memory than all else in a task; with smaller ones, threads that share an arena lose more time.
-HUGE_KERNEL = 1 << 22
+# large that is more memory than all else in a task. With smaller ones, or with many threads, a single arena costs more
+# time than it is worth; measured on two cores.
+HUGE_KERNEL, FEW_CORES = 1 << 22, 4
 
 # By default TensorFlow has oneDNN prepare the backward pass of each convolution anew in every step, an eighth of the
 # processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
@@ -62,6 +63,7 @@ def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesCon
     onednn, arenas = devices.onednn, devices.malloc_arenas
     if onednn is None and ONEDNN not in os.environ and platform.machine() == "x86_64" and largest >= LARGE_KERNEL:
         onednn = True
-    if arenas is None and ARENAS not in os.environ and largest >= HUGE_KERNEL:
+    has_few_cores = len(os.sched_getaffinity(0)) <= FEW_CORES
+    if arenas is None and ARENAS not in os.environ and has_few_cores and largest >= HUGE_KERNEL:
         arenas = 1
     return replace(devices, onednn=onednn, malloc_arenas=arenas)

@@ -87,7 +87,7 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
     operation, inputs = tensor.op, list(tensor.op.inputs)
     share = math.nan
     # A cast from a float to an integer rounds, so a cast keeps the factor only within one kind of numbers.
-    if operation.type in UNCHANGED and inputs[0].dtype.is_floating == tensor.dtype.is_floating:
+    if operation.type in UNCHANGED and _kind(inputs[0].dtype) == _kind(tensor.dtype):
         share = _share(inputs[0], shares)
     elif operation.type in SUMS:
         share = sum(_share(term, shares) for term in inputs)
@@ -105,6 +105,10 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
     return share
 
 
+def _kind(dtype: tf.DType) -> str:
+    return "float" if dtype.is_floating else "bool" if dtype.is_bool else "other"
+
+
 def _rest(tensor: tf.Tensor, shares: dict[str, float], rests: dict[str, tf.Tensor | None]) -> tf.Tensor | None:
     """A tensor less its share of the old state, which is constant; None if nothing is left.
 
@@ -112,10 +116,10 @@ def _rest(tensor: tf.Tensor, shares: dict[str, float], rests: dict[str, tf.Tenso
         shares: those that `_share` has found.
         rests: what is left of some tensors, by name, among them the old state itself; others are added.
     """
-    if tensor.name not in shares:
+    # The shape of the old state, for example, depends on it and is a constant all the same.
+    if tensor.name not in shares or tf.get_static_value(tensor) is not None:
         return tensor
     if tensor.name not in rests:
-        # An operation that `_share` could not follow would have made the share NaN.
         rests[tensor.name] = _combined(tensor, [_rest(one, shares, rests) for one in tensor.op.inputs])
     return rests[tensor.name]
 
@@ -123,11 +127,13 @@ def _rest(tensor: tf.Tensor, shares: dict[str, float], rests: dict[str, tf.Tenso
 def _combined(tensor: tf.Tensor, rests: list[tf.Tensor | None]) -> tf.Tensor | None:
     """What the operation of this tensor makes of these inputs instead of its own; None stands for 0."""
     kind, first, last = tensor.op.type, rests[0], rests[-1]
-    if kind == "Sub" and last is not None:
-        rests = [first, -last]
+    if kind == "Sub" and last is not None:  # not by its negative, which unsigned numbers have none of
+        return (tf.zeros_like(last) if first is None else first) - last
     if kind in (*SUMS, "Sub"):
         terms = [rest for rest in rests if rest is not None]
         return functools.reduce(operator.add, terms) if terms else None
+    if kind not in (*UNCHANGED, "Neg", "Mul", "RealDiv"):  # with any other one the share would have been NaN
+        raise ValueError(f"{kind} has a share of the old state, and is not followed")
     if first is None or last is None:
         return None
     if kind == "Mul":

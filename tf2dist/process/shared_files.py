@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 
 HEADER_BYTES = mmap.PAGESIZE  # so that what follows begins at a page
-# TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other.
+# TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other. A loop that reads the
+# same array in each step (`carriers.Room.take_again`) needs it not to be copied.
 ALIGNMENT = 64
 ANY_BYTES = 1 << 40  # the size of a file that will hold arrays: only pages that have been written take memory
 

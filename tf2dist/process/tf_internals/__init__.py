@@ -28,6 +28,7 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
+    config_of_calls,
     in_one_thread,
     keep_threads_from_spinning,
     optimize_graphs_for_cpus,
@@ -43,6 +44,7 @@ __all__ = [
     "as_one_node",
     "build_metrics",
     "config_of",
+    "config_of_calls",
     "count_updates_in",
     "fix_learning_rate",
     "follow_learning_rate",

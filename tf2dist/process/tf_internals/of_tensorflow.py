@@ -27,7 +27,7 @@ def keep_threads_from_spinning(context: Any = None) -> None:
 
 
 def optimize_graphs_for_cpus(context: Any = None) -> None:
-    """Optimizes the graphs of this process in less time, where no task has a GPU.
+    """Has TensorFlow optimize the graphs of this process in less time; for runs in which no task has a GPU.
 
     By default TensorFlow runs all passes over a graph twice, and two of them are for GPUs: one changes the order of the
     axes of images, one computes values a second time or keeps them in the memory of the host. The second round left out
@@ -101,6 +101,13 @@ def as_one_node(function: Callable[..., Any]) -> Any:
     # which doubles the time of a step.
     with relying_on(tf, NO_INLINE):
         return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
+
+
+def config_of_calls() -> bytes:
+    """The configuration with which this process calls functions, for nodes that are not made by calling one."""
+    options = attribute(tf, this_context(), "function_call_options", object)
+    serialized: bytes = attribute(tf, options, "config_proto_serialized", bytes)
+    return serialized
 
 
 def in_one_thread(function: Any) -> Any:

@@ -33,6 +33,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     NO_INLINE,
     ONE_THREAD,
     as_one_node,
+    config_of_calls,
     in_one_thread,
     keep_threads_from_spinning,
     optimize_graphs_for_cpus,
@@ -65,7 +66,8 @@ def _context_is_configured() -> bool:
     keep_threads_from_spinning(context)
     optimize_graphs_for_cpus(context)
     rewriting = context.config.graph_options.rewrite_options
-    is_short = rewriting.meta_optimizer_iterations == rewriting.ONE and rewriting.layout_optimizer == rewriting.OFF
+    found = rewriting.meta_optimizer_iterations, rewriting.layout_optimizer, rewriting.memory_optimization
+    is_short = found == (rewriting.ONE, rewriting.OFF, rewriting.NO_MEM_OPT)
     return bool(context.config.experimental.disable_thread_spinning and is_short)
 
 
@@ -90,6 +92,11 @@ def _one_thread_is_chosen() -> bool:
     calling = tf.function(lambda: one()).get_concrete_function()
     chosen = [each.get_attr("executor_type") for each in calling.graph.get_operations() if "Call" in each.type]
     return chosen == [ONE_THREAD.encode()] and int(calling()) == 1
+
+
+def _calls_have_a_config() -> bool:
+    found = tf.compat.v1.ConfigProto.FromString(config_of_calls())
+    return isinstance(found, tf.compat.v1.ConfigProto)
 
 
 def _published_is_called() -> bool:
@@ -204,6 +211,7 @@ def _names_begin_again() -> bool:
 # By the package and the private name that the probe stands for, which is what the user reads if it fails.
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
+    (tf, "FunctionCallOptions.config_proto_serialized"): _calls_have_a_config,
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _barrier_is_there,
     (tf, NO_INLINE): _one_node_is_kept,

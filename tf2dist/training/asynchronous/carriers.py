@@ -57,7 +57,8 @@ class Room:
     def take_again(self, travelled: Tensors, taken: Tensors) -> Tensors:
         """In the graph of a receiver: the buckets, where `take` has taken earlier ones in the same call.
 
-        They lie in the same memory, so nothing but the time of reading it is new.
+        They lie in the same memory, which `take` has not copied, so nothing but the time of reading it is new. Only a
+        function that is not inlined may take them: TensorFlow would compute a cast of them before what they wait for.
         """
         with tf.device("CPU:0"), tf.control_dependencies(travelled):
             return [tf.identity(one) for one in taken]

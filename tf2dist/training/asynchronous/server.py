@@ -46,7 +46,7 @@ class ParameterServer:
         pull_exactly: as `pull`, for evaluations: in messages, and no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
-        on_device: see there, for this one.
+        on_device: as `training.on_device`, on the device of this ps.
 
     Args:
         device: of the ps.
@@ -186,7 +186,7 @@ class ParameterServer:
         self.exchange = self.on_device_later(self._exchange, *signature)
         joined = self.carrier.joined_specs(self.pushes.specs, 1 + self.counters.added)
         # That a call has ended would be told to the worker in a message of its own, beside that with the result.
-        self.exchange_joined = self.on_device_later(self._exchange_joined, joined, is_ordered=False)
+        self.exchange_joined = self.on_device_later(self._exchange_joined, joined, must_run=False)
 
     def on_device_later(self, function: Any, *signature: Any, **how: bool) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""

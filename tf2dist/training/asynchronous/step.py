@@ -184,6 +184,9 @@ class AsyncStep(Computation):
                 return on_device(batch)
 
             given_first, first_pull = self._begin_loop(worker)
+            # In a loop TensorFlow sends what is the same in all steps anew in each of them, every tensor in a message.
+            with tf.device("CPU:0"):
+                order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
 
             def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Parcel]) -> Any:
                 # The next one is on its way while this step computes.
@@ -193,7 +196,7 @@ class AsyncStep(Computation):
                     for server, one, first in zip(self.servers, given, first_pull, strict=True)
                 ]
                 pushes, loss = self._computed(pulled, batch, worker, local_steps, number + 1)
-                given = self._exchange_in_loop(pushes, indices, limit, number + 1 >= num_steps)
+                given = self._exchange_in_loop(pushes, order, number + 1 >= num_steps)
                 return number + 1, losses + loss, following, given
 
             first = tf.zeros([], tf.int64)
@@ -248,12 +251,12 @@ class AsyncStep(Computation):
         given = [_on_worker(server.pull(*self._ticket)) for server in self.servers]
         return given, [server.pulls.take(one)[0] for server, one in zip(self.servers, given, strict=True)]
 
-    def _exchange_in_loop(
-        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, is_last: tf.Tensor
-    ) -> list[Parcel]:
-        """As `_exchange`, but returns what has travelled; after the last step of the call nobody needs it."""
-        # In a loop TensorFlow sends what is the same in all steps anew in each of them, every tensor in a message.
-        order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
+    def _exchange_in_loop(self, pushes: list[Parcel], order: tf.Tensor, is_last: tf.Tensor) -> list[Parcel]:
+        """As `_exchange`, but returns what has travelled; after the last step of the call nobody needs it.
+
+        Args:
+            order: see `ParameterServer.exchange_joined`.
+        """
         found = []
         for server, push in zip(self.servers, pushes, strict=True):
             joined = self.carrier.joined(server.pushes.put(push, self._ticket), order, is_last)
