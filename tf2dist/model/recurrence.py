@@ -41,7 +41,7 @@ def recurrence_of(new: tf.Tensor, old: tf.Tensor) -> Recurrence:
     """The factor and the term of two tensors of one shape in one graph, which must be the default one.
 
     The term is the one in the graph, not a difference: that would round it once more, and take four operations for each
-    variable, which made a fortieth of a step of MobileNetV2.
+    variable.
     """
     shares = _shares_of(old)
     decay = _decay(new, shares)
