@@ -11,7 +11,10 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
+from tf2dist.process.devices import have_threads_to_wait
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
+
+have_threads_to_wait(4 * 3)  # workers times ps: all of them are in one process
 
 
 @pytest.fixture(scope="session")

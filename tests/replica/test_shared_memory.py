@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -16,13 +17,14 @@ from tf2dist import registry
 from tf2dist.model import packing
 from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room
+from tf2dist.training.asynchronous.doorbells import Push
 from tf2dist.training.asynchronous.shared_memory import Files, works_here
 
 MakeLoop = Callable[..., Any]
-PLACES = Room([tf.TensorSpec([2, 3]), tf.TensorSpec([5], tf.bfloat16)], 0)._places
+PLACES = Room([tf.TensorSpec([2, 3]), tf.TensorSpec([5], tf.bfloat16)], 0, 0).places
 SIZE = 128  # both arrays begin at a multiple of 64 bytes
 ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(5).astype(tf.bfloat16.as_numpy_dtype)]
-WORKER = np.array(1), np.array(SIZE)
+WORKER = np.array(1), np.array(SIZE), np.array(2)  # its index, and the number of ps
 
 
 @pytest.fixture(name="worker")
@@ -57,12 +59,43 @@ def test_what_lies_in_the_file_can_be_put_elsewhere_in_it(worker: Files) -> None
     assert_holds(worker.take(ticket, places), [ARRAYS[0] + 1, ARRAYS[0]])
 
 
-def test_nothing_is_written_that_nobody_needs(worker: Files) -> None:
+def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
+    ps, ticket, end = Files(), worker.begin(*WORKER), ThreadPoolExecutor()
+    more, last, secs = np.array(True), np.array(False), np.array(10.0)
+
+    def serve(number: int) -> list[int]:
+        which, push = np.array(number), np.array(Push.NONE)
+        pushes = []
+        while not pushes or push > Push.LAST:
+            ps.answer(ticket, which, more, PLACES[number : number + 1], ARRAYS[number] + len(pushes))
+            push = ps.await_push(ticket, which, more)
+            pushes.append(int(push))
+        return [*pushes, int(ps.await_push(ticket, which, last))]
+
+    served = [end.submit(serve, number) for number in range(2)]
+    worker.await_answers(ticket, secs)
+    for number in range(3):
+        found = worker.take(ticket, PLACES)
+        assert_holds(found, [array + number for array in ARRAYS])
+        worker.exchange(ticket, more if number < 2 else last, secs, PLACES, *(-array for array in ARRAYS))
+    assert [each.result() for each in served] == 2 * [[Push.WITH_MORE, Push.WITH_MORE, Push.LAST, Push.NONE]]
+    assert_holds(worker.take(ticket, PLACES), [-array for array in ARRAYS])
+
+
+def test_a_worker_does_not_wait_for_ever(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
-    worker.put(ticket, PLACES, *ARRAYS)
-    closing = np.array([*ticket[:-1], 1])
-    Files().put(closing, PLACES, *(array + 1 for array in ARRAYS))
-    assert_holds(worker.take(closing, PLACES), ARRAYS)
+    Files().answer(ticket, np.array(0), np.array(True), PLACES, *ARRAYS)
+    with pytest.raises(TimeoutError, match="ps-1 has not answered for 1 s"):
+        worker.await_answers(ticket, np.array(1.0))
+
+
+def test_a_ps_is_told_that_a_worker_has_begun_another_call(worker: Files) -> None:
+    ps, given_up = Files(), worker.begin(*WORKER)
+    ps.answer(given_up, np.array(0), np.array(True), PLACES, *ARRAYS)
+    waiting = ThreadPoolExecutor().submit(ps.await_push, given_up, np.array(0), np.array(True))
+    worker.begin(*WORKER)
+    with pytest.raises(EOFError, match="left"):
+        waiting.result(timeout=10)
 
 
 def test_the_next_call_has_the_same_file(worker: Files) -> None:
@@ -90,7 +123,7 @@ def test_a_call_after_one_that_was_given_up_has_another_file(worker: Files) -> N
 
 def test_a_file_of_others_is_not_opened(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
-    ticket[-2] += 1
+    ticket[-1] += 1
     with pytest.raises(OSError, match="another file"):
         Files().take(ticket, PLACES)
 

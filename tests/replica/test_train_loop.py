@@ -135,8 +135,8 @@ def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
     # The resources of a ps, which are arguments of the body, are on the ps already.
     resources = {one.name for one in body.signature.input_arg if one.type == tf.resource.as_datatype_enum}
     num_buckets = len(loop._graphs.servers[0].pushes.specs)
-    assert len(to_ps - resources) == (1 if in_memory else num_buckets + 1)
-    assert len(from_ps) == (1 if in_memory else num_buckets)
+    assert len(to_ps - resources) == (0 if in_memory else num_buckets + 1)
+    assert len(from_ps) == (0 if in_memory else num_buckets)
     assert not {source(one) for one in body.control_ret.values()} & on_ps
 
 

@@ -98,8 +98,12 @@ class Packing:
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
         """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
-        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-        return tf.concat([*flat, *more], axis=0)
+        return tf.concat([*self.flat(tensors), *more], axis=0)
+
+    @staticmethod
+    def flat(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors as vectors, float32."""
+        return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
 
     def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
@@ -176,10 +180,20 @@ class Buckets:
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[tf.Tensor]:
         """The buckets; `more`: the vectors that follow in the first one."""
+        small, large = self._parted(tensors)
+        return [self._packing.pack(small, *more), *large]
+
+    def pieces(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[list[tf.Tensor]]:
+        """As `pack`, each bucket as the vectors that make it up."""
+        small, large = self._parted(tensors)
+        return [[*self._packing.flat(small), *more], *([tf.reshape(one, [-1])] for one in large)]
+
+    def _parted(self, tensors: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The small tensors, and the large ones as they travel."""
         pairs = list(zip(tensors, self._is_large, strict=True))
         large = [tensor for tensor, is_large in pairs if is_large]
         packed = [way.pack(tensor) for way, tensor in zip(self._large, large, strict=True)]
-        return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *more), *packed]
+        return [tensor for tensor, is_large in pairs if not is_large], packed
 
     def unpack(self, buckets: list[tf.Tensor], *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors, and the vectors of `more` elements each that followed in the first bucket."""

@@ -66,6 +66,8 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
+        if cluster.mode == "async":
+            have_threads_to_wait(cluster.num_workers)
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
 
@@ -78,6 +80,15 @@ def has_one_thread(config: RunConfig, num_workers: int) -> bool:
     """
     shares_host = config.cluster.kind == "local"
     return shares_host and len(os.sched_getaffinity(0)) < 2 * num_workers and not tf.config.list_physical_devices("GPU")
+
+
+def have_threads_to_wait(num_workers: int) -> None:
+    """Gives each task of a local cluster a thread for each worker, beside those that compute.
+
+    On a ps one waits for the next push of each worker (see `exchanges`). The tasks execute the functions of the
+    coordinator in as many threads as it has itself: by default one for each core.
+    """
+    tf.config.threading.set_inter_op_parallelism_threads(len(os.sched_getaffinity(0)) + num_workers)
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:

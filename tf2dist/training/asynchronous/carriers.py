@@ -4,6 +4,7 @@ The graphs of both ends put what they send, and take what has come. See `shared_
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -11,57 +12,86 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.model.packing import is_large
 from tf2dist.process.shared_files import ALIGNMENT
-from tf2dist.training.asynchronous.shared_memory import BEGIN, END, PUT, TAKE, works_here
+from tf2dist.training.asynchronous import shared_memory
+from tf2dist.training.asynchronous.shared_memory import works_here
 
 Tensors = list[tf.Tensor]
 SPARE_BYTES = 1 << 16  # after each room: a push is longer than a pull by what it adds to the counters
-TICKET = tf.TensorSpec([5], tf.int64)  # see `shared_memory.Ticket`
+TICKET = tf.TensorSpec([4], tf.int64)  # see `shared_memory.Ticket`
 
 
 class Room:
     """The places in the file of a worker for what goes between it and one ps in one direction.
 
     Attributes:
+        ps: the number of the ps.
         specs: the types of what travels in a message: a ticket.
         first, end: where the room lies, in bytes.
+        places: where each bucket lies, see `shared_memory.File.arrays`.
 
     Args:
         specs: the types of the buckets, all of which lie in the file.
-        first: see above.
+        ps, first: see above.
     """
 
-    def __init__(self, specs: Sequence[tf.TensorSpec], first: int) -> None:
-        self._buckets, self.specs = list(specs), [TICKET]
+    def __init__(self, specs: Sequence[tf.TensorSpec], ps: int, first: int) -> None:
+        self._buckets, self.ps, self.specs = list(specs), ps, [TICKET]
         self.first, self.end = first, first
         places = []
         for spec in specs:
             size = spec.shape.num_elements()
             places.append([self.end, size, spec.dtype.as_datatype_enum])
             self.end += -(-size * spec.dtype.size // ALIGNMENT) * ALIGNMENT
-        self._places = np.array(places, np.int64)
+        self.places = np.array(places, np.int64)
 
     def put(self, buckets: Tensors, ticket: Tensors) -> Tensors:
         """In the graph of the sender: what travels."""
-        with tf.device("CPU:0"):
-            written = tf.raw_ops.PyFunc(input=[*ticket, self._places, *buckets], token=PUT, Tout=[tf.int64])
-        return [tf.ensure_shape(written[0], TICKET.shape)]
+        return _called(shared_memory.PUT, [*ticket, self.places, *buckets])
 
     def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
         """In the graph of the receiver: the buckets, and the ticket that came in their place."""
         types = [spec.dtype for spec in self._buckets]
         with tf.device("CPU:0"):
-            taken = tf.raw_ops.PyFunc(input=[*travelled, self._places], token=TAKE, Tout=types)
+            taken = tf.raw_ops.PyFunc(input=[*travelled, self.places], token=shared_memory.TAKE, Tout=types)
             buckets = [tf.reshape(one, spec.shape) for one, spec in zip(taken, self._buckets, strict=True)]
         return buckets, travelled
 
-    def take_again(self, travelled: Tensors, taken: Tensors) -> Tensors:
-        """In the graph of a receiver: the buckets, where `take` has taken earlier ones in the same call.
+    # In a loop, see `exchanges`. Both ends know the ticket, and tell each other when they have written.
 
-        They lie in the same memory, which `take` has not copied, so nothing but the time of reading it is new. Only a
-        function that is not inlined may take them: TensorFlow would compute a cast of them before what they wait for.
+    def answer(self, buckets: list[Tensors], ticket: Tensors, more: tf.Tensor) -> Tensors:
+        """In the graph of a ps: tells the worker, unless it has nothing `more` to push; returns the ticket.
+
+        Args:
+            buckets: each as the vectors that make it up.
         """
-        with tf.device("CPU:0"), tf.control_dependencies(travelled):
+        vectors = [vector for bucket in buckets for vector in bucket]
+        return _called(shared_memory.ANSWER, [*ticket, self.ps, more, self._places_of(buckets), *vectors])
+
+    def next_push(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
+        """In the graph of a ps: waits if there are `more`; returns int64 [], see `shared_memory.Push`."""
+        with tf.device("CPU:0"):
+            inputs = [*ticket, self.ps, more]
+            (push,) = tf.raw_ops.PyFunc(input=inputs, token=shared_memory.AWAIT_PUSH, Tout=[tf.int64])
+        return tf.ensure_shape(push, [])
+
+    def taken_again(self, ticket: Tensors, taken: Tensors) -> Tensors:
+        """In the graph of a receiver: what has come since it has `taken` what came first.
+
+        It lies in the same memory, which was not copied, so nothing but the time of reading it is new. Only a function
+        that is not inlined may take it: TensorFlow would compute a cast of it before what it waits for.
+        """
+        with tf.device("CPU:0"), tf.control_dependencies(ticket):
             return [tf.identity(one) for one in taken]
+
+    def _places_of(self, buckets: list[Tensors]) -> np.ndarray:
+        """Where vectors go that make up each bucket."""
+        places = []
+        for (first, _, dtype), vectors in zip(self.places, buckets, strict=True):
+            for vector in vectors:
+                size = vector.shape.num_elements()
+                places.append([first, size, dtype])
+                first += size * vector.dtype.size
+        return np.array(places, np.int64)
 
 
 class Messages:
@@ -75,9 +105,6 @@ class Messages:
 
     def take(self, travelled: Tensors) -> tuple[Tensors, Tensors]:
         return travelled, []
-
-    def take_again(self, travelled: Tensors, taken: Tensors) -> Tensors:
-        return travelled
 
 
 class ByMessage:
@@ -102,23 +129,6 @@ class ByMessage:
         """In the graph of a worker: the ticket of a call that begins."""
         return []
 
-    def joined(self, pushed: Tensors, order: tf.Tensor, is_last: tf.Tensor) -> Tensors:
-        """In the graph of a worker: a push as it travels with its order, in as few tensors as can be.
-
-        Args:
-            order: int64 [n].
-            is_last: whether the answer to the push need not hold anything.
-        """
-        return [*pushed, order]
-
-    def parted(self, joined: Tensors) -> tuple[Tensors, tf.Tensor]:
-        """In the graph of a ps: a push as it travels, and its order, from what `joined` has returned."""
-        return joined[:-1], joined[-1]
-
-    def joined_specs(self, pushed: Sequence[tf.TensorSpec], size: int) -> list[tf.TensorSpec]:
-        """The types of what `joined` returns, of a push of these types with an order of `size` numbers."""
-        return [*pushed, tf.TensorSpec([size], tf.int64)]
-
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         """In the graph of a worker: the call ends when all these tensors are known."""
 
@@ -132,48 +142,59 @@ class ByMemory(ByMessage):
 
     Attributes:
         size: of the file of each worker, in bytes.
+        num_ps: with which a worker shares it.
     """
 
     ticket_specs = (TICKET,)
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size, self.num_ps = 0, 0
 
     def way(self, specs: Sequence[tf.TensorSpec], back: Messages | Room | None = None) -> Room:
         # In place of what has come, if it fits: another room would take as much memory as the model.
-        if isinstance(back, Room) and (over := Room(specs, back.first)).end <= back.end + SPARE_BYTES:
+        if isinstance(back, Room) and (over := Room(specs, back.ps, back.first)).end <= back.end + SPARE_BYTES:
             return over
-        room = Room(specs, self.size)
-        self.size = room.end + SPARE_BYTES
+        room = Room(specs, back.ps if isinstance(back, Room) else self.num_ps, self.size)
+        self.size, self.num_ps = room.end + SPARE_BYTES, max(self.num_ps, room.ps + 1)
         return room
 
     def begin(self, worker: tf.Tensor) -> Tensors:
-        size = tf.constant(self.size, tf.int64)
-        with tf.device("CPU:0"):
-            (ticket,) = tf.raw_ops.PyFunc(input=[worker, size], token=BEGIN, Tout=[tf.int64])
-        return [tf.ensure_shape(ticket, TICKET.shape)]
+        return _called(shared_memory.BEGIN, [worker, self.size, self.num_ps])
 
     def kept(self, taken: tf.Tensor) -> tf.Tensor:
         # To assign a tensor that nobody else reads, TensorFlow makes its memory that of the variable, and the sender
         # writes there again.
         return tf.raw_ops.DeepCopy(x=taken)
 
-    def joined(self, pushed: Tensors, order: tf.Tensor, is_last: tf.Tensor) -> Tensors:
-        (ticket,) = pushed
-        with tf.device("CPU:0"):
-            return [tf.concat([ticket[:-1], tf.cast(is_last, tf.int64)[None], order], 0)]
-
-    def parted(self, joined: Tensors) -> tuple[Tensors, tf.Tensor]:
-        (both,) = joined
-        size = TICKET.shape.num_elements()
-        return [both[:size]], both[size:]
-
-    def joined_specs(self, pushed: Sequence[tf.TensorSpec], size: int) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([TICKET.shape.num_elements() + size], tf.int64)]
-
     def end(self, ticket: Tensors, done: Iterable[tf.Tensor]) -> None:
         with tf.device("CPU:0"):
-            tf.raw_ops.PyFunc(input=[*ticket, *done], token=END, Tout=[tf.int64])
+            tf.raw_ops.PyFunc(input=[*ticket, *done], token=shared_memory.END, Tout=[tf.int64])
+
+
+def await_answers(ticket: Tensors, secs: float) -> Tensors:
+    """In the graph of a worker: waits for the first answer of each ps, at most for `secs`; returns the ticket."""
+    return _called(shared_memory.AWAIT_ANSWERS, [*ticket, secs])
+
+
+def exchange(
+    rooms: Sequence[Room], pushes: Sequence[Tensors], ticket: Tensors, more: tf.Tensor, secs: float
+) -> Tensors:
+    """In the graph of a worker: tells each ps what is pushed, and waits as `await_answers` if there are `more` to come.
+
+    Args:
+        rooms: for the push to each ps.
+        pushes: the buckets for each.
+    """
+    places = np.concatenate([room.places for room in rooms])
+    buckets = [bucket for push in pushes for bucket in push]
+    return _called(shared_memory.EXCHANGE, [*ticket, more, secs, places, *buckets])
+
+
+def _called(token: str, inputs: Sequence[Any]) -> Tensors:
+    """The ticket that a function of `shared_memory` returns."""
+    with tf.device("CPU:0"):
+        (ticket,) = tf.raw_ops.PyFunc(input=inputs, token=token, Tout=[tf.int64])
+    return [tf.ensure_shape(ticket, TICKET.shape)]
 
 
 def carrier_of(config: RunConfig, buckets: Sequence[tf.TensorSpec]) -> ByMessage:

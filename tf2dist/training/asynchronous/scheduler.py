@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster
 from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
 from tf2dist.training.asynchronous.step import AsyncStep
-from tf2dist.training.call_size import LOOP_SECS, CallTimer, worthwhile_steps
+from tf2dist.training.call_size import LOOP_SECS, CallTimer, steps_of_a_call, worthwhile_steps
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
@@ -139,7 +139,7 @@ class Scheduler:
         if (size := self._unrolled(secs_per_step, steps_left)) > self.num_steps:
             self._grow(size, missing - self._in_flight(admitted), request)
         elif self._graphs.in_loop:
-            self.calls = self._in_loop(self._looped(secs_per_step, steps_left))
+            self.calls = self._in_loop(self._looped(secs_per_step))
         return True
 
     def finish(self, request: PauseRequests) -> PauseRequest:
@@ -185,7 +185,7 @@ class Scheduler:
 
         All workers are counted: one that is late or lost now will take part later.
         """
-        if self._graphs.in_loop and secs_per_step / self._num_workers > LOOP_SECS:
+        if self._graphs.in_loop and (self._graphs.has_own_loops or secs_per_step / self._num_workers > LOOP_SECS):
             return 1
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
         # No request to stop is noticed while a function is traced.
@@ -193,10 +193,9 @@ class Scheduler:
         traced = max(1, int(max_trace_secs / (self._trace_secs * TRACED_SHARE)))
         return min(steps, traced, self._graphs.stragglers.max_steps)
 
-    def _looped(self, secs_per_step: float, steps_left: int) -> int:
+    def _looped(self, secs_per_step: float) -> int:
         """The best number of steps of a call that has them in a loop, for which nothing is to be prepared."""
-        steps = worthwhile_steps(secs_per_step, self._num_workers, 0.0, steps_left)
-        return min(steps, self._graphs.stragglers.max_steps)
+        return min(steps_of_a_call(secs_per_step), self._graphs.stragglers.max_steps)
 
     def _grow(self, num_steps: int, missing: int, request: PauseRequests) -> None:
         """Makes a longer function; the workers continue with short calls in the meantime."""

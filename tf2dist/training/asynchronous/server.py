@@ -184,9 +184,9 @@ class ParameterServer:
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
         self.exchange = self.on_device_later(self._exchange, *signature)
-        joined = self.carrier.joined_specs(self.pushes.specs, 1 + self.counters.added)
         # That a call has ended would be told to the worker in a message of its own, beside that with the result.
-        self.exchange_joined = self.on_device_later(self._exchange_joined, joined, must_run=False)
+        order = tf.TensorSpec([1 + self.counters.added], tf.int64)
+        self.exchange_ordered = self.on_device_later(self._exchange_ordered, self.pushes.specs, order, must_run=False)
 
     def on_device_later(self, function: Any, *signature: Any, **how: bool) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
@@ -202,6 +202,11 @@ class ParameterServer:
         """All variables, and the updates applied so far, as they travel."""
         values, applied = self._read()
         return self.pulls.put(self.stored_layout.pack(values, applied, *self._others(applied)), list(ticket))
+
+    def pieces(self) -> list[list[tf.Tensor]]:
+        """As `pull`, each bucket as the vectors that make it up."""
+        values, applied = self._read()
+        return self.stored_layout.pieces(values, applied)
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
@@ -232,9 +237,8 @@ class ParameterServer:
         self._admit(buckets, indices, limit)
         return self._pull(*ticket)
 
-    def _exchange_joined(self, joined: Parcel) -> Parcel:
+    def _exchange_ordered(self, pushed: Parcel, order: tf.Tensor) -> Parcel:
         """As `_exchange`; the order of the push is its limit, then where it is counted."""
-        pushed, order = self.carrier.parted(joined)
         return self._exchange(pushed, order[1:, None], order[0])
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
@@ -247,10 +251,14 @@ class ParameterServer:
             pushed: of `push_layout`.
             indices: where it is counted.
         """
-        number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
-        return tf.cond(number < limit, lambda: self._apply_alone(pushed, indices, number), lambda: tf.constant(False))
+        number = self.next_number()
+        return tf.cond(number < limit, lambda: self.apply(pushed, indices, number), lambda: tf.constant(False))
 
-    def _apply_alone(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def next_number(self) -> tf.Tensor:
+        """Admits one update: its number, int64 []."""
+        return tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
+
+    def apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
         if self._lock is None:
             return self._apply(pushed, indices, number)

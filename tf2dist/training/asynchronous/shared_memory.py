@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +25,19 @@ import tensorflow as tf
 
 from tf2dist.process.shared_files import HEADER_BYTES, create, open_of
 from tf2dist.process.tf_internals import publish_functions
+from tf2dist.training.asynchronous.doorbells import Doorbells, OwnDoorbells, Push
 
-BEGIN, END, PUT, TAKE = (f"tf2dist.shared_memory.{name}" for name in ("begin", "end", "put", "take"))
+BEGIN, END, PUT, TAKE, EXCHANGE, ANSWER, AWAIT_PUSH, AWAIT_ANSWERS = (
+    f"tf2dist.shared_memory.{name}"
+    for name in ("begin", "end", "put", "take", "exchange", "answer", "await_push", "await_answers")
+)
+NUMBER_BYTES = 8  # of the header; the descriptors of the doorbells follow it
 
 
 class Ticket(NamedTuple):
     """Names the file that a worker uses in a call.
 
-    It travels as int64 [5], the last of which is 1 where nothing more is to be written: a worker that has taken its
-    last step pulls nothing.
+    It travels as int64 [4].
 
     Attributes:
         worker: its index.
@@ -52,7 +57,7 @@ class Ticket(NamedTuple):
 
 
 def _header(number: int) -> bytes:
-    return number.to_bytes(8, "big")
+    return number.to_bytes(NUMBER_BYTES, "big")
 
 
 class File:
@@ -64,16 +69,34 @@ class File:
 
     def __init__(self, ticket: Ticket, descriptor: int) -> None:
         self.ticket, self._mapped = ticket, mmap.mmap(descriptor, 0)
+        self._arrays: dict[bytes, list[np.ndarray]] = {}
+        self._doorbells: dict[int, Doorbells] = {}
 
-    def array(self, place: np.ndarray) -> np.ndarray:
-        """The array [size] at a place; it stays valid when the file is closed.
+    def doorbells(self, ps: int) -> Doorbells:
+        """Those of a ps."""
+        if ps not in self._doorbells:
+            descriptors = self._descriptors(ps + 1)[ps]
+            self._doorbells[ps] = Doorbells(self.ticket.pid, descriptors)
+        return self._doorbells[ps]
+
+    def _descriptors(self, num_ps: int) -> np.ndarray:
+        """See `OwnDoorbells`: int32 [num_ps, 2]."""
+        return np.frombuffer(self._mapped, np.int32, 2 * num_ps, NUMBER_BYTES).reshape(num_ps, 2)
+
+    def arrays(self, places: np.ndarray) -> list[np.ndarray]:
+        """The arrays [size] at places; they stay valid when the file is closed.
 
         Args:
-            place: [3], the first byte, the number of elements, and TensorFlow's number of their type.
+            places: [n, 3], for each the first byte, the number of elements, and TensorFlow's number of their type.
         """
-        first, size, dtype = map(int, place)
-        # TensorFlow may reuse the memory of a tensor that it has read last, so the array can be written.
-        return np.frombuffer(self._mapped, tf.as_dtype(dtype).as_numpy_dtype, size, HEADER_BYTES + first)
+        key = places.tobytes()
+        if (found := self._arrays.get(key)) is None:
+            # TensorFlow may reuse the memory of a tensor that it has read last, so the arrays can be written.
+            found = self._arrays[key] = [
+                np.frombuffer(self._mapped, tf.as_dtype(dtype).as_numpy_dtype, size, HEADER_BYTES + first)
+                for first, size, dtype in places.tolist()
+            ]
+        return found
 
     def bytes_between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """The bytes of the file from the beginning of an array in it to the end of another one."""
@@ -85,15 +108,18 @@ class OwnFile(File):
     """A new file of a worker of this process, with room for `size` bytes.
 
     Attributes:
+        own_doorbells: those of the worker.
         in_use: whether a call has begun that has not ended.
     """
 
-    def __init__(self, worker: int, size: int) -> None:
+    def __init__(self, worker: int, size: int, num_ps: int) -> None:
         number = secrets.randbits(62)
         descriptor = create(_header(number), size)
         weakref.finalize(self, os.close, descriptor)
         super().__init__(Ticket(worker, os.getpid(), descriptor, number), descriptor)
         self.size, self.in_use = size, False
+        self.own_doorbells = OwnDoorbells(num_ps)
+        self._descriptors(num_ps)[:] = self.own_doorbells.descriptors
 
 
 class Files:
@@ -104,14 +130,14 @@ class Files:
         self._opened: dict[int, File] = {}
         self._lock = threading.Lock()  # of the two: functions in graphs run in threads of TensorFlow
 
-    def begin(self, worker: np.ndarray, size: np.ndarray) -> np.ndarray:
+    def begin(self, worker: np.ndarray, size: np.ndarray, num_ps: np.ndarray) -> np.ndarray:
         """Begins a call of a worker, whose file needs room for `size` bytes; returns its ticket."""
         with self._lock:
             own = self._own.get(int(worker))
             if own is None or own.in_use or own.size != size:
-                own = self._own[int(worker)] = OwnFile(int(worker), int(size))
+                own = self._own[int(worker)] = OwnFile(int(worker), int(size), int(num_ps))
             own.in_use = True
-            return np.array([*own.ticket, 0])
+            return np.array(own.ticket)
 
     def end(self, ticket: np.ndarray, *_: np.ndarray) -> np.ndarray:
         """Ends the call of this ticket, of which nothing reads or writes any more."""
@@ -124,36 +150,74 @@ class Files:
 
     def put(self, ticket: np.ndarray, places: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
         """Copies arrays to places in the file of the ticket, which is returned for what must come later."""
-        if ticket[-1]:
-            return ticket
-        with self._lock:
+        self._write(self._file(ticket), places, arrays)
+        return ticket
+
+    def take(self, ticket: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
+        """The arrays at places in the file of the ticket, without a copy."""
+        return self._file(ticket).arrays(places)
+
+    # Where the steps of a call are executed in a loop, a worker pushes and a ps answers until there are no `more`.
+
+    def await_answers(self, ticket: np.ndarray, secs: np.ndarray) -> np.ndarray:
+        """On a worker: waits for an answer of each ps, but not longer than `secs`."""
+        self._own_file(ticket).own_doorbells.wait(float(secs))
+        return ticket
+
+    def exchange(
+        self, ticket: np.ndarray, more: np.ndarray, secs: np.ndarray, places: np.ndarray, *arrays: np.ndarray
+    ) -> np.ndarray:
+        """On a worker: as `put`, tells each ps, and waits for the answers if there are `more` to come."""
+        own = self._own_file(ticket)
+        self._write(own, places, arrays)
+        own.own_doorbells.ring(Push.WITH_MORE if more else Push.LAST)
+        if more:
+            own.own_doorbells.wait(float(secs))
+        return ticket
+
+    def answer(
+        self, ticket: np.ndarray, ps: np.ndarray, more: np.ndarray, places: np.ndarray, *arrays: np.ndarray
+    ) -> np.ndarray:
+        """On a ps: as `put`, and tells the worker, if there are `more` to come."""
+        if more:
             file = self._file(ticket)
-        targets = [file.array(place) for place in places]
+            self._write(file, places, arrays)
+            file.doorbells(int(ps)).ring()
+        return ticket
+
+    def await_push(self, ticket: np.ndarray, ps: np.ndarray, more: np.ndarray) -> np.ndarray:
+        """On a ps: waits for a push, if there are `more` to come; returns a `Push`."""
+        return np.array(self._file(ticket).doorbells(int(ps)).wait() if more else Push.NONE)
+
+    @staticmethod
+    def _write(file: File, places: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        targets = file.arrays(places)
         whole = file.bytes_between(targets[0], targets[-1])
         # What lies there already, as a state that has not changed, would be overwritten before it is copied.
         safe = [array.copy() if np.may_share_memory(array, whole) else array for array in arrays]
         for target, array in zip(targets, safe, strict=True):
             np.copyto(target, array.reshape(-1))
-        return ticket
-
-    def take(self, ticket: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
-        """The arrays at places in the file of the ticket, without a copy."""
-        with self._lock:
-            file = self._file(ticket)
-        return [file.array(place) for place in places]
 
     def _file(self, numbers: np.ndarray) -> File:
         ticket = _ticket(numbers)
-        if own := self._own_of(ticket):
-            return own
-        found = self._opened.get(ticket.worker)
-        if found is None or found.ticket != ticket:
-            descriptor = open_of(ticket.pid, ticket.descriptor, ticket.header, os.O_RDWR)
-            try:
-                found = self._opened[ticket.worker] = File(ticket, descriptor)
-            finally:
-                os.close(descriptor)  # the map has one of its own
-        return found
+        with self._lock:
+            if own := self._own_of(ticket):
+                return own
+            found = self._opened.get(ticket.worker)
+            if found is None or found.ticket != ticket:
+                descriptor = open_of(ticket.pid, ticket.descriptor, ticket.header, os.O_RDWR)
+                try:
+                    found = self._opened[ticket.worker] = File(ticket, descriptor)
+                finally:
+                    os.close(descriptor)  # the map has one of its own
+            return found
+
+    def _own_file(self, numbers: np.ndarray) -> OwnFile:
+        with self._lock:
+            own = self._own_of(_ticket(numbers))
+        if own is None:
+            raise ValueError("another call of this worker has begun before this one has ended")
+        return own
 
     def _own_of(self, ticket: Ticket) -> OwnFile | None:
         """The file of this ticket, if it is that of a worker of this process and no other call has another one."""
@@ -162,12 +226,21 @@ class Files:
 
 
 def _ticket(numbers: np.ndarray) -> Ticket:
-    return Ticket(*map(int, numbers[:-1]))
+    return Ticket(*map(int, numbers))
 
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.
 _files = Files()
-_published: dict[str, Any] = {BEGIN: _files.begin, END: _files.end, PUT: _files.put, TAKE: _files.take}
+_published: dict[str, Any] = {
+    BEGIN: _files.begin,
+    END: _files.end,
+    PUT: _files.put,
+    TAKE: _files.take,
+    EXCHANGE: _files.exchange,
+    ANSWER: _files.answer,
+    AWAIT_PUSH: _files.await_push,
+    AWAIT_ANSWERS: _files.await_answers,
+}
 
 
 def publish() -> None:

@@ -30,9 +30,10 @@ from tf2dist.process.devices import has_one_thread
 from tf2dist.process.parts import all_parts
 from tf2dist.process.tf_internals import in_one_thread
 from tf2dist.training.asynchronous.algorithms import algorithm_of
-from tf2dist.training.asynchronous.carriers import ByMessage, carrier_of
+from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Tensors, carrier_of
 from tf2dist.training.asynchronous.computation import Computation
 from tf2dist.training.asynchronous.counters import TOTALS
+from tf2dist.training.asynchronous.exchanges import InMemory, InMessages
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
@@ -118,8 +119,8 @@ class AsyncStep(Computation):
         self.decays: dict[int, float] = {}
         compute = self.traced_compute()
         self.in_loop = self.may_loop and len(compute.graph.get_operations()) >= LOOPED_OPERATIONS
-        one_thread = has_one_thread(config, sharding.num_shards) and not config.devices.xla
-        self._compute = in_one_thread(compute) if one_thread else compute
+        self._in_one_thread = has_one_thread(config, sharding.num_shards)
+        self._compute = in_one_thread(compute) if self._in_one_thread and not config.devices.xla else compute
         began_at = time.monotonic()
         for server in self.servers:
             server.trace_push(self.decays)
@@ -133,6 +134,11 @@ class AsyncStep(Computation):
     def facts(self) -> dict[str, Any]:
         """For the summary of the run: what the ps know beside the counters."""
         return {}
+
+    @property
+    def has_own_loops(self) -> bool:
+        """Whether in a loop each task has one of its own, which costs nothing; see `exchanges`."""
+        return isinstance(self.carrier, ByMemory)
 
     def random_states(self, updates: int) -> dict[str, np.ndarray]:
         """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
@@ -183,28 +189,19 @@ class AsyncStep(Computation):
                     (batch,) = self.feed.batches(tuple(source), worker, before_it, 1)
                 return on_device(batch)
 
-            given_first, first_pull = self._begin_loop(worker)
-            # In a loop TensorFlow sends what is the same in all steps anew in each of them, every tensor in a message.
-            with tf.device("CPU:0"):
-                order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
+            exchange = self._exchange_of_loop(worker, indices, limit)
 
-            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Parcel]) -> Any:
+            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Tensors]) -> Any:
+                more = number + 1 < num_steps
                 # The next one is on its way while this step computes.
-                following = tf.cond(number + 1 < num_steps, lambda: batch_of(number + 1), lambda: batch)
-                pulled = [
-                    server.pulls.take_again(one, first)
-                    for server, one, first in zip(self.servers, given, first_pull, strict=True)
-                ]
-                pushes, loss = self._computed(pulled, batch, worker, local_steps, number + 1)
-                given = self._exchange_in_loop(pushes, order, number + 1 >= num_steps)
-                return number + 1, losses + loss, following, given
+                following = tf.cond(more, lambda: batch_of(number + 1), lambda: batch)
+                pushes, loss = self._computed(exchange.pulled(given), batch, worker, local_steps, number + 1)
+                return number + 1, losses + loss, following, exchange.next(pushes, more)
 
             first = tf.zeros([], tf.int64)
-            start = first, tf.zeros([]), batch_of(first), given_first
+            start = first, tf.zeros([]), batch_of(first), exchange.first()
             _, losses, _, given = tf.while_loop(lambda number, *_: number < num_steps, step, start)
-            with tf.control_dependencies(tf.nest.flatten(given)):
-                after = self.servers[0].worker_totals(worker)
-            self.carrier.end(self._ticket, [after])
+            after = exchange.end(given)
             self._log(worker, before, after, losses / tf.cast(num_steps, tf.float32))
 
         scalar = tf.TensorSpec([], tf.int64)
@@ -245,23 +242,11 @@ class AsyncStep(Computation):
             for server, push in zip(self.servers, pushes, strict=True)
         ]
 
-    def _begin_loop(self, worker: tf.Tensor) -> tuple[list[Parcel], list[Parcel]]:
-        """What the first step of a call pulls from each ps: as it has travelled, and as it is taken."""
-        self._ticket = self.carrier.begin(worker)
-        given = [_on_worker(server.pull(*self._ticket)) for server in self.servers]
-        return given, [server.pulls.take(one)[0] for server, one in zip(self.servers, given, strict=True)]
-
-    def _exchange_in_loop(self, pushes: list[Parcel], order: tf.Tensor, is_last: tf.Tensor) -> list[Parcel]:
-        """As `_exchange`, but returns what has travelled; after the last step of the call nobody needs it.
-
-        Args:
-            order: see `ParameterServer.exchange_joined`.
-        """
-        found = []
-        for server, push in zip(self.servers, pushes, strict=True):
-            joined = self.carrier.joined(server.pushes.put(push, self._ticket), order, is_last)
-            found.append(_on_worker(server.exchange_joined(joined)))
-        return found
+    def _exchange_of_loop(self, worker: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> InMessages | InMemory:
+        if isinstance(self.carrier, ByMemory):
+            secs, one_thread = self.config.watchdog_secs, self._in_one_thread
+            return InMemory(self.servers, self.carrier, worker, indices, limit, secs, one_thread)
+        return InMessages(self.servers, worker, indices, limit)
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """What the last step of a call pushes to each ps; returns what the first has counted of this worker then."""
@@ -282,15 +267,6 @@ class AsyncStep(Computation):
         every = self.config.train.log_every_steps
         earlier = tf.cast(before[steps], tf.int64)
         print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)
-
-
-def _on_worker(travelled: Parcel) -> Parcel:
-    """In the graph of a worker: what a ps has sent, held by the worker's host.
-
-    Else a loop, or what waits for it, would have the ps hold it, and send it again.
-    """
-    with tf.device("CPU:0"):
-        return [tf.identity(one) for one in travelled]
 
 
 def on_device(batch: list[tf.Tensor]) -> list[tf.Tensor]:

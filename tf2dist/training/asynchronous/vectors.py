@@ -89,6 +89,10 @@ class PullLayout:
     def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
         return self._buckets.pack(values, applied.bits, *others)
 
+    def pieces(self, values: list[tf.Tensor], applied: PackedCount) -> list[list[tf.Tensor]]:
+        """As `pack`, with nothing else, each bucket as the vectors that make it up."""
+        return self._buckets.pieces(values, applied.bits)
+
     def unpack(self, buckets: Parcel) -> Pulled:
         values, (bits, *_) = self._buckets.unpack(buckets, COUNT, *self._others)
         return Pulled(values, PackedCount(bits))

@@ -1,0 +1,111 @@
+"""Pipes by which a worker and each ps of its host tell each other that something lies in the memory that they share.
+
+To ring is to write a byte into a pipe. That takes each end a hundredth of a millisecond, and a message of TensorFlow a
+tenth or more: it passes through several threads of both.
+
+The pipes belong to the worker, which hands out their descriptors in its file (see `shared_memory`). A ps opens them by
+``/proc/PID/fd``. So when the worker is lost, or has begun another call in place of this one, the ps that waits for it
+comes to the end of the pipe.
+"""
+
+import enum
+import os
+import select
+import stat
+import weakref
+
+import numpy as np
+
+
+class Push(enum.IntEnum):
+    """What a worker tells a ps."""
+
+    NONE = 0  # it has nothing to push
+    LAST = 1
+    WITH_MORE = 2  # and waits for the answer
+
+
+SLICE_SECS = 1.0  # of a long wait; a task that was stopped for a while has waited for one of them
+
+
+class OwnDoorbells:
+    """The pipes of a worker of this process.
+
+    Attributes:
+        descriptors: int32 [num_ps, 2], those that each ps opens: where it reads, and where it writes.
+    """
+
+    def __init__(self, num_ps: int) -> None:
+        pushes, answers = ([os.pipe() for _ in range(num_ps)] for _ in range(2))
+        self.descriptors = np.array([(push[0], answer[1]) for push, answer in zip(pushes, answers, strict=True)])
+        self._pushes, self._answers = [push[1] for push in pushes], [answer[0] for answer in answers]
+        weakref.finalize(self, _close, [end for pipe in (*pushes, *answers) for end in pipe])
+
+    def ring(self, push: Push) -> None:
+        """Tells each ps that a push has been written."""
+        for descriptor in self._pushes:
+            os.write(descriptor, bytes([push]))
+
+    def wait(self, secs: float) -> None:
+        """Waits for the answer of each ps.
+
+        Raises:
+            TimeoutError: one did not come within `secs`, not counting those in which this process was stopped.
+        """
+        for ps, descriptor in enumerate(self._answers):
+            answered = select.poll()
+            answered.register(descriptor, select.POLLIN)
+            for _ in range(max(1, round(secs / SLICE_SECS))):
+                if answered.poll(1000 * SLICE_SECS):
+                    break
+            else:
+                raise TimeoutError(f"ps-{ps} has not answered for {secs:g} s")
+            os.read(descriptor, 1)
+
+
+class Doorbells:
+    """The end of a ps.
+
+    Args:
+        pid: the process of the worker.
+        descriptors: [2], see `OwnDoorbells`.
+
+    Raises:
+        OSError: the worker is gone.
+    """
+
+    def __init__(self, pid: int, descriptors: np.ndarray) -> None:
+        self._pushes, self._answers = opened = [
+            _open(f"/proc/{pid}/fd/{number}", flags)
+            for number, flags in zip(descriptors, (os.O_RDONLY, os.O_WRONLY), strict=True)
+        ]
+        weakref.finalize(self, _close, opened)
+
+    def ring(self) -> None:
+        """Tells the worker that the answer has been written."""
+        os.write(self._answers, b"\0")
+
+    def wait(self) -> Push:
+        """Waits for a push.
+
+        Raises:
+            EOFError: the worker is gone, or it has given up this call.
+        """
+        if not (rung := os.read(self._pushes, 1)):
+            raise EOFError("the worker has left")
+        return Push(rung[0])
+
+
+def _open(path: str, flags: int) -> int:
+    # Without waiting for another end: what is there may be something else, if the worker was lost.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no pipe")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""What the steps of a call exchange with the parameter servers if they are executed in a loop.
+
+In messages it is a loop across tasks. TensorFlow then sends every tensor that crosses between two tasks in a message of
+its own, in each step: also what is the same in all steps, and what only says that something has ended. In memory the
+worker and each ps have a loop of their own, and tell each other by pipes when they have written; see `doorbells`.
+
+Each object is for one graph of a worker.
+"""
+
+import functools
+from typing import Any, cast
+
+import tensorflow as tf
+
+from tf2dist.process import tf_internals
+from tf2dist.training.asynchronous.carriers import ByMemory, Room, Tensors, await_answers, exchange
+from tf2dist.training.asynchronous.doorbells import Push
+from tf2dist.training.asynchronous.server import ParameterServer
+from tf2dist.training.asynchronous.vectors import Parcel
+
+
+class InMessages:
+    """An exchange across tasks.
+
+    Args:
+        worker, indices: that executes the call, and where its updates are counted.
+        limit: the updates above which those of the call are refused.
+    """
+
+    def __init__(self, servers: list[ParameterServer], worker: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> None:
+        self._servers, self._worker = servers, worker
+        with tf.device("CPU:0"):
+            self._order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
+
+    def first(self) -> list[Tensors]:
+        """What each ps gives to the first step."""
+        return [_on_worker(server.pull()) for server in self._servers]
+
+    def pulled(self, given: list[Tensors]) -> list[Parcel]:
+        """The buckets of what each ps has given."""
+        return given
+
+    def next(self, pushes: list[Parcel], more: tf.Tensor) -> list[Tensors]:
+        """Pushes to each ps; returns what each gives to the next step.
+
+        Args:
+            more: whether there is one.
+        """
+        pairs = zip(self._servers, pushes, strict=True)
+        return [_on_worker(server.exchange_ordered(push, self._order)) for server, push in pairs]
+
+    def end(self, given: list[Tensors]) -> tf.Tensor:
+        """What the first ps has counted of this worker, after the last push."""
+        with tf.control_dependencies(tf.nest.flatten(given)):
+            return self._servers[0].worker_totals(self._worker)
+
+
+class InMemory:
+    """As `InMessages`, with the ps of the worker's host.
+
+    Args:
+        secs: how long a ps may take for an answer.
+        in_one_thread: whether each ps computes in one thread.
+    """
+
+    def __init__(
+        self,
+        servers: list[ParameterServer],
+        carrier: ByMemory,
+        worker: tf.Tensor,
+        indices: tf.Tensor,
+        limit: tf.Tensor,
+        secs: float,
+        in_one_thread: bool,
+    ) -> None:
+        self._carrier, self._secs = carrier, secs
+        self._served = [Served(server, in_one_thread) for server in servers]
+        self._ticket = carrier.begin(worker)
+        self._counted = [served.serve(*self._ticket, indices, limit) for served in self._served]
+
+    def first(self) -> list[Tensors]:
+        told = await_answers(self._ticket, self._secs)
+        self._taken = [served.pulls.take(told)[0] for served in self._served]
+        return [told]
+
+    def pulled(self, given: list[Tensors]) -> list[Parcel]:
+        (told,) = given
+        return [served.pulls.taken_again(told, taken) for served, taken in zip(self._served, self._taken, strict=True)]
+
+    def next(self, pushes: list[Parcel], more: tf.Tensor) -> list[Tensors]:
+        return [exchange([served.pushes for served in self._served], pushes, self._ticket, more, self._secs)]
+
+    def end(self, given: list[Tensors]) -> tf.Tensor:
+        with tf.control_dependencies(tf.nest.flatten(given)):
+            self._carrier.end(self._ticket, self._counted)
+        return self._counted[0]
+
+
+class Served:
+    """What a ps does in a call whose steps are exchanged in memory.
+
+    Attributes:
+        pulls, pushes: the ways of both.
+        serve: ``serve(*ticket, indices, limit)``: answers the pushes of a worker until the last one of its call has
+            been applied, and returns what is counted of the worker then. The first answer precedes the first push.
+    """
+
+    def __init__(self, server: ParameterServer, in_one_thread: bool) -> None:
+        self._server = server
+        self.pulls, self.pushes = cast(Room, server.pulls), cast(Room, server.pushes)
+        self._wrap = tf_internals.in_one_thread if in_one_thread else lambda function: function
+        count = tf.TensorSpec([], tf.int64)
+        indices = tf.TensorSpec([server.counters.added, 1], tf.int64)
+        self.serve = server.on_device_later(self._serve, *server.carrier.ticket_specs, indices, count)
+
+    def _serve(self, *arguments: tf.Tensor) -> tf.Tensor:
+        *ticket, indices, limit = arguments
+        pushed, _ = self.pushes.take(ticket)
+
+        def admitted(number: tf.Tensor, more: tf.Tensor, *pushed: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([self._server.apply(list(pushed), indices, number)]):
+                return self._answered(ticket, more)
+
+        # One node each, however many operations: the executor hands ready operations to other threads.
+        count, flag = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
+        apply = self._node(admitted, count, flag, *(tf.TensorSpec(one.shape, one.dtype) for one in pushed))
+        refuse = self._node(functools.partial(self._answered, ticket), flag)
+
+        def step(push: tf.Tensor) -> tf.Tensor:
+            number, more = self._server.next_number(), push > Push.LAST
+            return tf.cond(number < limit, lambda: apply(number, more, *pushed), lambda: refuse(more))
+
+        begun = refuse(tf.constant(True))
+        ended = tf.while_loop(lambda push: push > Push.NONE, step, [begun], parallel_iterations=1)
+        with tf.control_dependencies(ended):
+            return self._server.counters.after(indices)
+
+    def _node(self, function: Any, *signature: tf.TensorSpec) -> Any:
+        return self._wrap(tf_internals.as_one_node(function).get_concrete_function(*signature))
+
+    def _answered(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
+        """Answers if there are `more` pushes to come; returns the next one."""
+        return self.pushes.next_push(self.pulls.answer(self._server.pieces(), ticket, more), more)
+
+
+def _on_worker(travelled: Parcel) -> Parcel:
+    """In the graph of a worker: what a ps has sent, held by the worker's host.
+
+    Else a loop, or what waits for it, would have the ps hold it, and send it again.
+    """
+    with tf.device("CPU:0"):
+        return [tf.identity(one) for one in travelled]
