@@ -65,7 +65,7 @@ def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
 
     def serve(number: int) -> list[int]:
         which, push = np.array(number), np.array(Push.NONE)
-        pushes = []
+        pushes: list[int] = []
         while not pushes or push > Push.LAST:
             ps.answer(ticket, which, more, PLACES[number : number + 1], ARRAYS[number] + len(pushes))
             push = ps.await_push(ticket, which, more)

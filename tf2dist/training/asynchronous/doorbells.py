@@ -16,6 +16,8 @@ import weakref
 
 import numpy as np
 
+SLICE_SECS = 1.0  # of a long wait: if the process is stopped in the meantime, it has waited for one of them
+
 
 class Push(enum.IntEnum):
     """What a worker tells a ps."""
@@ -23,9 +25,6 @@ class Push(enum.IntEnum):
     NONE = 0  # it has nothing to push
     LAST = 1
     WITH_MORE = 2  # and waits for the answer
-
-
-SLICE_SECS = 1.0  # of a long wait; a task that was stopped for a while has waited for one of them
 
 
 class OwnDoorbells:
@@ -37,7 +36,8 @@ class OwnDoorbells:
 
     def __init__(self, num_ps: int) -> None:
         pushes, answers = ([os.pipe() for _ in range(num_ps)] for _ in range(2))
-        self.descriptors = np.array([(push[0], answer[1]) for push, answer in zip(pushes, answers, strict=True)])
+        ends = [(push[0], answer[1]) for push, answer in zip(pushes, answers, strict=True)]
+        self.descriptors = np.array(ends, np.int32)
         self._pushes, self._answers = [push[1] for push in pushes], [answer[0] for answer in answers]
         weakref.finalize(self, _close, [end for pipe in (*pushes, *answers) for end in pipe])
 

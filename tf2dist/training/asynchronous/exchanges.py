@@ -1,8 +1,9 @@
 """What the steps of a call exchange with the parameter servers if they are executed in a loop.
 
-In messages it is a loop across tasks. TensorFlow then sends every tensor that crosses between two tasks in a message of
-its own, in each step: also what is the same in all steps, and what only says that something has ended. In memory the
-worker and each ps have a loop of their own, and tell each other by pipes when they have written; see `doorbells`.
+In messages it is one loop across tasks. TensorFlow then sends every tensor that crosses between two tasks in a message
+of its own, in each step: also what is the same in all steps, and what only says that something has ended. Where the
+tasks share memory nothing crosses: the worker and each ps have loops of their own, which wait for each other (see
+`doorbells`). So a ps has a thread for each worker in a call; see `devices.have_threads_to_wait`.
 
 Each object is for one graph of a worker.
 """
@@ -31,6 +32,18 @@ class InMessages:
         self._servers, self._worker = servers, worker
         with tf.device("CPU:0"):
             self._order = tf.concat([limit[None], tf.squeeze(indices, 1)], 0)
+        self._exchanges = [self._exchange_with(server) for server in servers]
+
+    @staticmethod
+    def _exchange_with(server: ParameterServer) -> Any:
+        """``exchange(pushed, order)``: a push and the next pull; the order: a limit, then where the push is counted."""
+
+        def exchange(pushed: Parcel, order: tf.Tensor) -> Parcel:
+            return server.push_and_pull(pushed, order[1:, None], order[0])
+
+        # That the function has ended would be told to the worker in a message of its own, beside that with the result.
+        order = tf.TensorSpec([1 + server.counters.added], tf.int64)
+        return server.on_device_later(exchange, server.pushes.specs, order, must_run=False)
 
     def first(self) -> list[Tensors]:
         """What each ps gives to the first step."""
@@ -46,8 +59,8 @@ class InMessages:
         Args:
             more: whether there is one.
         """
-        pairs = zip(self._servers, pushes, strict=True)
-        return [_on_worker(server.exchange_ordered(push, self._order)) for server, push in pairs]
+        pairs = zip(self._exchanges, pushes, strict=True)
+        return [_on_worker(exchange(push, self._order)) for exchange, push in pairs]
 
     def end(self, given: list[Tensors]) -> tf.Tensor:
         """What the first ps has counted of this worker, after the last push."""
@@ -56,7 +69,7 @@ class InMessages:
 
 
 class InMemory:
-    """As `InMessages`, with the ps of the worker's host.
+    """An exchange with the ps of the worker's host; as `InMessages`, whose names it has.
 
     Args:
         secs: how long a ps may take for an answer.
@@ -103,6 +116,9 @@ class Served:
         pulls, pushes: the ways of both.
         serve: ``serve(*ticket, indices, limit)``: answers the pushes of a worker until the last one of its call has
             been applied, and returns what is counted of the worker then. The first answer precedes the first push.
+
+    Args:
+        in_one_thread: see `InMemory`.
     """
 
     def __init__(self, server: ParameterServer, in_one_thread: bool) -> None:
@@ -115,31 +131,31 @@ class Served:
 
     def _serve(self, *arguments: tf.Tensor) -> tf.Tensor:
         *ticket, indices, limit = arguments
-        pushed, _ = self.pushes.take(ticket)
+        buckets, _ = self.pushes.take(ticket)  # every push lies in the same memory
 
         def admitted(number: tf.Tensor, more: tf.Tensor, *pushed: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([self._server.apply(list(pushed), indices, number)]):
                 return self._answered(ticket, more)
 
-        # One node each, however many operations: the executor hands ready operations to other threads.
         count, flag = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
-        apply = self._node(admitted, count, flag, *(tf.TensorSpec(one.shape, one.dtype) for one in pushed))
-        refuse = self._node(functools.partial(self._answered, ticket), flag)
+        apply = self._node(admitted, count, flag, *(tf.TensorSpec(one.shape, one.dtype) for one in buckets))
+        answer = self._node(functools.partial(self._answered, ticket), flag)
 
         def step(push: tf.Tensor) -> tf.Tensor:
             number, more = self._server.next_number(), push > Push.LAST
-            return tf.cond(number < limit, lambda: apply(number, more, *pushed), lambda: refuse(more))
+            return tf.cond(number < limit, lambda: apply(number, more, *buckets), lambda: answer(more))
 
-        begun = refuse(tf.constant(True))
-        ended = tf.while_loop(lambda push: push > Push.NONE, step, [begun], parallel_iterations=1)
+        first = answer(tf.constant(True))
+        ended = tf.while_loop(lambda push: push > Push.NONE, step, [first], parallel_iterations=1)
         with tf.control_dependencies(ended):
             return self._server.counters.after(indices)
 
     def _node(self, function: Any, *signature: tf.TensorSpec) -> Any:
+        """A function that is executed by a single node, in one thread if the ps has one."""
         return self._wrap(tf_internals.as_one_node(function).get_concrete_function(*signature))
 
     def _answered(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
-        """Answers if there are `more` pushes to come; returns the next one."""
+        """Answers if there are `more` pushes to come; returns the next `Push`, for which it has waited."""
         return self.pushes.next_push(self.pulls.answer(self._server.pieces(), ticket, more), more)
 
 

@@ -183,10 +183,7 @@ class ParameterServer:
 
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)
-        self.exchange = self.on_device_later(self._exchange, *signature)
-        # That a call has ended would be told to the worker in a message of its own, beside that with the result.
-        order = tf.TensorSpec([1 + self.counters.added], tf.int64)
-        self.exchange_ordered = self.on_device_later(self._exchange_ordered, self.pushes.specs, order, must_run=False)
+        self.exchange = self.on_device_later(self.push_and_pull, *signature)
 
     def on_device_later(self, function: Any, *signature: Any, **how: bool) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
@@ -204,9 +201,8 @@ class ParameterServer:
         return self.pulls.put(self.stored_layout.pack(values, applied, *self._others(applied)), list(ticket))
 
     def pieces(self) -> list[list[tf.Tensor]]:
-        """As `pull`, each bucket as the vectors that make it up."""
-        values, applied = self._read()
-        return self.stored_layout.pieces(values, applied)
+        """In a graph of the ps: what a pull holds, each bucket as the vectors that make it up."""
+        return self.stored_layout.pieces(*self._read())
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
@@ -231,15 +227,11 @@ class ParameterServer:
         with tf.control_dependencies([self._admit(self.pushes.take(pushed)[0], indices, limit)]):
             return self.counters.after(indices)
 
-    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
+    def push_and_pull(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
         buckets, ticket = self.pushes.take(pushed)
         self._admit(buckets, indices, limit)
         return self._pull(*ticket)
-
-    def _exchange_ordered(self, pushed: Parcel, order: tf.Tensor) -> Parcel:
-        """As `_exchange`; the order of the push is its limit, then where it is counted."""
-        return self._exchange(pushed, order[1:, None], order[0])
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.
@@ -259,7 +251,7 @@ class ParameterServer:
         return tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
 
     def apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """As `_apply`, while no other update is half done; under the lock the ps takes one push at a time."""
+        """Applies the update of this number while no other is half done: under the lock, one push at a time."""
         if self._lock is None:
             return self._apply(pushed, indices, number)
         if not self._has_kernel:  # it may assign a gradient as it is
