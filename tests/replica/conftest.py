@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
-from tf2dist.process.devices import have_threads_to_wait
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
-have_threads_to_wait(4 * 3)  # workers times ps: all of them are in one process
+# All tasks are in this process, and each ps waits for the next push of each worker; see `have_threads_to_wait`.
+tf.config.threading.set_inter_op_parallelism_threads(4 * 3 + 4)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
-        if cluster.mode == "async":
+        if task.job == "ps":
             have_threads_to_wait(cluster.num_workers)
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
@@ -83,12 +83,12 @@ def has_one_thread(config: RunConfig, num_workers: int) -> bool:
 
 
 def have_threads_to_wait(num_workers: int) -> None:
-    """Gives each task of a local cluster a thread for each worker, beside those that compute.
+    """Gives a ps a thread for each worker, beside those that compute: it waits there for the next push of the worker.
 
-    On a ps one waits for the next push of each worker (see `exchanges`). The tasks execute the functions of the
-    coordinator in as many threads as it has itself: by default one for each core.
+    See `exchanges`. It is the coordinator that configures the threads which execute its functions on other tasks. Where
+    it does not, as here, this variable counts, or else there is one for each core.
     """
-    tf.config.threading.set_inter_op_parallelism_threads(len(os.sched_getaffinity(0)) + num_workers)
+    os.environ["TF_NUM_INTEROP_THREADS"] = str(len(os.sched_getaffinity(0)) + num_workers)
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:
