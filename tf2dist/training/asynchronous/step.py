@@ -6,7 +6,8 @@ costs a call, so small variables are packed (see `vectors`).
 
 A loop across devices costs messages in every iteration, a millisecond or two of all cores, so the steps of a call are
 unrolled. But then a call of another length is another function, and with a deep model each worker takes seconds to
-prepare it. So the steps of a deep model are executed in a loop, unless they are so short that those seconds pay.
+prepare it. So the steps of a deep model are executed in a loop (see `exchanges`), unless they are so short that those
+seconds pay.
 """
 
 import functools
@@ -137,7 +138,7 @@ class AsyncStep(Computation):
 
     @property
     def has_own_loops(self) -> bool:
-        """Whether in a loop each task has one of its own, which costs nothing; see `exchanges`."""
+        """Whether a loop is not one across tasks, but each has its own, which costs next to nothing."""
         return isinstance(self.carrier, ByMemory)
 
     def random_states(self, updates: int) -> dict[str, np.ndarray]:
