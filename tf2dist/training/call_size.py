@@ -8,7 +8,7 @@ TRIAL_STEPS = 3  # the fewest steps of each worker over which they are measured
 SAVED_SECS = 0.003  # the cost of a call, mostly on the coordinator and on the cores that it shares with workers
 LEAST_SHARE = 0.25  # of the time of a step that is taken by a call of its own, which the step itself takes at least
 IDLE_SECS = 0.03  # if two updates of the cluster are further apart, a call costs less than a tenth of that time
-LOOP_SECS = 0.012  # if two updates of the cluster are further apart, a loop across tasks costs less than a tenth of that time
+LOOP_SECS = 0.012  # if two updates are further apart, a loop across tasks costs less than a tenth of that time
 UNROLLED_SHARE = 0.04  # the time to prepare each further unrolled step, as a share of that for a call of one step
 
 
