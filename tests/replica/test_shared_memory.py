@@ -98,6 +98,16 @@ def test_a_ps_is_told_that_a_worker_has_begun_another_call(worker: Files) -> Non
         waiting.result(timeout=10)
 
 
+def test_a_ps_does_not_answer_another_call(worker: Files) -> None:
+    ps, given_up = Files(), worker.begin(*WORKER)
+    ps.take(given_up, PLACES)
+    tickets = [worker.begin(*WORKER) for _ in range(2)]  # the second has the numbers of the pipes that were given up
+    with pytest.raises(OSError, match=r"another|No such file"):
+        ps.answer(given_up, np.array(0), np.array(True), PLACES, *ARRAYS)
+    with pytest.raises(TimeoutError):
+        worker.await_answers(tickets[-1], np.array(1.0))
+
+
 def test_the_next_call_has_the_same_file(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
     worker.end(ticket)

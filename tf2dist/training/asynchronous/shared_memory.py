@@ -73,10 +73,12 @@ class File:
         self._doorbells: dict[int, Doorbells] = {}
 
     def doorbells(self, ps: int) -> Doorbells:
-        """Those of a ps."""
+        """Those of a ps of this process; raises OSError if the worker is gone or has given up the call."""
         if ps not in self._doorbells:
-            descriptors = self._descriptors(ps + 1)[ps]
-            self._doorbells[ps] = Doorbells(self.ticket.pid, descriptors)
+            found = Doorbells(self.ticket.pid, self._descriptors(ps + 1)[ps])
+            # The worker closes the file before its pipes. While it is there, the numbers are not yet those of others.
+            os.close(open_of(self.ticket.pid, self.ticket.descriptor, self.ticket.header))
+            self._doorbells[ps] = found
         return self._doorbells[ps]
 
     def _descriptors(self, num_ps: int) -> np.ndarray:
