@@ -41,10 +41,17 @@ def recurrent(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "in_memory"), [("plain", True), ("staleness_aware", False), ("delay_compensated", True)]
+    ("algorithm", "in_memory", "transfer_dtype"),
+    [
+        ("plain", True, "float32"),
+        ("plain", True, "bfloat16"),
+        ("plain", True, "int8"),
+        ("staleness_aware", False, "float32"),
+        ("delay_compensated", True, "float32"),
+    ],
 )
 def test_a_loop_gives_the_same_as_unrolled_steps(
-    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, in_memory: bool
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, in_memory: bool, transfer_dtype: str
 ) -> None:
     """Two trainings, of which the first ends within a call and before the end of a pass over the data."""
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
@@ -54,7 +61,7 @@ def test_a_loop_gives_the_same_as_unrolled_steps(
     for operations in (LOOPED_OPERATIONS, 0):
         monkeypatch.setattr(async_step, "LOOPED_OPERATIONS", operations)
         config = run_config("dnn", optimizer, hidden_units=[32])
-        config.algorithm.kind = algorithm
+        config.algorithm.kind, config.cluster.transfer_dtype = algorithm, transfer_dtype
         loop = async_loop(config, num_workers=1, num_ps=2)
         assert loop._graphs.in_loop == (operations == 0)
         for until_step in (25, 60):
