@@ -24,8 +24,8 @@ def calls_of(loop: Any) -> list[str]:
     """What a call of a worker asks the ps for, in this order, without what is only read for the log."""
     graph = loop._scheduler.calls.function.graph
     names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
-    kinds = ("pull", "push", "exchange")
-    return [kind for name in names for kind in kinds if name.startswith(f"__inference__{kind}_")]
+    kinds = {"_pull": "pull", "_push": "push", "push_and_pull": "exchange"}
+    return [kind for name in names for function, kind in kinds.items() if name.startswith(f"__inference_{function}_")]
 
 
 def test_a_call_fetches_only_after_so_many_batches(async_loop: MakeLoop) -> None:

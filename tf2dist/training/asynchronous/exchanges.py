@@ -88,11 +88,13 @@ class InMemory:
     ) -> None:
         self._carrier, self._secs = carrier, secs
         self._served = [Served(server, in_one_thread) for server in servers]
-        self._ticket = carrier.begin(worker)
+        self._ticket, self._sent = carrier.begin(worker), [indices, limit]
         self._counted = [served.serve(*self._ticket, indices, limit) for served in self._served]
 
     def first(self) -> list[Tensors]:
-        told = await_answers(self._ticket, self._secs)
+        # Not before each ps has what it needs: nothing else is computed in the thread that waits.
+        with tf.control_dependencies(self._sent):
+            told = await_answers(self._ticket, self._secs)
         self._taken = [served.pulls.take(told)[0] for served in self._served]
         return [told]
 
