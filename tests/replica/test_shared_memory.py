@@ -2,6 +2,8 @@
 
 import os
 import resource
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,13 +12,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager.cancellation import CancellationManager
 
 from tests.replica.small_runs import run_config
 from tests.replica.test_resume import taken
 from tf2dist import registry
 from tf2dist.model import packing
-from tf2dist.training.asynchronous import carriers
-from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room
+from tf2dist.training.asynchronous import carriers, shared_memory
+from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room, await_answers
 from tf2dist.training.asynchronous.doorbells import Push
 from tf2dist.training.asynchronous.shared_memory import Files, works_here
 
@@ -73,11 +76,14 @@ def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
         return [*pushes, int(ps.await_push(ticket, which, last))]
 
     served = [end.submit(serve, number) for number in range(2)]
-    worker.await_answers(ticket, secs)
+    while not worker.await_answers(ticket, secs):
+        pass  # for ten seconds at most
     for number in range(3):
         found = worker.take(ticket, PLACES)
         assert_holds(found, [array + number for array in ARRAYS])
-        worker.exchange(ticket, more if number < 2 else last, secs, PLACES, *(-array for array in ARRAYS))
+        answered = worker.exchange(ticket, more if number < 2 else last, secs, PLACES, *(-array for array in ARRAYS))
+        while not answered:
+            answered = worker.await_answers(ticket, secs)
     assert [each.result() for each in served] == 2 * [[Push.WITH_MORE, Push.WITH_MORE, Push.LAST, Push.NONE]]
     assert_holds(worker.take(ticket, PLACES), [-array for array in ARRAYS])
 
@@ -85,8 +91,31 @@ def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
 def test_a_worker_does_not_wait_for_ever(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
     Files().answer(ticket, np.array(0), np.array(True), PLACES, *ARRAYS)
-    with pytest.raises(TimeoutError, match="ps-1 has not answered for 1 s"):
-        worker.await_answers(ticket, np.array(1.0))
+    assert not worker.await_answers(ticket, np.array(2.0)), "one that waits looks up from time to time"
+    with pytest.raises(TimeoutError, match="ps-1 has not answered for 2 s"):
+        worker.await_answers(ticket, np.array(2.0))
+
+
+def test_a_worker_that_waits_learns_that_its_call_is_cancelled() -> None:
+    """Else an error of another worker would reach the user after `watchdog_secs` only."""
+    shared_memory.publish()
+    carrier, begun = ByMemory(), threading.Event()
+    carrier.way([tf.TensorSpec([8])])
+
+    @tf.function
+    def call() -> tf.Tensor:
+        ticket = carrier.begin(tf.constant(0))
+        with tf.control_dependencies(ticket):
+            tf.py_function(begun.set, [], [])
+        return await_answers(ticket, 600.0)
+
+    calls = CancellationManager()
+    waiting = ThreadPoolExecutor().submit(calls.get_cancelable_function(call.get_concrete_function()))
+    assert begun.wait(60)
+    time.sleep(0.1)  # so that it waits already, though nothing depends on that
+    calls.start_cancel()
+    with pytest.raises(tf.errors.CancelledError):
+        waiting.result(timeout=60)
 
 
 def test_a_ps_is_told_that_a_worker_has_begun_another_call(worker: Files) -> None:

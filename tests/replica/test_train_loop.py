@@ -148,10 +148,11 @@ def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
 
 
 def body_of(function: Any) -> Any:
-    """The body of the loop in a traced function."""
-    library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
-    (loop,) = (node for node in function.graph.as_graph_def().node if node.op in ("While", "StatelessWhile"))
-    return library[loop.attr["body"].func.name]
+    """The body of the loop over steps in a traced function; one that waits for an answer carries less."""
+    graph = function.graph.as_graph_def()
+    library = {each.signature.name: each for each in graph.library.function}
+    loops = [node for node in graph.node if node.op in ("While", "StatelessWhile")]
+    return library[max(loops, key=lambda loop: len(loop.input)).attr["body"].func.name]
 
 
 def reached_from(name: str, nodes: Any) -> set[str]:

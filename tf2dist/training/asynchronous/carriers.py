@@ -3,6 +3,7 @@
 The graphs of both ends put what they send, and take what has come. See `shared_memory`.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,13 +75,16 @@ class Room:
             (push,) = tf.raw_ops.PyFunc(input=inputs, token=shared_memory.AWAIT_PUSH, Tout=[tf.int64])
         return tf.ensure_shape(push, [])
 
-    def taken_again(self, ticket: Tensors, taken: Tensors) -> Tensors:
+    def taken_again(self, answered: tf.Tensor, taken: Tensors) -> Tensors:
         """In the graph of a receiver: what has come since it has `taken` what came first.
 
         It lies in the same memory, which was not copied, so nothing but the time of reading it is new. Only a function
         that is not inlined may take it: TensorFlow would compute a cast of it before what it waits for.
+
+        Args:
+            answered: known when it has come.
         """
-        with tf.device("CPU:0"), tf.control_dependencies(ticket):
+        with tf.device("CPU:0"), tf.control_dependencies([answered]):
             return [tf.identity(one) for one in taken]
 
     def _places_of(self, buckets: list[Tensors]) -> np.ndarray:
@@ -171,14 +175,14 @@ class ByMemory(ByMessage):
             tf.raw_ops.PyFunc(input=[*ticket, *done], token=shared_memory.END, Tout=[tf.int64])
 
 
-def await_answers(ticket: Tensors, secs: float) -> Tensors:
-    """In the graph of a worker: waits for the first answer of each ps, at most for `secs`; returns the ticket."""
-    return _called(shared_memory.AWAIT_ANSWERS, [*ticket, secs])
+def await_answers(ticket: Tensors, secs: float) -> tf.Tensor:
+    """In the graph of a worker: waits for the first answer of each ps, at most for `secs`; returns True."""
+    return _all_answered(tf.constant(False), ticket, secs)
 
 
 def exchange(
     rooms: Sequence[Room], pushes: Sequence[Tensors], ticket: Tensors, more: tf.Tensor, secs: float
-) -> Tensors:
+) -> tf.Tensor:
     """In the graph of a worker: tells each ps what is pushed, and waits as `await_answers` if there are `more` to come.
 
     Args:
@@ -187,7 +191,23 @@ def exchange(
     """
     places = np.concatenate([room.places for room in rooms])
     buckets = [bucket for push in pushes for bucket in push]
-    return _called(shared_memory.EXCHANGE, [*ticket, more, secs, places, *buckets])
+    answered = _flag(shared_memory.EXCHANGE, [*ticket, more, secs, places, *buckets])
+    return _all_answered(answered, ticket, secs)
+
+
+def _all_answered(answered: tf.Tensor, ticket: Tensors, secs: float) -> tf.Tensor:
+    """Waits on while not all have `answered`; if the call is cancelled, the loop ends."""
+    with tf.device("CPU:0"):
+        wait = functools.partial(_flag, shared_memory.AWAIT_ANSWERS, [*ticket, secs])
+        (answered,) = tf.while_loop(tf.logical_not, lambda _: [wait()], [answered], parallel_iterations=1)
+    return answered
+
+
+def _flag(token: str, inputs: Sequence[Any]) -> tf.Tensor:
+    """The flag that a function of `shared_memory` returns."""
+    with tf.device("CPU:0"):
+        (flag,) = tf.raw_ops.PyFunc(input=inputs, token=token, Tout=[tf.bool])
+    return tf.ensure_shape(flag, [])
 
 
 def _called(token: str, inputs: Sequence[Any]) -> Tensors:

@@ -13,10 +13,13 @@ import os
 import select
 import stat
 import weakref
+from collections import deque
 
 import numpy as np
 
-SLICE_SECS = 1.0  # of a long wait: if the process is stopped in the meantime, it has waited for one of them
+# Of a long wait. If the process is stopped in the meantime, it has waited for one of them; and after each of them
+# TensorFlow learns whether the call has been cancelled, which it cannot tell a function that waits.
+SLICE_SECS = 1.0
 
 
 class Push(enum.IntEnum):
@@ -40,27 +43,42 @@ class OwnDoorbells:
         self.descriptors = np.array(ends, np.int32)
         self._pushes, self._answers = [push[1] for push in pushes], [answer[0] for answer in answers]
         weakref.finalize(self, _close, [end for pipe in (*pushes, *answers) for end in pipe])
+        self._missing: deque[int] = deque()  # the ps whose answers have not come yet
+        self._num_slices = 0  # for which the first of them was waited for
+        self._begin_to_wait()
 
     def ring(self, push: Push) -> None:
         """Tells each ps that a push has been written."""
         for descriptor in self._pushes:
             os.write(descriptor, bytes([push]))
+        self._begin_to_wait()
 
-    def wait(self, secs: float) -> None:
-        """Waits for the answer of each ps.
+    def wait(self, secs: float) -> bool:
+        """Waits for the answer of each ps, but only for a while; returns whether all have come.
 
         Raises:
             TimeoutError: one did not come within `secs`, not counting those in which this process was stopped.
         """
-        for ps, descriptor in enumerate(self._answers):
-            answered = select.poll()
-            answered.register(descriptor, select.POLLIN)
-            for _ in range(max(1, round(secs / SLICE_SECS))):
-                if answered.poll(1000 * SLICE_SECS):
-                    break
-            else:
-                raise TimeoutError(f"ps-{ps} has not answered for {secs:g} s")
-            os.read(descriptor, 1)
+        while self._missing:
+            if not self._comes(self._answers[self._missing[0]]):
+                self._num_slices += 1
+                if self._num_slices * SLICE_SECS >= secs:
+                    raise TimeoutError(f"ps-{self._missing[0]} has not answered for {secs:g} s")
+                return False
+            self._missing.popleft()
+            self._num_slices = 0
+        return True
+
+    def _begin_to_wait(self) -> None:
+        self._missing.extend(range(len(self._answers)))
+        self._num_slices = 0
+
+    @staticmethod
+    def _comes(answers: int) -> bool:
+        """Whether an answer comes within a slice of time."""
+        answered = select.poll()
+        answered.register(answers, select.POLLIN)
+        return bool(answered.poll(1000 * SLICE_SECS) and os.read(answers, 1))
 
 
 class Doorbells:

@@ -94,16 +94,18 @@ class InMemory:
     def first(self) -> list[Tensors]:
         # Not before each ps has what it needs: nothing else is computed in the thread that waits.
         with tf.control_dependencies(self._sent):
-            told = await_answers(self._ticket, self._secs)
-        self._taken = [served.pulls.take(told)[0] for served in self._served]
-        return [told]
+            answered = await_answers(self._ticket, self._secs)
+        with tf.control_dependencies([answered]):
+            self._taken = [served.pulls.take(self._ticket)[0] for served in self._served]
+        return [[answered]]
 
     def pulled(self, given: list[Tensors]) -> list[Parcel]:
-        (told,) = given
-        return [served.pulls.taken_again(told, taken) for served, taken in zip(self._served, self._taken, strict=True)]
+        ((answered,),) = given
+        pairs = zip(self._served, self._taken, strict=True)
+        return [served.pulls.taken_again(answered, taken) for served, taken in pairs]
 
     def next(self, pushes: list[Parcel], more: tf.Tensor) -> list[Tensors]:
-        return [exchange([served.pushes for served in self._served], pushes, self._ticket, more, self._secs)]
+        return [[exchange([served.pushes for served in self._served], pushes, self._ticket, more, self._secs)]]
 
     def end(self, given: list[Tensors]) -> tf.Tensor:
         with tf.control_dependencies(tf.nest.flatten(given)):

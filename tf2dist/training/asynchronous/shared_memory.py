@@ -162,20 +162,17 @@ class Files:
     # Where the steps of a call are executed in a loop, a worker pushes and a ps answers until there are no `more`.
 
     def await_answers(self, ticket: np.ndarray, secs: np.ndarray) -> np.ndarray:
-        """On a worker: waits for an answer of each ps, but not longer than `secs`."""
-        self._own_file(ticket).own_doorbells.wait(float(secs))
-        return ticket
+        """On a worker: waits for an answer of each ps; see `OwnDoorbells.wait`."""
+        return np.array(self._own_file(ticket).own_doorbells.wait(float(secs)))
 
     def exchange(
         self, ticket: np.ndarray, more: np.ndarray, secs: np.ndarray, places: np.ndarray, *arrays: np.ndarray
     ) -> np.ndarray:
-        """On a worker: as `put`, tells each ps, and waits for the answers if there are `more` to come."""
+        """On a worker: as `put`, tells each ps, and as `await_answers` if there are `more` to come."""
         own = self._own_file(ticket)
         self._write(own, places, arrays)
         own.own_doorbells.ring(Push.WITH_MORE if more else Push.LAST)
-        if more:
-            own.own_doorbells.wait(float(secs))
-        return ticket
+        return np.array(not more or own.own_doorbells.wait(float(secs)))
 
     def answer(
         self, ticket: np.ndarray, ps: np.ndarray, more: np.ndarray, places: np.ndarray, *arrays: np.ndarray
