@@ -15,7 +15,8 @@ train: $(STAMP)
 # Side by side, the fast ones first. The tests of a file stay in one process of pytest, which shares what takes long.
 # Most tests wait for much of their time, so three processes suit two cores as well; but those of whole commands have
 # deadlines that a busy machine would miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
-SIDE_BY_SIDE := --dist loadfile
+# If one of the processes is lost, that ends the tests: pytest-xdist may wait for its successor for ever.
+SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
 
 test: lint
 	$(BIN)/python -m pytest -n 3 $(SIDE_BY_SIDE) tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
