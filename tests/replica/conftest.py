@@ -14,7 +14,7 @@ from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
-# All tasks are in this process, and each ps waits for the next push of each worker; see `have_threads_to_wait`.
+# All tasks are in this process, and each ps waits for the next push of each worker; see `exchanges`.
 tf.config.threading.set_inter_op_parallelism_threads(4 * 3 + 4)
 
 

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
-from tf2dist.cluster.spec import Task, local
-from tf2dist.config.schema import ClusterConfig
+from tf2dist.cluster.spec import Cluster, Task, local
+from tf2dist.config.schema import ClusterConfig, DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process import devices
 
@@ -79,6 +80,32 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "mode", "gpus", "threads"),
+    [
+        (3, "async", [], {"worker": "1", "ps": "5", "chief": None}),
+        (4, "async", [], {"worker": None, "ps": "6", "chief": None}),  # two cores for each worker
+        (3, "async", ["gpu"], {"worker": None, "ps": "5", "chief": None}),
+        (3, "sync_replicas", [], {"worker": "1", "ps": "5", "chief": None}),
+        (3, "sync", [], {"worker": None}),
+    ],
+)
+def test_how_many_threads_execute_the_calls_of_tasks_that_share_a_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int, mode: str, gpus: list[str], threads: dict[str, str | None]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    for name in ("set_visible_devices", "experimental.set_memory_growth"):
+        monkeypatch.setattr(f"tensorflow.config.{name}", lambda *_: None)
+    for name in ("optimize_graphs_for_cpus", "share_cores"):
+        monkeypatch.setattr(devices, name, lambda *_: None)
+    cluster = Cluster(mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads})
+    for job, number in threads.items():
+        monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
+        devices.configure(DevicesConfig(), cluster, Task(job, 0), share_host=True)
+        assert os.environ.get("TF_NUM_INTEROP_THREADS") == number, job
 
 
 @pytest.mark.slow

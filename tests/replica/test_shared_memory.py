@@ -19,7 +19,7 @@ from tests.replica.test_resume import taken
 from tf2dist import registry
 from tf2dist.model import packing
 from tf2dist.training.asynchronous import carriers, shared_memory
-from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room, await_answers
+from tf2dist.training.asynchronous.carriers import SPARE_BYTES, ByMemory, ByMessage, Room, exchange
 from tf2dist.training.asynchronous.doorbells import Push
 from tf2dist.training.asynchronous.shared_memory import Files, works_here
 
@@ -67,23 +67,20 @@ def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
     more, last, secs = np.array(True), np.array(False), np.array(10.0)
 
     def serve(number: int) -> list[int]:
-        which, push = np.array(number), np.array(Push.NONE)
-        pushes: list[int] = []
-        while not pushes or push > Push.LAST:
+        which = np.array(number)
+        pushes = [int(ps.await_push(ticket, which, more))]
+        while pushes[-1] > Push.LAST:
             ps.answer(ticket, which, more, PLACES[number : number + 1], ARRAYS[number] + len(pushes))
-            push = ps.await_push(ticket, which, more)
-            pushes.append(int(push))
+            pushes.append(int(ps.await_push(ticket, which, more)))
         return [*pushes, int(ps.await_push(ticket, which, last))]
 
     served = [end.submit(serve, number) for number in range(2)]
-    while not worker.await_answers(ticket, secs):
-        pass  # for ten seconds at most
-    for number in range(3):
-        found = worker.take(ticket, PLACES)
-        assert_holds(found, [array + number for array in ARRAYS])
-        answered = worker.exchange(ticket, more if number < 2 else last, secs, PLACES, *(-array for array in ARRAYS))
-        while not answered:
+    for number in range(1, 4):
+        answered = worker.exchange(ticket, more if number < 3 else last, secs, PLACES, *(-array for array in ARRAYS))
+        while not answered:  # for ten seconds at most
             answered = worker.await_answers(ticket, secs)
+        if number < 3:
+            assert_holds(worker.take(ticket, PLACES), [array + number for array in ARRAYS])
     assert [each.result() for each in served] == 2 * [[Push.WITH_MORE, Push.WITH_MORE, Push.LAST, Push.NONE]]
     assert_holds(worker.take(ticket, PLACES), [-array for array in ARRAYS])
 
@@ -91,7 +88,8 @@ def test_a_worker_and_the_ps_wait_for_each_other(worker: Files) -> None:
 def test_a_worker_does_not_wait_for_ever(worker: Files) -> None:
     ticket = worker.begin(*WORKER)
     Files().answer(ticket, np.array(0), np.array(True), PLACES, *ARRAYS)
-    assert not worker.await_answers(ticket, np.array(2.0)), "one that waits looks up from time to time"
+    answered = worker.exchange(ticket, np.array(True), np.array(2.0), PLACES, *ARRAYS)
+    assert not answered, "one that waits looks up from time to time"
     with pytest.raises(TimeoutError, match="ps-1 has not answered for 2 s"):
         worker.await_answers(ticket, np.array(2.0))
 
@@ -100,14 +98,14 @@ def test_a_worker_that_waits_learns_that_its_call_is_cancelled() -> None:
     """Else an error of another worker would reach the user after `watchdog_secs` only."""
     shared_memory.publish()
     carrier, begun = ByMemory(), threading.Event()
-    carrier.way([tf.TensorSpec([8])])
+    room = carrier.way([tf.TensorSpec([8])])
 
     @tf.function
     def call() -> tf.Tensor:
         ticket = carrier.begin(tf.constant(0))
         with tf.control_dependencies(ticket):
             tf.py_function(begun.set, [], [])
-        return await_answers(ticket, 600.0)
+        return exchange([room], [[tf.zeros([8])]], ticket, tf.constant(True), 600.0)
 
     calls = CancellationManager()
     waiting = ThreadPoolExecutor().submit(calls.get_cancelable_function(call.get_concrete_function()))
@@ -134,7 +132,7 @@ def test_a_ps_does_not_answer_another_call(worker: Files) -> None:
     with pytest.raises(OSError, match=r"another|No such file"):
         ps.answer(given_up, np.array(0), np.array(True), PLACES, *ARRAYS)
     with pytest.raises(TimeoutError):
-        worker.await_answers(tickets[-1], np.array(1.0))
+        worker.exchange(tickets[-1], np.array(True), np.array(1.0), PLACES, *ARRAYS)
 
 
 def test_the_next_call_has_the_same_file(worker: Files) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -12,7 +11,6 @@ from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_conf
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.model import packing
-from tf2dist.process.devices import has_one_thread
 from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous import step as async_step
 from tf2dist.training.asynchronous.step import LOOPED_OPERATIONS
@@ -31,13 +29,6 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     layers = keras.layers
     first = [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
     return keras.Sequential([*first, *(layers.Dense(8, "tanh") for _ in range(60)), layers.Dense(num_classes)])
-
-
-@registry.register_model("recurrent")
-def recurrent(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    layers = keras.layers
-    rows = layers.Reshape(input_shape[:2])
-    return keras.Sequential([keras.Input(input_shape), rows, layers.SimpleRNN(4), layers.Dense(num_classes)])
 
 
 @pytest.mark.parametrize(
@@ -93,8 +84,10 @@ def test_longer_calls_need_another_function_only_where_a_loop_is_slow(
     loop = async_loop(config)
     first = loop._scheduler.calls
     assert first.num_steps == 1
-    loop.train(1_500)
-    assert_exact(loop, 1_500)
+    # On a slow machine the first of these trainings ends before a worker has executed a longer call.
+    for steps in (1500, 1501, 1600, 1700, 1800):
+        loop.train(steps)
+        assert_exact(loop, steps)
     assert loop._scheduler.num_steps > 1
     assert (loop._scheduler.calls.function is first.function) == (loop_secs == 0.0)
 
@@ -148,11 +141,10 @@ def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
 
 
 def body_of(function: Any) -> Any:
-    """The body of the loop over steps in a traced function; one that waits for an answer carries less."""
-    graph = function.graph.as_graph_def()
-    library = {each.signature.name: each for each in graph.library.function}
-    loops = [node for node in graph.node if node.op in ("While", "StatelessWhile")]
-    return library[max(loops, key=lambda loop: len(loop.input)).attr["body"].func.name]
+    """The body of the loop in a traced function."""
+    library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
+    (loop,) = (node for node in function.graph.as_graph_def().node if node.op in ("While", "StatelessWhile"))
+    return library[loop.attr["body"].func.name]
 
 
 def reached_from(name: str, nodes: Any) -> set[str]:
@@ -166,37 +158,3 @@ def reached_from(name: str, nodes: Any) -> set[str]:
 def source(name: str) -> str:
     """The name of the node of an input."""
     return name.lstrip("^").partition(":")[0]
-
-
-@pytest.mark.parametrize(("cores", "is_shared"), [(1, True), (7, True), (8, False)])
-def test_workers_that_share_cores_have_one_thread(monkeypatch: pytest.MonkeyPatch, cores: int, is_shared: bool) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert has_one_thread(run_config(), 4) == (is_shared and not tf.config.list_physical_devices("GPU"))
-
-
-@pytest.mark.parametrize(
-    ("model", "has_one", "executor"),
-    [("softmax", True, b"SINGLE_THREADED_EXECUTOR"), ("softmax", False, b""), ("recurrent", True, b"")],
-)
-def test_one_thread_executes_models_that_call_no_functions(
-    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, model: str, has_one: bool, executor: bytes
-) -> None:
-    """A model with a loop would hold the thread that its functions need."""
-    monkeypatch.setattr(async_step, "has_one_thread", lambda *_: has_one)
-    loop = async_loop(run_config(model), num_workers=4)
-    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
-    assert {node.attr["executor_type"].s for node in nodes if node.op == "PartitionedCall"} == {executor}
-    loop.train(95)
-    assert_exact(loop, 95)
-
-
-def test_one_thread_computes_the_same(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = []
-    for has_one in (True, False):
-        monkeypatch.setattr(async_step, "has_one_thread", lambda *_, has_one=has_one: has_one)
-        loop = async_loop(run_config("cnn", "adam"), num_workers=1, num_ps=1)
-        loop.train(20)
-        ends.append(loop.arrays())
-    one, other = ends
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name], name)

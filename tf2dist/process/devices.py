@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import DevicesConfig, RunConfig
+from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process.tf_internals import keep_threads_from_spinning, optimize_graphs_for_cpus
 
@@ -67,28 +67,27 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
         if task.job == "ps":
-            have_threads_to_wait(cluster.num_workers)
+            # One for each worker, beside those that compute: it waits there for the next push; see `exchanges`.
+            execute_calls_in_threads(len(os.sched_getaffinity(0)) + cluster.num_workers)
+        elif cluster.has_coordinator and task in cluster.training_tasks and shares_a_core(cluster.num_workers):
+            execute_calls_in_threads(1)
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
 
 
-def has_one_thread(config: RunConfig, num_workers: int) -> bool:
-    """Whether each worker of a cluster has a single thread to compute with, and no GPU; see `share_cores`.
+def shares_a_core(num_workers: int) -> bool:
+    """Whether each worker of a host has a single thread to compute with, and no GPU; see `share_cores`."""
+    return len(os.sched_getaffinity(0)) < 2 * num_workers and not tf.config.list_physical_devices("GPU")
 
-    Args:
-        config: of a run whose coordinator is this process.
+
+def execute_calls_in_threads(num_threads: int) -> None:
+    """How many threads of this task execute what the coordinator calls.
+
+    It is the coordinator that configures them. Where it does not, as here, this variable counts, or else there is one
+    for each core, to which TensorFlow hands operations that are ready. Where those share a core, that takes a tenth of
+    the time of a model with hundreds of small operations.
     """
-    shares_host = config.cluster.kind == "local"
-    return shares_host and len(os.sched_getaffinity(0)) < 2 * num_workers and not tf.config.list_physical_devices("GPU")
-
-
-def have_threads_to_wait(num_workers: int) -> None:
-    """Gives a ps a thread for each worker, beside those that compute: it waits there for the next push of the worker.
-
-    See `exchanges`. It is the coordinator that configures the threads which execute its functions on other tasks. Where
-    it does not, as here, this variable counts, or else there is one for each core.
-    """
-    os.environ["TF_NUM_INTEROP_THREADS"] = str(len(os.sched_getaffinity(0)) + num_workers)
+    os.environ["TF_NUM_INTEROP_THREADS"] = str(num_threads)
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:

@@ -175,15 +175,12 @@ class ByMemory(ByMessage):
             tf.raw_ops.PyFunc(input=[*ticket, *done], token=shared_memory.END, Tout=[tf.int64])
 
 
-def await_answers(ticket: Tensors, secs: float) -> tf.Tensor:
-    """In the graph of a worker: waits for the first answer of each ps, at most for `secs`; returns True."""
-    return _all_answered(tf.constant(False), ticket, secs)
-
-
 def exchange(
     rooms: Sequence[Room], pushes: Sequence[Tensors], ticket: Tensors, more: tf.Tensor, secs: float
 ) -> tf.Tensor:
-    """In the graph of a worker: tells each ps what is pushed, and waits as `await_answers` if there are `more` to come.
+    """In the graph of a worker: tells each ps what is pushed, and waits for the answers if there are `more` to come.
+
+    Returns True, if none took longer than `secs`.
 
     Args:
         rooms: for the push to each ps.
@@ -192,13 +189,9 @@ def exchange(
     places = np.concatenate([room.places for room in rooms])
     buckets = [bucket for push in pushes for bucket in push]
     answered = _flag(shared_memory.EXCHANGE, [*ticket, more, secs, places, *buckets])
-    return _all_answered(answered, ticket, secs)
-
-
-def _all_answered(answered: tf.Tensor, ticket: Tensors, secs: float) -> tf.Tensor:
-    """Waits on while not all have `answered`; if the call is cancelled, the loop ends."""
+    wait = functools.partial(_flag, shared_memory.AWAIT_ANSWERS, [*ticket, secs])
     with tf.device("CPU:0"):
-        wait = functools.partial(_flag, shared_memory.AWAIT_ANSWERS, [*ticket, secs])
+        # TensorFlow ends a loop if the call is cancelled. It could not end a function that waits.
         (answered,) = tf.while_loop(tf.logical_not, lambda _: [wait()], [answered], parallel_iterations=1)
     return answered
 

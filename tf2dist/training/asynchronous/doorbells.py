@@ -45,13 +45,14 @@ class OwnDoorbells:
         weakref.finalize(self, _close, [end for pipe in (*pushes, *answers) for end in pipe])
         self._missing: deque[int] = deque()  # the ps whose answers have not come yet
         self._num_slices = 0  # for which the first of them was waited for
-        self._begin_to_wait()
 
     def ring(self, push: Push) -> None:
         """Tells each ps that a push has been written."""
         for descriptor in self._pushes:
             os.write(descriptor, bytes([push]))
-        self._begin_to_wait()
+        if push == Push.WITH_MORE:
+            self._missing.extend(range(len(self._answers)))
+            self._num_slices = 0
 
     def wait(self, secs: float) -> bool:
         """Waits for the answer of each ps, but only for a while; returns whether all have come.
@@ -68,10 +69,6 @@ class OwnDoorbells:
             self._missing.popleft()
             self._num_slices = 0
         return True
-
-    def _begin_to_wait(self) -> None:
-        self._missing.extend(range(len(self._answers)))
-        self._num_slices = 0
 
     @staticmethod
     def _comes(answers: int) -> bool:

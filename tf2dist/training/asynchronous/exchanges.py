@@ -3,7 +3,7 @@
 In messages it is one loop across tasks. TensorFlow then sends every tensor that crosses between two tasks in a message
 of its own, in each step: also what is the same in all steps, and what only says that something has ended. Where the
 tasks share memory nothing crosses: the worker and each ps have loops of their own, which wait for each other (see
-`doorbells`). So a ps has a thread for each worker in a call; see `devices.have_threads_to_wait`.
+`doorbells`). So a ps has a thread for each worker in a call; see `devices.execute_calls_in_threads`.
 
 Each object is for one graph of a worker.
 """
@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from tf2dist.process import tf_internals
-from tf2dist.training.asynchronous.carriers import ByMemory, Room, Tensors, await_answers, exchange
+from tf2dist.process.tf_internals import as_one_node
+from tf2dist.training.asynchronous.carriers import ByMemory, Room, Tensors, exchange
 from tf2dist.training.asynchronous.doorbells import Push
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import Parcel
@@ -73,7 +73,6 @@ class InMemory:
 
     Args:
         secs: how long a ps may take for an answer.
-        in_one_thread: whether each ps computes in one thread.
     """
 
     def __init__(
@@ -84,20 +83,18 @@ class InMemory:
         indices: tf.Tensor,
         limit: tf.Tensor,
         secs: float,
-        in_one_thread: bool,
     ) -> None:
         self._carrier, self._secs = carrier, secs
-        self._served = [Served(server, in_one_thread) for server in servers]
-        self._ticket, self._sent = carrier.begin(worker), [indices, limit]
-        self._counted = [served.serve(*self._ticket, indices, limit) for served in self._served]
+        self._served = [Served(server) for server in servers]
+        self._ticket = carrier.begin(worker)
+        order = *self._ticket, indices, limit
+        self._first = [_on_worker(served.first(*order)) for served in self._served]
+        self._counted = [served.serve(*order) for served in self._served]
 
     def first(self) -> list[Tensors]:
-        # Not before each ps has what it needs: nothing else is computed in the thread that waits.
-        with tf.control_dependencies(self._sent):
-            answered = await_answers(self._ticket, self._secs)
-        with tf.control_dependencies([answered]):
-            self._taken = [served.pulls.take(self._ticket)[0] for served in self._served]
-        return [[answered]]
+        self._taken = [served.pulls.take(one)[0] for served, one in zip(self._served, self._first, strict=True)]
+        with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(self._first)):
+            return [[tf.constant(True)]]
 
     def pulled(self, given: list[Tensors]) -> list[Parcel]:
         ((answered,),) = given
@@ -118,20 +115,20 @@ class Served:
 
     Attributes:
         pulls, pushes: the ways of both.
+        first: ``first(*ticket, indices, limit)``: a pull. It comes in a message, when `serve` has come to the ps with
+            all that it needs: a worker may have one thread only, which sends nothing more once it waits for an answer.
         serve: ``serve(*ticket, indices, limit)``: answers the pushes of a worker until the last one of its call has
-            been applied, and returns what is counted of the worker then. The first answer precedes the first push.
-
-    Args:
-        in_one_thread: see `InMemory`.
+            been applied, and returns what is counted of the worker then.
     """
 
-    def __init__(self, server: ParameterServer, in_one_thread: bool) -> None:
+    def __init__(self, server: ParameterServer) -> None:
         self._server = server
         self.pulls, self.pushes = cast(Room, server.pulls), cast(Room, server.pushes)
-        self._wrap = tf_internals.in_one_thread if in_one_thread else lambda function: function
         count = tf.TensorSpec([], tf.int64)
         indices = tf.TensorSpec([server.counters.added, 1], tf.int64)
-        self.serve = server.on_device_later(self._serve, *server.carrier.ticket_specs, indices, count)
+        order = *server.carrier.ticket_specs, indices, count
+        self.first = server.on_device_later(lambda *order: server.pull(*order[:-2]), *order)
+        self.serve = server.on_device_later(self._serve, *order)
 
     def _serve(self, *arguments: tf.Tensor) -> tf.Tensor:
         *ticket, indices, limit = arguments
@@ -142,21 +139,18 @@ class Served:
                 return self._answered(ticket, more)
 
         count, flag = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
-        apply = self._node(admitted, count, flag, *(tf.TensorSpec(one.shape, one.dtype) for one in buckets))
-        answer = self._node(functools.partial(self._answered, ticket), flag)
+        pushed = (tf.TensorSpec(one.shape, one.dtype) for one in buckets)
+        apply = as_one_node(admitted).get_concrete_function(count, flag, *pushed)
+        answer = as_one_node(functools.partial(self._answered, ticket)).get_concrete_function(flag)
 
         def step(push: tf.Tensor) -> tf.Tensor:
             number, more = self._server.next_number(), push > Push.LAST
             return tf.cond(number < limit, lambda: apply(number, more, *buckets), lambda: answer(more))
 
-        first = answer(tf.constant(True))
+        first = self.pushes.next_push(ticket, tf.constant(True))
         ended = tf.while_loop(lambda push: push > Push.NONE, step, [first], parallel_iterations=1)
         with tf.control_dependencies(ended):
             return self._server.counters.after(indices)
-
-    def _node(self, function: Any, *signature: tf.TensorSpec) -> Any:
-        """A function that is executed by a single node, in one thread if the ps has one."""
-        return self._wrap(tf_internals.as_one_node(function).get_concrete_function(*signature))
 
     def _answered(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
         """Answers if there are `more` pushes to come; returns the next `Push`, for which it has waited."""

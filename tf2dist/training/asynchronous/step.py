@@ -27,9 +27,7 @@ from tf2dist.model.packing import transfers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep
-from tf2dist.process.devices import has_one_thread
 from tf2dist.process.parts import all_parts
-from tf2dist.process.tf_internals import in_one_thread
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Tensors, carrier_of
 from tf2dist.training.asynchronous.computation import Computation
@@ -118,10 +116,8 @@ class AsyncStep(Computation):
         self.feed = feed_of(splits, sharding, offsets, self._local_steps)
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
-        compute = self.traced_compute()
-        self.in_loop = self.may_loop and len(compute.graph.get_operations()) >= LOOPED_OPERATIONS
-        self._in_one_thread = has_one_thread(config, sharding.num_shards)
-        self._compute = in_one_thread(compute) if self._in_one_thread and not config.devices.xla else compute
+        self._compute = self.traced_compute()
+        self.in_loop = self.may_loop and len(self._compute.graph.get_operations()) >= LOOPED_OPERATIONS
         began_at = time.monotonic()
         for server in self.servers:
             server.trace_push(self.decays)
@@ -245,8 +241,7 @@ class AsyncStep(Computation):
 
     def _exchange_of_loop(self, worker: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> InMessages | InMemory:
         if isinstance(self.carrier, ByMemory):
-            secs, one_thread = self.config.watchdog_secs, self._in_one_thread
-            return InMemory(self.servers, self.carrier, worker, indices, limit, secs, one_thread)
+            return InMemory(self.servers, self.carrier, worker, indices, limit, self.config.watchdog_secs)
         return InMessages(self.servers, worker, indices, limit)
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
