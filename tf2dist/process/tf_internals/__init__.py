@@ -29,6 +29,7 @@ from tf2dist.process.tf_internals.of_keras import (
 from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
     config_of_calls,
+    in_one_thread,
     keep_threads_from_spinning,
     optimize_graphs_for_cpus,
     publish_functions,
@@ -48,6 +49,7 @@ __all__ = [
     "fix_learning_rate",
     "follow_learning_rate",
     "fresh_names",
+    "in_one_thread",
     "keep_threads_from_spinning",
     "layers_of",
     "learning_rate_of",

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from tf2dist.process.tf_internals import as_one_node
+from tf2dist.process.tf_internals import as_one_node, in_one_thread
 from tf2dist.training.asynchronous.carriers import ByMemory, Room, Tensors, exchange
 from tf2dist.training.asynchronous.doorbells import Push
 from tf2dist.training.asynchronous.server import ParameterServer
@@ -73,6 +73,7 @@ class InMemory:
 
     Args:
         secs: how long a ps may take for an answer.
+        in_one_thread: whether each ps computes in one thread.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class InMemory:
         indices: tf.Tensor,
         limit: tf.Tensor,
         secs: float,
+        in_one_thread: bool,
     ) -> None:
         self._carrier, self._secs = carrier, secs
-        self._served = [Served(server) for server in servers]
+        self._served = [Served(server, in_one_thread) for server in servers]
         self._ticket = carrier.begin(worker)
         order = *self._ticket, indices, limit
         self._first = [_on_worker(served.first(*order)) for served in self._served]
@@ -119,10 +121,13 @@ class Served:
             all that it needs: a worker may have one thread only, which sends nothing more once it waits for an answer.
         serve: ``serve(*ticket, indices, limit)``: answers the pushes of a worker until the last one of its call has
             been applied, and returns what is counted of the worker then.
+
+    Args:
+        in_one_thread: see `InMemory`.
     """
 
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
+    def __init__(self, server: ParameterServer, in_one_thread: bool) -> None:
+        self._server, self._in_one_thread = server, in_one_thread
         self.pulls, self.pushes = cast(Room, server.pulls), cast(Room, server.pushes)
         count = tf.TensorSpec([], tf.int64)
         indices = tf.TensorSpec([server.counters.added, 1], tf.int64)
@@ -140,8 +145,8 @@ class Served:
 
         count, flag = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
         pushed = (tf.TensorSpec(one.shape, one.dtype) for one in buckets)
-        apply = as_one_node(admitted).get_concrete_function(count, flag, *pushed)
-        answer = as_one_node(functools.partial(self._answered, ticket)).get_concrete_function(flag)
+        apply = self._node(admitted, count, flag, *pushed)
+        answer = self._node(functools.partial(self._answered, ticket), flag)
 
         def step(push: tf.Tensor) -> tf.Tensor:
             number, more = self._server.next_number(), push > Push.LAST
@@ -151,6 +156,11 @@ class Served:
         ended = tf.while_loop(lambda push: push > Push.NONE, step, [first], parallel_iterations=1)
         with tf.control_dependencies(ended):
             return self._server.counters.after(indices)
+
+    def _node(self, function: Any, *signature: tf.TensorSpec) -> Any:
+        """A function that is executed by a single node."""
+        node = as_one_node(function).get_concrete_function(*signature)
+        return in_one_thread(node) if self._in_one_thread else node
 
     def _answered(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
         """Answers if there are `more` pushes to come; returns the next `Push`, for which it has waited."""

@@ -27,6 +27,7 @@ from tf2dist.model.packing import transfers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep
+from tf2dist.process.devices import shares_a_core
 from tf2dist.process.parts import all_parts
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Tensors, carrier_of
@@ -241,7 +242,9 @@ class AsyncStep(Computation):
 
     def _exchange_of_loop(self, worker: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> InMessages | InMemory:
         if isinstance(self.carrier, ByMemory):
-            return InMemory(self.servers, self.carrier, worker, indices, limit, self.config.watchdog_secs)
+            # The workers of such a run are on the host of its coordinator, and so is each ps.
+            secs, one_thread = self.config.watchdog_secs, shares_a_core(self.sharding.num_shards)
+            return InMemory(self.servers, self.carrier, worker, indices, limit, secs, one_thread)
         return InMessages(self.servers, worker, indices, limit)
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
