@@ -88,29 +88,47 @@ def transfers_of(name: str) -> Transfers:
 
 
 class Packing:
-    """Packs tensors with the shapes of some variables into one float32 vector."""
+    """Packs tensors with the shapes of some variables into one float32 vector.
 
-    def __init__(self, variables: Sequence[Shaped]) -> None:
+    Args:
+        line: each tensor takes a multiple of so many elements, the last of them zeros.
+    """
+
+    def __init__(self, variables: Sequence[Shaped], line: int = 1) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
         self._dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
-        self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
-        self.size = sum(self.sizes)
+        self.sizes, self._line = [tf.TensorShape(shape).num_elements() for shape in self._shapes], line
+        self._lines = [-(-size // line) for size in self.sizes]
+        self.size = sum(self._lines) * line
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
         """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
         return tf.concat([*self.flat(tensors), *more], axis=0)
 
-    @staticmethod
-    def flat(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors as vectors, float32."""
-        return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+    def flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors, and the zeros between them, as vectors, float32."""
+        found = []
+        for tensor, size, lines in zip(tensors, self.sizes, self._lines, strict=True):
+            found.append(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
+            if missing := lines * self._line - size:
+                found.append(tf.zeros([missing]))
+        return found
 
     def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
-        parts = tf.split(vector, [*self.sizes, *more])
-        own, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
+        own, others = self._split(vector, more)
         shaped = zip(own, self._shapes, self._dtypes, strict=True)
         return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
+
+    def _split(self, vector: tf.Tensor, more: Sequence[int]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        if self._line == 1 or not self._lines:
+            parts = tf.split(vector, [*self.sizes, *more])
+            return parts[: len(self.sizes)], parts[len(self.sizes) :]
+        # TensorFlow copies no part of a matrix whose rows, and so all parts, begin at multiples of 64 bytes; and a vector
+        # only if it is cut within a row.
+        parts = tf.split(tf.reshape(vector[: self.size], [-1, self._line]), self._lines)
+        flat = [tf.reshape(part, [-1])[:size] for part, size in zip(parts, self.sizes, strict=True)]
+        return flat, tf.split(vector[self.size :], more)
 
 
 class Large(NamedTuple):
@@ -158,6 +176,7 @@ class Buckets:
         num_more: how many numbers are added to the first bucket.
         dtype: in which the large tensors travel that are not narrowed; None for the types of their variables.
         transfers: how large floats are narrowed.
+        line: of the first bucket, see `Packing`.
     """
 
     def __init__(
@@ -167,11 +186,12 @@ class Buckets:
         num_more: int,
         dtype: tf.DType | None = None,
         transfers: Transfers = NOT_NARROWED,
+        line: int = 1,
     ) -> None:
         variables = [*gradients, *others]
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         self._is_large = list(map(is_large, variables))
-        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone])
+        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone], line)
         narrowed = [transfers.gradients] * len(gradients) + [transfers.values] * len(others)
         ways = zip(types, narrowed, self._is_large, strict=True)
         self._large = [Large.of(own, dtype, by) for own, by, is_large in ways if is_large]

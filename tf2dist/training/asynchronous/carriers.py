@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.model.packing import is_large
+from tf2dist.process.placement import PACKET
 from tf2dist.process.shared_files import ALIGNMENT
 from tf2dist.training.asynchronous import shared_memory
 from tf2dist.training.asynchronous.shared_memory import works_here
@@ -116,9 +117,11 @@ class ByMessage:
 
     Attributes:
         ticket_specs: the types of the ticket.
+        line: of the vector of small tensors, see `packing.Packing`.
     """
 
     ticket_specs: tuple[tf.TensorSpec, ...] = ()
+    line = 1
 
     def way(self, specs: Sequence[tf.TensorSpec], back: "Messages | Room | None" = None) -> "Messages | Room":
         """The way of buckets of these types between a ps and each worker, in one direction.
@@ -150,6 +153,7 @@ class ByMemory(ByMessage):
     """
 
     ticket_specs = (TICKET,)
+    line = PACKET  # what has come is read where it lies, and small tensors in it as well
 
     def __init__(self) -> None:
         self.size, self.num_ps = 0, 0

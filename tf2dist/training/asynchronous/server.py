@@ -90,9 +90,10 @@ class ParameterServer:
         self.on_device = functools.partial(on_device, device)
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self._transfers = transfers
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers)
-        self.exact_layout = PullLayout(self.variables) if transfers.values else self.pull_layout
+        self._transfers, self.carrier = transfers, carrier or ByMessage()
+        line = self.carrier.line
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers, line=line)
+        self.exact_layout = PullLayout(self.variables, line=line) if transfers.values else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -112,7 +113,6 @@ class ParameterServer:
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
             self._algorithm.prepare(self.optimizer)
-        self.carrier = carrier or ByMessage()
         self.pulls = self.carrier.way(self.pull_layout.specs)
         self._lay_down({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
@@ -122,7 +122,7 @@ class ParameterServer:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers)
+        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers, self.carrier.line)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
@@ -138,7 +138,7 @@ class ParameterServer:
         self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         state, added = [cell for cell, _ in changing], self.counters.added
-        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
+        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers, self.carrier.line)
         # A worker pushes when it has computed, and gets what it pulls when that has been applied.
         self.pushes = self.carrier.way(self._push_layout.specs, back=self.pulls)
         self._trace(self.pushes.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
@@ -155,9 +155,9 @@ class ParameterServer:
     def _lay_down(self, kinds: Kinds) -> None:
         """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
         with tf.device(self.device):
-            self.stored = cells_of(self.variables, kinds)
-        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers)
-        self._stored_exactly = PullLayout(self.stored) if self._transfers.values else self.stored_layout
+            self.stored = cells_of(self.variables, kinds, line := self.carrier.line)
+        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers, line=line)
+        self._stored_exactly = PullLayout(self.stored, line=line) if self._transfers.values else self.stored_layout
         self.pull = self.on_device_later(self._pull, *self.carrier.ticket_specs)
         is_same = self._stored_exactly is self.stored_layout and not self.carrier.ticket_specs
         self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
@@ -165,7 +165,7 @@ class ParameterServer:
     def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:
         """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
         views."""
-        vectors: list[Cell] = [cell for cell in trained if isinstance(cell, Vector)]
+        vectors = [cell for cell in trained if isinstance(cell, Vector)]
         if alone := [cell for cell in trained if cell not in vectors]:
             yield self.optimizer, alone
         if not vectors:
@@ -179,7 +179,7 @@ class ParameterServer:
             make_atomic(own)
         follow_learning_rate(own, self.optimizer)
         adopt_slots(vectors, own, self.optimizer)
-        yield own, vectors
+        yield own, [*vectors]
 
     def _trace(self, *signature: Any) -> None:
         self.push = self.on_device(self._push, *signature)

@@ -48,17 +48,19 @@ class Vector(Cell):
     The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
     packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
     gives the same wherever a variable lies.
+
+    Attributes:
+        line: see `packing.Packing`; the vector has its layout.
     """
 
-    def __init__(self, members: Sequence[keras.Variable]) -> None:
-        self._size = sum(variable.shape.num_elements() for variable in members)
-        self._missing = -self._size % PACKET
-        flat = [tf.reshape(variable.value.read_value(), [-1]) for variable in members]
-        value = tf.concat([*flat, tf.zeros([self._missing])], 0)
+    def __init__(self, members: Sequence[keras.Variable], line: int) -> None:
+        layout, self.line = packing.Packing(members, line), line
+        self._size, self._missing = layout.size, -layout.size % PACKET
+        value = layout.pack([variable.value.read_value() for variable in members], tf.zeros([self._missing]))
         vector = keras.Variable(lambda shape, dtype: value, value.shape, "float32", name="vector")
         super().__init__(members, vector)
         self.shape = tf.TensorShape([self._size])
-        let_lie_in(vector, members)
+        let_lie_in(vector, members, line)
         for member in members:
             if isinstance(member, Part):
                 member.value_of_whole.parts[member.number] = member.value
@@ -71,8 +73,8 @@ class Vector(Cell):
         return tf.pad(change, [[0, self._missing]]) if self._missing else change
 
 
-def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
-    """Lays variables down, on the device under which it is called.
+def cells_of(variables: Sequence[keras.Variable], kinds: Kinds, line: int = 1) -> list[Cell]:
+    """Lays variables down, on the device under which it is called; `line`: of the vectors.
 
     In the result small variables are in the order of `variables`, whether alone or as members, and so are large ones.
     """
@@ -82,17 +84,17 @@ def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
         if kind is None:
             cells += [Cell([one], one) for one in run]
         else:
-            cells += [Vector(members) for members in _small_runs(run)]
+            cells += [Vector(members, line) for members in _small_runs(run, line)]
     return [*cells, *(Cell([one], one) for one in variables if packing.is_large(one))]
 
 
-def adopt_slots(vectors: Sequence[Cell], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
+def adopt_slots(vectors: Sequence[Vector], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
     """Turns what an optimizer keeps for members of vectors into views of what another one keeps for the vectors."""
     place = {id(variable): number for number, variable in enumerate(trained_variables(of_members))}
     slots = slots_of(own)
     for attribute, of_variables in slots_of(of_members).items():
         for vector, of_vector in zip(vectors, slots[attribute], strict=True):
-            let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members])
+            let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members], vector.line)
 
 
 def _may_be_member(variable: keras.Variable) -> bool:
@@ -101,12 +103,12 @@ def _may_be_member(variable: keras.Variable) -> bool:
     return variable.dtype == "float32" and not packing.is_large(whole)
 
 
-def _small_runs(variables: Iterator[keras.Variable]) -> Iterator[list[keras.Variable]]:
+def _small_runs(variables: Iterator[keras.Variable], line: int) -> Iterator[list[keras.Variable]]:
     """The variables in runs that are small themselves, for what is large travels alone."""
     run: list[keras.Variable] = []
     size = 0
     for variable in variables:
-        more = 4 * variable.shape.num_elements()
+        more = 4 * packing.Packing([variable], line).size
         if run and size + more >= packing.LARGE_BYTES:
             yield run
             run, size = [], 0

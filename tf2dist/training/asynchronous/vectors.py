@@ -79,11 +79,14 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         others: the sizes of what is pulled beside them.
-        transfers: see `Buckets`.
+        transfers, line: see `Buckets`.
     """
 
-    def __init__(self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
-        self._buckets, self._others = Buckets([], variables, COUNT + sum(others), transfers=transfers), others
+    def __init__(
+        self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED, line: int = 1
+    ) -> None:
+        self._buckets = Buckets([], variables, COUNT + sum(others), transfers=transfers, line=line)
+        self._others = others
         self.specs = self._buckets.specs
 
     def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
@@ -115,7 +118,7 @@ class PushLayout:
         trainable: whose gradients are pushed.
         added: how many numbers an update adds to the counters.
         state: whose terms are pushed.
-        transfers: see `Buckets`.
+        transfers, line: see `Buckets`.
     """
 
     def __init__(
@@ -125,9 +128,10 @@ class PushLayout:
         state: Sequence[Shaped] = (),
         pulled: Sequence[Shaped] = (),
         transfers: Transfers = NOT_NARROWED,
+        line: int = 1,
     ) -> None:
         self.variables, self.pulled, self._added = [*trainable, *state], list(pulled), added
-        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers)
+        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers, line=line)
         self.specs = self._buckets.specs
 
     def pack(
