@@ -210,7 +210,7 @@ class Table:
                 "keras fit": partial(figures.keras_first_step_secs, model, self._arrays),
             }
             yield Comparison(f"deep first step sync {model}", "s", alone, ("sync", "keras fit"), 1.5, at_least=False)
-            steps = max(20, int((400 if model == "mobilenet" else 30) * self._scale))
+            steps = max(20, int((1000 if model == "mobilenet" else 30) * self._scale))
             for workers in (2, 3):
                 rates = {mode: partial(figures.deep_rate, mode, model, workers, steps) for mode in ("async", "sync")}
                 yield Comparison(f"deep rate {model} {workers} workers", "examples/s", rates, ("async", "sync"), 1.0)

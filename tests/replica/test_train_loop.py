@@ -92,6 +92,23 @@ def test_longer_calls_need_another_function_only_where_a_loop_is_slow(
     assert (loop._scheduler.calls.function is first.function) == (loop_secs == 0.0)
 
 
+@pytest.mark.usefixtures("in_loops")
+def test_calls_in_loops_become_shorter_near_the_end(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = async_loop(run_config(steps_per_execution=20), num_workers=3)
+    scheduled, schedule = [], loop._scheduler._schedule
+
+    def noted(calls: Any) -> Any:
+        scheduled.append(calls.num_steps)
+        return schedule(calls)
+
+    monkeypatch.setattr(loop._scheduler, "_schedule", noted)
+    loop.train(100)
+    assert_exact(loop, 100)
+    # A third of what is left. One more may follow while an update was admitted and is not yet applied.
+    assert scheduled[:11] == [20, 20, 20, 14, 9, 6, 4, 3, 2, 1, 1]
+    assert sum(scheduled[11:]) <= 3
+
+
 def test_models_are_deep_by_their_number_of_operations(async_loop: MakeLoop) -> None:
     assert not async_loop(run_config("cnn"), num_workers=1)._graphs.in_loop
     assert async_loop(run_config("deep"), num_workers=1)._graphs.in_loop

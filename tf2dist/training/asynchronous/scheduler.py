@@ -107,8 +107,9 @@ class Scheduler:
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._in_flight(admitted)
         while in_flight < min(missing, self.window()):
-            self._schedule(self.calls)
-            in_flight += self.num_steps
+            calls = self._ending(missing - in_flight)
+            self._schedule(calls)
+            in_flight += calls.num_steps
 
     def window(self) -> int:
         """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
@@ -158,6 +159,16 @@ class Scheduler:
 
     def _in_flight(self, admitted: int) -> int:
         return self._steps_scheduled - (admitted - self._applied_before)
+
+    def _ending(self, left: int) -> Calls:
+        """The next calls where so many steps are `left` to schedule in this training.
+
+        In loops they become shorter near its end. Else a worker would be idle for most of a call at the end, while
+        others compute the last steps, or those beyond it, which are refused.
+        """
+        share = -(-left // self._num_workers)
+        is_loop = self._loop is not None and self.calls.function is self._loop[0]
+        return self._in_loop(share) if is_loop and share < self.num_steps else self.calls
 
     def _calls_of(self, num_steps: int) -> Calls:
         function = self._graphs.train_function(num_steps)
