@@ -124,8 +124,8 @@ class Packing:
         if self._line == 1 or not self._lines:
             parts = tf.split(vector, [*self.sizes, *more])
             return parts[: len(self.sizes)], parts[len(self.sizes) :]
-        # Of a matrix whose rows, and so all parts, begin at multiples of 64 bytes TensorFlow copies none. It does copy a
-        # vector that ends within a row.
+        # Of a matrix whose rows, and so all parts, begin at multiples of 64 bytes TensorFlow copies none. It does copy
+        # a vector that ends within a row.
         parts = tf.split(tf.reshape(vector[: self.size], [-1, self._line]), self._lines)
         flat = [tf.reshape(part, [-1])[:size] for part, size in zip(parts, self.sizes, strict=True)]
         return flat, tf.split(vector[self.size :], more)
