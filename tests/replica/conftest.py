@@ -1,6 +1,7 @@
 """Fixtures: an asynchronous cluster in the process of the tests, and small real data."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
-# All tasks are in this process, and each ps waits for the next push of each worker; see `exchanges`.
+# All tasks are in this process, and each ps waits for the next push of each worker; see `devices.configure`.
 tf.config.threading.set_inter_op_parallelism_threads(4 * 3 + 4)
 
 
@@ -90,5 +91,13 @@ def settle(loops: list[Any]) -> None:
         for argument in loop._scheduler.calls.arguments:  # the iterators of all workers, if there are any
             for iterator in getattr(argument, "_values", ()):
                 assert iterator._status_available_event.wait(60), "an iterator was not created"
-        with contextlib.suppress(Exception):  # an error that the test caused
-            loop._coordinator.join()
+        # In a thread, since the limit of the test does not end this if the test itself was ended by it.
+        joining = threading.Thread(target=_join, args=[loop._coordinator], daemon=True)
+        joining.start()
+        joining.join(100)
+        assert not joining.is_alive(), "a call does not end"
+
+
+def _join(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
+    with contextlib.suppress(Exception):  # an error that the test caused
+        coordinator.join()

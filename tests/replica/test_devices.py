@@ -102,8 +102,9 @@ def test_how_many_threads_execute_the_calls_of_tasks_that_share_a_host(
     for name in ("optimize_graphs_for_cpus", "share_cores"):
         monkeypatch.setattr(devices, name, lambda *_: None)
     cluster = Cluster(mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads})
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "")  # so that it is set back in the end
     for job, number in threads.items():
-        monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
+        os.environ.pop("TF_NUM_INTEROP_THREADS", None)
         devices.configure(DevicesConfig(), cluster, Task(job, 0), share_host=True)
         assert os.environ.get("TF_NUM_INTEROP_THREADS") == number, job
 

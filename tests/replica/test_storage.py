@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.model import models
-from tf2dist.model.packing import LARGE_BYTES
+from tf2dist.model.packing import LARGE_BYTES, is_large
 from tf2dist.process.parts import joined, parts_of
 from tf2dist.training.asynchronous.counters import ONES
 from tf2dist.training.asynchronous.server import ParameterServer
@@ -161,10 +161,14 @@ def test_only_neighbours_that_are_updated_alike_share_a_vector() -> None:
     assert [isinstance(cell, Vector) for cell in cells] == [True, False, True, True, False, False]
 
 
-def test_a_vector_is_small_itself() -> None:
+@pytest.mark.parametrize("line", [1, 16])
+def test_a_vector_is_small_itself(line: int) -> None:
     third = LARGE_BYTES // 12 + 1
     made = [variable(str(number), third) for number in range(4)]
-    assert layout(cells_of(made, {id(one): 0 for one in made})) == [["0", "1"], ["2", "3"]]
+    made.append(variable("almost large", LARGE_BYTES // 4 - 1))
+    cells = cells_of(made, {id(one): 0 for one in made}, line)
+    assert layout(cells) == [["0", "1"], ["2", "3"], ["almost large"]]
+    assert not any(map(is_large, cells))
 
 
 @pytest.mark.parametrize("arguments", [{"name": "adam", "clipnorm": 0.1}, {"name": "adagrad"}])

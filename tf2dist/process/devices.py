@@ -84,8 +84,8 @@ def execute_calls_in_threads(num_threads: int) -> None:
     """How many threads of this task execute what the coordinator calls.
 
     It is the coordinator that configures them. Where it does not, as here, this variable counts, or else there is one
-    for each core, to which TensorFlow hands operations that are ready. Where those share a core, that takes a tenth of
-    the time of a model with hundreds of small operations.
+    for each core. TensorFlow hands operations that are ready from one to another; where tasks share a core, that takes
+    a tenth of the time of a model with hundreds of small operations.
     """
     os.environ["TF_NUM_INTEROP_THREADS"] = str(num_threads)
 

@@ -184,7 +184,7 @@ def exchange(
 ) -> tf.Tensor:
     """In the graph of a worker: tells each ps what is pushed, and waits for the answers if there are `more` to come.
 
-    Returns True, if none took longer than `secs`.
+    Returns True when all have come. It fails if one takes longer than `secs`.
 
     Args:
         rooms: for the push to each ps.

@@ -44,7 +44,7 @@ class OwnDoorbells:
         self._pushes, self._answers = [push[1] for push in pushes], [answer[0] for answer in answers]
         weakref.finalize(self, _close, [end for pipe in (*pushes, *answers) for end in pipe])
         self._missing: deque[int] = deque()  # the ps whose answers have not come yet
-        self._num_slices = 0  # for which the first of them was waited for
+        self._num_slices = 0  # how long the first of them has been waited for
 
     def ring(self, push: Push) -> None:
         """Tells each ps that a push has been written."""

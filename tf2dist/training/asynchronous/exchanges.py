@@ -3,7 +3,7 @@
 In messages it is one loop across tasks. TensorFlow then sends every tensor that crosses between two tasks in a message
 of its own, in each step: also what is the same in all steps, and what only says that something has ended. Where the
 tasks share memory nothing crosses: the worker and each ps have loops of their own, which wait for each other (see
-`doorbells`). So a ps has a thread for each worker in a call; see `devices.execute_calls_in_threads`.
+`doorbells`). So a ps has a thread for each worker in a call; see `devices.configure`.
 
 Each object is for one graph of a worker.
 """
@@ -73,7 +73,7 @@ class InMemory:
 
     Args:
         secs: how long a ps may take for an answer.
-        in_one_thread: whether each ps computes in one thread.
+        one_thread: whether each ps computes in one thread.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class InMemory:
         indices: tf.Tensor,
         limit: tf.Tensor,
         secs: float,
-        in_one_thread: bool,
+        one_thread: bool,
     ) -> None:
         self._carrier, self._secs = carrier, secs
-        self._served = [Served(server, in_one_thread) for server in servers]
+        self._served = [Served(server, one_thread) for server in servers]
         self._ticket = carrier.begin(worker)
         order = *self._ticket, indices, limit
         self._first = [_on_worker(served.first(*order)) for served in self._served]
@@ -117,17 +117,17 @@ class Served:
 
     Attributes:
         pulls, pushes: the ways of both.
-        first: ``first(*ticket, indices, limit)``: a pull. It comes in a message, when `serve` has come to the ps with
-            all that it needs: a worker may have one thread only, which sends nothing more once it waits for an answer.
+        first: ``first(*ticket, indices, limit)``: a pull. A message tells that it is there, and that all that `serve`
+            needs has come to the ps: a worker may have one thread only, which sends nothing while it waits for answers.
         serve: ``serve(*ticket, indices, limit)``: answers the pushes of a worker until the last one of its call has
             been applied, and returns what is counted of the worker then.
 
     Args:
-        in_one_thread: see `InMemory`.
+        one_thread: see `InMemory`.
     """
 
-    def __init__(self, server: ParameterServer, in_one_thread: bool) -> None:
-        self._server, self._in_one_thread = server, in_one_thread
+    def __init__(self, server: ParameterServer, one_thread: bool) -> None:
+        self._server, self._one_thread = server, one_thread
         self.pulls, self.pushes = cast(Room, server.pulls), cast(Room, server.pushes)
         count = tf.TensorSpec([], tf.int64)
         indices = tf.TensorSpec([server.counters.added, 1], tf.int64)
@@ -160,7 +160,7 @@ class Served:
     def _node(self, function: Any, *signature: tf.TensorSpec) -> Any:
         """A function that is executed by a single node."""
         node = as_one_node(function).get_concrete_function(*signature)
-        return in_one_thread(node) if self._in_one_thread else node
+        return in_one_thread(node) if self._one_thread else node
 
     def _answered(self, ticket: Tensors, more: tf.Tensor) -> tf.Tensor:
         """Answers if there are `more` pushes to come; returns the next `Push`, for which it has waited."""

@@ -80,7 +80,7 @@ def cells_of(variables: Sequence[keras.Variable], kinds: Kinds, line: int = 1) -
     """
     small = [variable for variable in variables if not packing.is_large(variable)]
     cells: list[Cell] = []
-    for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
+    for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one, line) else None):
         if kind is None:
             cells += [Cell([one], one) for one in run]
         else:
@@ -97,10 +97,16 @@ def adopt_slots(vectors: Sequence[Vector], own: keras.Optimizer, of_members: ker
             let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members], vector.line)
 
 
-def _may_be_member(variable: keras.Variable) -> bool:
+def _may_be_member(variable: keras.Variable, line: int) -> bool:
     # Of a large variable that is cut, the parts lie alone as the whole would: what is left at its end, too.
     whole = variable.value_of_whole if isinstance(variable, Part) else variable
-    return variable.dtype == "float32" and not packing.is_large(whole)
+    is_small = not packing.is_large(whole) and _bytes_in(variable, line) < packing.LARGE_BYTES
+    return variable.dtype == "float32" and is_small
+
+
+def _bytes_in(variable: keras.Variable, line: int) -> int:
+    """What a variable takes of a vector."""
+    return int(4 * packing.Packing([variable], line).size)
 
 
 def _small_runs(variables: Iterator[keras.Variable], line: int) -> Iterator[list[keras.Variable]]:
@@ -108,7 +114,7 @@ def _small_runs(variables: Iterator[keras.Variable], line: int) -> Iterator[list
     run: list[keras.Variable] = []
     size = 0
     for variable in variables:
-        more = 4 * packing.Packing([variable], line).size
+        more = _bytes_in(variable, line)
         if run and size + more >= packing.LARGE_BYTES:
             yield run
             run, size = [], 0

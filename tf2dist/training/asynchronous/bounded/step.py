@@ -41,6 +41,7 @@ class BoundedStep(AsyncStep):
         All ps leave out the same steps with it, and all steps to the end of the call: a later one would be counted in
         the place of the first, whose batch is still to be trained on.
         """
+        # In memory a push is written over what this is read from, so the push waits for the limit.
         _, count = self.gated.pull_layout.unpack(pulled[0])
         with tf.device("CPU:0"):
             return tf.where(count.value() < 0, tf.zeros_like(limit), limit)
@@ -48,12 +49,12 @@ class BoundedStep(AsyncStep):
     def _exchange(
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[Parcel]:
-        with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
+        with tf.control_dependencies([*self._push_to_others(pushes, indices, limit), limit]):
             first = self.gated.pushes.put(pushes[0], self._ticket)
             return self._after_first(self.gated.exchange(first, indices, limit, worker))
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
+        with tf.control_dependencies([*self._push_to_others(pushes, indices, limit), limit]):
             after = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
         self.carrier.end(self._ticket, [after])
         return after
