@@ -83,9 +83,9 @@ def shares_a_core(num_workers: int) -> bool:
 def execute_calls_in_threads(num_threads: int) -> None:
     """How many threads of this task execute what the coordinator calls.
 
-    It is the coordinator that configures them. Where it does not, as here, this variable counts, or else there is one
-    for each core. TensorFlow hands operations that are ready from one to another; where tasks share a core, that takes
-    a tenth of the time of a model with hundreds of small operations.
+    TensorFlow takes their number from the configuration of the coordinator. Where that leaves it open, as ours does, it
+    is that of this variable, or else one for each core. TensorFlow hands operations that are ready from one thread to
+    another; where tasks share a core, that takes a tenth of the time of a model with hundreds of small operations.
     """
     os.environ["TF_NUM_INTEROP_THREADS"] = str(num_threads)
 
