@@ -108,10 +108,12 @@ class Packing:
     def flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The tensors, and the zeros between them, as vectors, float32."""
         found = []
-        for tensor, size, lines in zip(tensors, self.sizes, self._lines, strict=True):
+        missing = [lines * self._line - size for size, lines in zip(self.sizes, self._lines, strict=True)]
+        zeros = {number: tf.zeros([number]) for number in missing if number}
+        for tensor, number in zip(tensors, missing, strict=True):
             found.append(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
-            if missing := lines * self._line - size:
-                found.append(tf.zeros([missing]))
+            if number:
+                found.append(zeros[number])
         return found
 
     def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -121,14 +123,18 @@ class Packing:
         return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
 
     def _split(self, vector: tf.Tensor, more: Sequence[int]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The elements of each tensor, in any shape, and the vectors of `more`."""
         if self._line == 1 or not self._lines:
             parts = tf.split(vector, [*self.sizes, *more])
             return parts[: len(self.sizes)], parts[len(self.sizes) :]
         # Of a matrix whose rows, and so all parts, begin at multiples of 64 bytes TensorFlow copies none. It does copy
         # a vector that ends within a row.
         parts = tf.split(tf.reshape(vector[: self.size], [-1, self._line]), self._lines)
-        flat = [tf.reshape(part, [-1])[:size] for part, size in zip(parts, self.sizes, strict=True)]
-        return flat, tf.split(vector[self.size :], more)
+        own = [
+            part if size == lines * self._line else tf.slice(tf.reshape(part, [-1]), [0], [size])
+            for part, size, lines in zip(parts, self.sizes, self._lines, strict=True)
+        ]
+        return own, tf.split(vector[self.size :], more)
 
 
 class Large(NamedTuple):

@@ -5,6 +5,7 @@ alone know what has been applied. They refuse every update beyond the end: from 
 that TensorFlow repeats because their worker died.
 """
 
+import functools
 import math
 import time
 from typing import Any
@@ -62,7 +63,7 @@ class AsyncLoop:
         step, origin, graphs = prepared.step, prepared.origin, prepared.graphs
         self._config, self._cluster, self._report = config, cluster, report
         self._coordinator, self._graphs, self._named = prepared.coordinator, graphs, prepared.named
-        self._read_all = PackedRead(prepared.named, graphs.servers)
+        self._read_all = functools.cache(lambda: PackedRead(prepared.named, graphs.servers))
         self._sizes = evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, plan)
         self._origin = origin
         self.sharding = graphs.sharding
@@ -81,7 +82,10 @@ class AsyncLoop:
         num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
         make_scheduler = scheduler_for(config.algorithm.kind)
         self._scheduler = make_scheduler(self._coordinator, graphs, cluster, num_steps, config.grace_secs)
-        self._evaluate_function = None if config.cluster.kind == "local" else graphs.evaluate_function()
+        self._evaluate_function = None
+        if config.cluster.kind != "local":  # there no function may be made during the training; see `prepare`
+            self._evaluate_function = graphs.evaluate_function()
+            self._read_all()
 
         # What has been read from the counters so far.
         counts = origin.counts
@@ -161,6 +165,7 @@ class AsyncLoop:
             if scheduler.resize(self.progress, admitted, missing, last_step, pause_request):
                 continue
             scheduler.fill(admitted, missing)
+            self._read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
         # The calls still in flight: at the end they have nothing left to do, at a request they run to their own end.
         return requested | scheduler.finish(pause_request)
@@ -218,7 +223,7 @@ class AsyncLoop:
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return self._read_all.arrays()
+        return self._read_all().arrays()
 
     def random_states(self) -> dict[str, np.ndarray]:
         return self._random_states(self.progress.global_step)
@@ -240,7 +245,7 @@ class AsyncLoop:
         facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
         own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
         own |= {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        step, own, fetch = self.progress.global_step, self._trained | own, self._read_all.freeze()
+        step, own, fetch = self.progress.global_step, self._trained | own, self._read_all().freeze()
         return lambda: Snapshot(step, fetch() | own, facts)
 
     def snapshot(self) -> Snapshot:
