@@ -92,6 +92,39 @@ def test_a_call_still_in_flight_does_not_cause_more_calls(
     assert_exact(loop, 220)
 
 
+def test_updates_that_have_begun_are_not_scheduled_again(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look may come when one ps has begun to apply the last updates, and another one has not applied them yet."""
+
+    @tf.function(autograph=False)
+    def slow() -> None:
+        tf.numpy_function(lambda: time.sleep(0.5), [], [])
+
+    loop = async_loop(run_config(steps_per_execution=5))
+    loop.train(200)
+    coordinator, late = loop._coordinator, loop._graphs.servers[1]
+    schedule, counts, behind = coordinator.schedule, late.counts, [3, 2, 1]
+    calls: list[Any] = []
+
+    def counted(function: Any, args: Any) -> Any:
+        if not calls:
+            schedule(slow)  # so that not all calls are done at these looks
+        calls.append(function)
+        return schedule(function, args=args)
+
+    def seen_late() -> tf.Tensor:
+        now = counts().numpy()
+        if behind and now[1] == 220:
+            now[1] -= behind.pop(0)
+        return tf.constant(now)
+
+    monkeypatch.setattr(coordinator, "schedule", counted)
+    monkeypatch.setattr(late, "counts", seen_late)
+    loop.train(220)
+    assert not behind
+    assert len(calls) == 4
+    assert_exact(loop, 220)
+
+
 @pytest.mark.parametrize("what", ["training", pytest.param("evaluating", marks=pytest.mark.slow)])
 def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLoop, what: str) -> None:
     """Here all workers are busy with a call that does not end."""

@@ -164,7 +164,8 @@ class AsyncLoop:
             last_step = max(until_step, self.target_step)
             if scheduler.resize(self.progress, admitted, missing, last_step, pause_request):
                 continue
-            scheduler.fill(admitted, missing)
+            # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
+            scheduler.fill(admitted, until_step - admitted)
             self._read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
         # The calls still in flight: at the end they have nothing left to do, at a request they run to their own end.

@@ -100,7 +100,7 @@ class Scheduler:
 
         Args:
             admitted: the updates that a ps has begun to apply.
-            missing: the updates that are still to be applied in this training.
+            missing: those that are still to be begun in this training.
         """
         if self._longer and self._are_done.is_set():
             self._spread(self._longer, missing - self._in_flight(admitted))
@@ -130,7 +130,8 @@ class Scheduler:
         """Makes the calls longer, once it is known that this saves time; returns whether it has just become known.
 
         Args:
-            admitted, missing: see `fill`.
+            admitted: see `fill`.
+            missing: the updates that are still to be applied in this training.
             last_step: the target of the run.
         """
         if self.is_sized or (secs_per_step := self._timed(progress)) is None:
