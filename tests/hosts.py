@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 TIMEOUT_SECS = 20.0
+HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, and TCP with its time stamps
 
 
 class Namespace:
@@ -100,9 +101,10 @@ class Host:
         return process
 
     def transferred(self) -> int:
-        """The bytes that the host has sent and received."""
+        """The bytes that processes of the host have sent and received, without the headers of the packets."""
         (device,) = json.loads(self._namespace.ip("-json -statistics link show eth0"))
-        return sum(device["stats64"][way]["bytes"] for way in ("rx", "tx"))
+        counted = [device["stats64"][way] for way in ("rx", "tx")]
+        return sum(one["bytes"] - HEADER_BYTES * one["packets"] for one in counted)
 
     def limit(self, bytes_per_sec: int) -> None:
         """Sends no faster from now on."""

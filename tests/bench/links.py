@@ -46,10 +46,12 @@ def finished_job(
         yield made, OurRun(job.leader.run_dir, 0.0, 0.0)
 
 
-def rate_over_links(mode: str, num_workers: int, num_ps: int, steps: int, *options: str) -> float:
-    """Global steps per second, after as many steps, with links of BYTES_PER_SEC."""
+def rate_over_links(
+    mode: str, num_workers: int, num_ps: int, steps: int, *options: str, bytes_per_sec: int = BYTES_PER_SEC
+) -> float:
+    """Global steps per second, after as many steps, with links of `bytes_per_sec`."""
     length = f"train.steps={2 * steps}"
-    with finished_job(mode, num_workers, num_ps, BYTES_PER_SEC, length, *options) as (_, run):
+    with finished_job(mode, num_workers, num_ps, bytes_per_sec, length, *options) as (_, run):
         return run.rate(steps)
 
 
