@@ -57,7 +57,7 @@ def rate_over_links(
 def megabytes_of_a_step(mode: str, num_workers: int, steps: int, *options: str) -> float:
     """What a worker sends and receives in each of its steps."""
     totals = []
-    # Without a limit a busy kernel drops packets between the hosts, and would count those that it sends again.
+    # Without a limit a busy kernel drops packets between the hosts and sends them again, which would count twice.
     limit = 2 * BYTES_PER_SEC
     for length in (steps, 3 * steps):
         with finished_job(mode, num_workers, 1, limit, f"train.steps={length}", *options) as (made, _):
