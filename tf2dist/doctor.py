@@ -99,7 +99,8 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
     elif host_task:
         checks += [lambda: machine.processors(1, int(host_task.task in host_task.cluster.training_tasks))]
     # The GPUs come last: TensorFlow has to be imported to list them.
-    for check in [*checks, machine.gpus]:
+    checks += [lambda: machine.gpus(config.cluster.num_workers if config and local else 0)]
+    for check in checks:
         try:
             yield from check()
         except Exception as error:  # an unusual system must not keep the user from the other findings

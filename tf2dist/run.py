@@ -66,7 +66,10 @@ def run_task(
     """
     # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
     # the user's code, which may run operations in a plugin or when it makes the data.
-    server_config = devices.configure(config.devices, cluster, task, share_host=config.cluster.kind == "local")
+    share_host = config.cluster.kind == "local"
+    server_config = devices.configure(config.devices, cluster, task, share_host=share_host)
+    if advice := devices.advice_on_gpus(cluster, task, share_host=share_host):
+        to_launcher.note(advice)
     strategy = None
     if cluster.mode == "sync" and task in cluster.training_tasks:
         strategy = multi_worker_mirrored_strategy(cluster, task, config.startup_timeout_secs, config.watchdog_secs)

@@ -33,7 +33,7 @@ import cloudpickle
 import pytest
 
 from tf2dist.cluster.spec import Cluster, Task, local
-from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.config.schema import ClusterConfig, DevicesConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.files import write_whole
 from tf2dist.launch.launcher import Launcher
@@ -185,11 +185,17 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
     The process lasts until all workers have their results: another one may still be reading sums from this one.
     """
+    import tensorflow as tf
+
+    from tf2dist.process.devices import claim_gpus
+
     call, names = Path(payload["call"]), payload["names"]
     name = names[payload["index"]]
     function, cluster, args = cloudpickle.loads(call.read_bytes())
     try:
-        result = function(SyncWorker(cluster, Task("worker", payload["index"])), *args)
+        task = Task("worker", payload["index"])
+        claim_gpus(DevicesConfig(), cluster, task, tf.compat.v1.ConfigProto(), share_host=True)
+        result = function(SyncWorker(cluster, task), *args)
         write_whole(call.with_name(f"{name}.result"), cloudpickle.dumps(result))
     except BaseException:
         write_whole(call.with_name(f"{name}.error"), traceback.format_exc())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fake_gpu
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.launch import internals_findings, machine, plugin_findings
 
@@ -41,6 +42,14 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
     monkeypatch.setattr(machine, "LIST_GPUS", "print('[]')")
     (finding,) = machine.gpus()
     assert (finding.level, finding.text) == ("warn", "the driver has 1 GPUs and TensorFlow sees none")
+
+
+@pytest.mark.skipif(bool(fake_gpu.why_not()), reason=fake_gpu.why_not())
+def test_how_local_workers_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_gpu.FakeGpus(2, tmp_path / "gpus").env.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = machine.gpus(3)
+    assert finding.text == "TensorFlow sees 2; 3 workers share them in turn, up to 2 on each"
 
 
 def test_other_programs_do_not_get_the_job_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

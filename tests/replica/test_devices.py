@@ -1,9 +1,10 @@
-"""The GPUs that each task gets, given a list of invented GPUs, and how tasks share cores."""
+"""The GPUs that each task gets, given their number, and how tasks share cores."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -13,45 +14,85 @@ from tf2dist.config.schema import ClusterConfig, DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process import devices
 
-GPUS = ["gpu0", "gpu1"]
 ASYNC = local("async", ClusterConfig(num_workers=3), list(range(1, 9)))
 SYNC = local("sync", ClusterConfig(num_workers=3), list(range(1, 9)))
+# Host "a" has the coordinator, a ps, two workers and an evaluator; "b", which is written in two ways, has two workers.
+ON_HOSTS = {
+    "chief": ("a:1",),
+    "ps": ("a:2",),
+    "worker": ("a:3", "a:4", "b:5", "B.:6"),
+    "evaluator": ("a:7",),
+}
+
+
+def chosen(mode: str, num_gpus: int, *, divided: bool = True) -> list[list[int]]:
+    jobs = ON_HOSTS if mode == "async" else {job: ON_HOSTS[job] for job in ("worker", "evaluator")}
+    cluster = Cluster(mode, jobs)
+    return [
+        devices.choose_gpus(num_gpus, cluster, worker, share_host=False, divided=divided)
+        for worker in cluster.training_tasks
+    ]
 
 
 def test_local_workers_get_gpus_round_robin() -> None:
     for cluster in (ASYNC, SYNC):
-        chosen = [devices.choose_gpus(GPUS, cluster, Task("worker", i), share_host=True) for i in range(3)]
-        assert chosen == [["gpu0"], ["gpu1"], ["gpu0"]]
+        assert [devices.choose_gpus(2, cluster, Task("worker", i), share_host=True) for i in range(3)] == [
+            [0],
+            [1],
+            [0],
+        ]
+        assert devices.choose_gpus(0, cluster, Task("worker", 1), share_host=True) == []
 
 
 def test_coordinator_and_ps_get_no_gpu() -> None:
     for task in (Task("ps", 0), Task("chief", 0)):
-        assert devices.choose_gpus(GPUS, ASYNC, task, share_host=True) == []
-        assert devices.choose_gpus(GPUS, ASYNC, task, share_host=False) == []
+        for divided in (True, False):
+            assert devices.choose_gpus(2, ASYNC, task, share_host=divided, divided=divided) == []
 
 
-def test_a_worker_alone_on_its_host_gets_all_gpus() -> None:
-    assert devices.choose_gpus(GPUS, SYNC, Task("worker", 1), share_host=False) == GPUS
+@pytest.mark.parametrize(
+    ("mode", "num_gpus", "expected"),
+    [
+        ("sync", 0, [[], [], [], []]),
+        ("sync", 1, [[0], [0], [0], [0]]),
+        ("sync", 2, [[0], [1], [0], [1]]),
+        ("sync", 5, [[0, 1], [2, 3], [0, 1], [2, 3]]),
+        ("async", 5, [[0], [1], [0], [1]]),
+    ],
+)
+def test_the_workers_of_a_host_divide_its_gpus(mode: str, num_gpus: int, expected: list[list[int]]) -> None:
+    assert chosen(mode, num_gpus) == expected
 
 
-def test_without_gpus_a_worker_gets_none() -> None:
-    assert devices.choose_gpus([], SYNC, Task("worker", 1), share_host=True) == []
+def test_a_worker_keeps_the_gpus_that_the_user_has_chosen_for_it() -> None:
+    assert chosen("sync", 2, divided=False) == [[0, 1]] * 4
+    assert chosen("async", 2, divided=False) == [[0]] * 4
 
 
-def test_the_memory_of_a_gpu_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES renumbers the GPUs; nvidia-smi keeps the numbers 0 to 2."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\ncase "$*" in *=0) echo 16384;; *=1) echo 24576;; *=2) echo 8192;; *) exit 6;; esac')
-    script.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert devices.gpu_memory_mb(1) == 24576
-    with pytest.raises(ConfigError, match="memory of GPU 3"):
-        devices.gpu_memory_mb(3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0")
-    assert [devices.gpu_memory_mb(index) for index in (0, 1)] == [8192, 16384]
-    with pytest.raises(ConfigError, match="memory of GPU 2"):
-        devices.gpu_memory_mb(2)
+@pytest.mark.parametrize(
+    ("num_gpus", "divided", "expected"), [(0, True, []), (2, True, []), (3, True, [2]), (1, False, [0])]
+)
+def test_an_evaluator_gets_a_gpu_that_is_free(num_gpus: int, divided: bool, expected: list[int]) -> None:
+    cluster = Cluster("async", ON_HOSTS)
+    found = devices.choose_gpus(num_gpus, cluster, Task("evaluator", 0), share_host=False, divided=divided)
+    assert found == expected
+
+
+def test_gpus_have_the_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f, 3")
+    assert devices.names_of([1, 0]) == ["3", "GPU-8f"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert devices.names_of([1, 0]) == ["1", "0"]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.51])
+def test_fractions_of_one_gpu_add_up_to_at_most_one(fraction: float) -> None:
+    cluster, task = Cluster("async", ON_HOSTS), Task("worker", 0)
+    check = functools.partial(devices.check_fraction, fraction, cluster=cluster, task=task, share_host=False)
+    check(2, divided=True)
+    check(1, divided=False)
+    with contextlib.nullcontext() if fraction == 0.5 else pytest.raises(ConfigError, match="2 workers share a GPU"):
+        check(1, divided=True)
 
 
 def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:

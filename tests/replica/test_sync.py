@@ -95,7 +95,7 @@ def sum_in_memory(worker: SyncWorker) -> tuple[bool, float]:
     from tf2dist.training.synchronous.workers import Workers
 
     workers = Workers.join(run_config(), worker.cluster, worker.task)
-    all_reduce = workers.all_reduce("auto")
+    all_reduce = workers.all_reduce("auto", timeout_secs=30.0)
     assert all_reduce is not None
     total = all_reduce(np.full(1_000_000, 10.0**worker.index, np.float32))
     return all_reduce._memory is not None, float(total.min() + total.max()) / 2

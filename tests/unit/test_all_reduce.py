@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf2dist.cluster.listening import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import ClusterError
 from tf2dist.model import eight_bits
 from tf2dist.training.synchronous import mesh
 from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
@@ -232,14 +234,13 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int, with_memory: bool)
     timer.join()
 
 
-def join_all(num_workers: int, why_not: tuple[str, ...] = (), secrets: tuple[bytes, ...] = ()) -> list[Any]:
+def join_all(num_workers: int, secrets: tuple[bytes, ...] = ()) -> list[Any]:
     cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{1000 + index}" for index in range(num_workers))})
     together, secret = Together(num_workers), os.urandom(mesh.SECRET_BYTES)
 
     def join(index: int) -> AllReduce | None:
         own = secrets[index] if secrets else secret
-        reason = why_not[index] if why_not else ""
-        return mesh.join(cluster, Task("worker", index), own, together.add_up, reason)
+        return mesh.join(cluster, Task("worker", index), own, together.add_up)
 
     return at_once([partial(join, index) for index in range(num_workers)])
 
@@ -253,8 +254,15 @@ def test_workers_find_each_other() -> None:
 def test_all_workers_fall_back_if_one_of_them_must(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert join_all(3, why_not=("", "there are GPUs", "")) == [None] * 3
-    assert "the all-reduce is TensorFlow's: there are GPUs" in capsys.readouterr().out
+    def refuse_one(cluster: Cluster, task: Task) -> socket.socket:
+        if task.index == 1:
+            raise ClusterError("no port is free")
+        return listen_at_own(cluster, task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh, "listen_at_own", refuse_one)
+        assert join_all(3) == [None] * 3
+    assert "no port is free" in capsys.readouterr().out
     monkeypatch.setattr(mesh, "CONNECT_SECS", 1.0)
     assert join_all(2, secrets=(b"a" * 32, b"b" * 32)) == [None] * 2
     assert "worker 0 is not connected with all others" in capsys.readouterr().out

@@ -26,6 +26,22 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def ip_in(host: str) -> Ip | None:
+    """The address in a text, as IPv4 if it is IPv4-mapped; None for a name."""
+    try:
+        return as_ipv4(ip_of(host.strip("[]")))
+    except ValueError:
+        return None
+
+
+def canonical_host(address: str) -> str:
+    """One text for all spellings of the host in "host:port", without looking up names; loopback addresses are one."""
+    # Names are case-insensitive, and a trailing dot only marks them as complete.
+    host, _ = split(address)
+    ip = ip_in(host)
+    return "localhost" if ip and ip.is_loopback else str(ip or host.lower().removesuffix("."))
+
+
 def resolve(host: str, port: int) -> list[Endpoint]:
     """The addresses of a name, each with the port, for a socket; IPv4 first. May wait long for a name server.
 

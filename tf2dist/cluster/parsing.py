@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from typing import Any
 
-from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, split
+from tf2dist.cluster.addresses import canonical_host, ip_in, split
 from tf2dist.cluster.spec import ALL_JOBS, JOBS, Cluster, HostTask, Task
 from tf2dist.config.schema import PS_MODES, RunConfig, TaskConfig
 from tf2dist.errors import ClusterError
@@ -133,7 +133,7 @@ def _address_problems(jobs: dict[str, Any]) -> list[str]:
 
 def _is_host(host: str) -> bool:
     """Whether a text has the form of a name or of an address."""
-    if _ip(host):
+    if ip_in(host):
         return True
     # The limits of DNS: 253 characters in all, 63 for each label.
     labels = host.removesuffix(".").split(".")
@@ -142,7 +142,7 @@ def _is_host(host: str) -> bool:
 
 def _why_not_one_host(host: str) -> str:
     """Why a name or an address does not identify one host, with the way out; "" if it does."""
-    ip = _ip(host)
+    ip = ip_in(host)
     if ip is None:
         try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are not names: the system reads them as numbers
             read = socket.inet_ntoa(socket.inet_aton(host))
@@ -156,24 +156,12 @@ def _why_not_one_host(host: str) -> str:
     return ""
 
 
-def _ip(host: str) -> Ip | None:
-    """The address in a text, as IPv4 if it is IPv4-mapped; None for a name."""
-    try:
-        return as_ipv4(ip_of(host.strip("[]")))
-    except ValueError:
-        return None
-
-
 def canonical(address: str) -> str:
     """One text for all spellings of the same "host:port", without looking up names.
 
     TensorFlow's servers listen on all interfaces, so all loopback addresses with one port count as the same.
     """
-    # Names are case-insensitive, and a trailing dot only marks them as complete.
-    host, port = split(address)
-    ip = _ip(host)
-    name = str(ip) if ip else host.lower().removesuffix(".")
-    return f"{'localhost' if ip and ip.is_loopback else name}:{port}"
+    return f"{canonical_host(address)}:{split(address)[1]}"
 
 
 def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:

@@ -75,9 +75,9 @@ class ClusterConfig:
     )
     all_reduce: str = option(
         "auto",
-        one_of("auto", "tensorflow"),
-        help="mode=sync; auto: tf2dist's own between CPUs that can connect, else TensorFlow's; tensorflow: always "
-        "TensorFlow's",
+        one_of("auto", "nccl", "tf2dist", "tensorflow"),
+        help="mode=sync; auto: NCCL if each replica has a GPU of its own and NCCL is installed, else tf2dist's own if "
+        "the workers can connect, else TensorFlow's ring; or always nccl, tf2dist or tensorflow (its ring)",
     )
     transfer_dtype: str = option(
         "float32",

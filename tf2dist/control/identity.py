@@ -18,7 +18,7 @@ from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 # Of the options of the cluster, those that all hosts must give alike.
-CLUSTER_OF_THE_JOB = ("placement", "min_part_bytes", "transfer_dtype")
+CLUSTER_OF_THE_JOB = ("placement", "min_part_bytes", "transfer_dtype", "all_reduce")
 # Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
 # the options "cluster" and "plugins".
 OF_THE_HOST = (

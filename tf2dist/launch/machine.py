@@ -179,8 +179,12 @@ def isolation() -> Iterator[Finding]:
     yield Finding("warn", "isolation", text, "allow user namespaces, or close the ports in the firewall")
 
 
-def gpus() -> Iterator[Finding]:
-    """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver."""
+def gpus(num_local_workers: int = 0) -> Iterator[Finding]:
+    """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver.
+
+    Args:
+        num_local_workers: the workers of a local cluster, which share them; 0 for another cluster.
+    """
     # TensorFlow leaves out GPUs whose CUDA libraries it cannot load, and only its log says so.
     seen = _driver_gpus()
     environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -204,7 +208,18 @@ def gpus() -> Iterator[Finding]:
         text = f"the driver has {seen} GPUs and TensorFlow sees none"
         yield Finding("warn", "gpu", text, "pip install -e '.[gpu]', and look at CUDA_VISIBLE_DEVICES")
     else:
-        yield Finding("ok", "gpu", f"TensorFlow sees {len(names)}" if names else "none; the CPUs do the work")
+        text = f"TensorFlow sees {len(names)}" if names else "none; the CPUs do the work"
+        yield Finding("ok", "gpu", text + (_sharing(len(names), num_local_workers) if names else ""))
+
+
+def _sharing(num_gpus: int, num_workers: int) -> str:
+    """How the workers of a local cluster, each of which gets one GPU, share them."""
+    if not num_workers:
+        return ""
+    if num_workers <= num_gpus:
+        unused = num_gpus - num_workers
+        return "; each worker has one of its own" + (f", and {unused} are not used" if unused else "")
+    return f"; {num_workers} workers share them in turn, up to {-(-num_workers // num_gpus)} on each"
 
 
 def _driver_gpus() -> int:

@@ -1,33 +1,53 @@
-"""Which devices a task may use: local workers get the host's GPUs round robin, and share its cores."""
+"""Which devices a task may use: the tasks of a host divide its GPUs, and local ones share its cores."""
 
 import os
-import subprocess
-from typing import Any
+import socket
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf2dist.cluster.addresses import canonical_host
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
-from tf2dist.process.tf_internals import keep_threads_from_spinning, optimize_graphs_for_cpus
+from tf2dist.process.tf_internals import keep_threads_from_spinning, limit_gpu_memory, optimize_graphs_for_cpus
 
-Gpu = Any  # tf.config.PhysicalDevice; choosing needs nothing of it, so a test may pass any object
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def choose_gpus(gpus: list[Gpu], cluster: Cluster, task: Task, *, share_host: bool) -> list[Gpu]:
-    """The GPUs of this task.
+def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, share_host: bool, divided: bool = True) -> list[int]:
+    """The GPUs of this task, by their numbers among those that it sees.
 
     Args:
-        gpus: all GPUs of the host.
-        share_host: whether all workers of the cluster are on this host (a local cluster); then
-            each gets one, round robin. A worker that has the host for itself gets all.
+        share_host: whether all workers of the cluster are on this host (a local cluster); then each gets one, in turn.
+        divided: whether the tasks of one host divide these GPUs; False if the user has chosen them for this task.
     """
+    if task.job == "evaluator":
+        return _free_gpus(num_gpus, cluster, task, divided=divided)[:1]
     # The coordinator and a ps compute no gradients. TensorFlow in such a process would still reserve GPU memory.
-    if task not in cluster.training_tasks or not gpus:
+    if task not in cluster.training_tasks or not num_gpus:
         return []
-    if not share_host:
-        return gpus
-    return [gpus[cluster.training_tasks.index(task) % len(gpus)]]
+    neighbours = _neighbours(cluster, task) if divided else [task]
+    number, count = neighbours.index(task), len(neighbours)
+    # A step of an asynchronous worker is one batch on one device, and its strategy refuses workers with unequal counts.
+    if share_host or cluster.has_coordinator or num_gpus < count:
+        return [number % num_gpus]
+    # Synchronous workers need equally many.
+    each = num_gpus // count
+    return list(range(number * each, (number + 1) * each))
+
+
+def _neighbours(cluster: Cluster, task: Task) -> list[Task]:
+    """The tasks that compute gradients on the host of this task."""
+    host = canonical_host(cluster.address(task)) if task in cluster.tasks else None
+    return [other for other in cluster.training_tasks if canonical_host(cluster.address(other)) == host]
+
+
+def _free_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool) -> list[int]:
+    """Those that no worker on the host of this task uses."""
+    neighbours = _neighbours(cluster, task) if divided else []
+    used = {gpu for other in neighbours for gpu in choose_gpus(num_gpus, cluster, other, share_host=False)}
+    return [gpu for gpu in range(num_gpus) if gpu not in used]
 
 
 def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host: bool) -> tf.compat.v1.ConfigProto:
@@ -40,28 +60,12 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
         The same choice for `tf.distribute.Server`, which ignores `tf.config`.
 
     Raises:
-        ConfigError: a fixed share was asked of a GPU whose memory size cannot be read.
+        ConfigError: more of a GPU was asked for than there is.
     """
-    gpus = tf.config.list_physical_devices("GPU")
-    mine = choose_gpus(gpus, cluster, task, share_host=share_host)
-    tf.config.set_visible_devices(mine, "GPU")
-    for gpu in mine:
-        # By default TensorFlow reserves nearly all memory of a GPU at once, so a second worker would find none.
-        if config.gpu_memory_fraction is None:
-            tf.config.experimental.set_memory_growth(gpu, True)
-        else:
-            # TensorFlow takes a limit in MB only, while the option is a share.
-            limit = int(config.gpu_memory_fraction * gpu_memory_mb(gpus.index(gpu)))
-            tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
-    options = tf.compat.v1.GPUOptions(
-        visible_device_list=",".join(str(gpus.index(gpu)) for gpu in mine),
-        allow_growth=config.gpu_memory_fraction is None,
-        per_process_gpu_memory_fraction=config.gpu_memory_fraction or 0.0,
-    )
-    # An empty list of visible devices means all of them, so a task without GPUs gets a device count of 0.
-    server_config = tf.compat.v1.ConfigProto(gpu_options=options, device_count={} if mine else {"GPU": 0})
+    server_config = tf.compat.v1.ConfigProto()
+    num_gpus = claim_gpus(config, cluster, task, server_config, share_host=share_host)
     # The coordinator of many hosts does not know the devices of the workers, for which it makes the graphs.
-    if not gpus and (share_host or cluster.mode == "sync"):
+    if not num_gpus and (share_host or cluster.mode == "sync"):
         optimize_graphs_for_cpus()
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
@@ -73,6 +77,80 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
             execute_calls_in_threads(1)
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
+
+
+def claim_gpus(
+    config: DevicesConfig, cluster: Cluster, task: Task, server_config: tf.compat.v1.ConfigProto, *, share_host: bool
+) -> int:
+    """Makes TensorFlow use this task's GPUs alone; see `configure`.
+
+    Returns:
+        How many GPUs this process could use.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    divided = share_host or VISIBLE not in os.environ
+    mine = choose_gpus(len(gpus), cluster, task, share_host=share_host, divided=divided)
+    tf.config.set_visible_devices([gpus[number] for number in mine], "GPU")
+    options = server_config.gpu_options
+    options.visible_device_list = ",".join(map(str, mine))
+    # An empty list of visible devices means all of them, so a task without GPUs gets a device count of 0.
+    if not mine:
+        server_config.device_count["GPU"] = 0
+    elif config.gpu_memory_fraction is None:
+        # By default TensorFlow reserves nearly all memory of a GPU at once, so a second worker would find none.
+        options.allow_growth = True
+        for number in mine:
+            tf.config.experimental.set_memory_growth(gpus[number], True)
+    else:
+        options.per_process_gpu_memory_fraction = config.gpu_memory_fraction
+        check_fraction(config.gpu_memory_fraction, len(gpus), cluster, task, share_host=share_host, divided=divided)
+        limit_gpu_memory(config.gpu_memory_fraction)
+    if mine:
+        print(f"computes on {', '.join(f'GPU {name}' for name in names_of(mine))} of {len(gpus)}", flush=True)
+    return len(gpus)
+
+
+def advice_on_gpus(cluster: Cluster, task: Task, *, share_host: bool) -> str:
+    """A line about GPUs that an asynchronous worker of many hosts leaves unused; "" if it leaves none."""
+    if share_host or not cluster.has_coordinator or task.job != "worker":
+        return ""
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    num_tasks = len(_neighbours(cluster, task)) if VISIBLE not in os.environ else 1
+    if num_gpus <= num_tasks:
+        return ""
+    return f"{task} uses one of the {num_gpus} GPUs that it sees; start a worker for each"
+
+
+def check_fraction(
+    fraction: float, num_gpus: int, cluster: Cluster, task: Task, *, share_host: bool, divided: bool
+) -> None:
+    """Raises ConfigError if the tasks on this task's GPU would together take more memory than it has."""
+
+    def chosen(other: Task) -> list[int]:
+        return choose_gpus(num_gpus, cluster, other, share_host=share_host, divided=divided)
+
+    # What shares a GPU by the user's own choice is not known here.
+    neighbours = _neighbours(cluster, task) if divided else [task]
+    sharing = [other for other in neighbours if set(chosen(other)) & set(chosen(task))]
+    if fraction * len(sharing) > 1:
+        raise ConfigError(
+            f"devices.gpu_memory_fraction ({fraction}): {len(sharing)} workers share a GPU, so it must be at most "
+            f"{1 / len(sharing):.2g}; or leave it out, and the memory grows as needed"
+        )
+
+
+def names_of(gpus: Sequence[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs with these numbers among those that this process sees."""
+    chosen = [part.strip() for part in os.environ.get(VISIBLE, "").split(",") if part.strip()]
+    return [chosen[number] if number < len(chosen) else str(number) for number in gpus]
+
+
+def own_gpus() -> list[str]:
+    """The GPUs that this process uses, each by a name that no other GPU of the cluster has."""
+    # A container that has a GPU for itself sees it as number 0, and has a host name of its own.
+    all_of_them = tf.config.list_physical_devices("GPU")
+    numbers = [all_of_them.index(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    return [f"{socket.gethostname()}/{name}" for name in names_of(numbers)]
 
 
 def shares_a_core(num_workers: int) -> bool:
@@ -102,27 +180,3 @@ def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_wor
     server_config.experimental.disable_thread_spinning = True
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
     keep_threads_from_spinning()
-
-
-def gpu_memory_mb(index: int) -> int:
-    """The size of a GPU's memory in MB, as nvidia-smi reports it.
-
-    Args:
-        index: among the GPUs that this process sees.
-
-    Raises:
-        ConfigError: nvidia-smi does not report it.
-    """
-    # TensorFlow tells the size of a GPU only after it has initialized it, which is too late to set a limit.
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    # CUDA renumbers the GPUs in this list from 0; nvidia-smi ignores the variable and lists all GPUs of the host.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        which = visible.split(",")[index].strip() if visible else str(index)
-        command.append(f"--id={which}")
-        return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        raise ConfigError(
-            f"devices.gpu_memory_fraction: nvidia-smi does not report the memory of GPU {index}; leave the option out "
-            "to let the memory grow as needed"
-        ) from None

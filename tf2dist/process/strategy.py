@@ -5,17 +5,23 @@ import os
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import still_waiting
-from tf2dist.errors import TaskLostError
+from tf2dist.errors import ConfigError, TaskLostError
 from tf2dist.process import heartbeat, tf_internals
 from tf2dist.process.tf_messages import late_tasks
+
+LEAVE_TIMEOUT_SECS = 10.0
 
 
 def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
     spec = tf.train.ClusterSpec(cluster.tf_jobs())
+    # Told nothing of GPUs, a synchronous strategy computes on the CPU. Visible ones are counted, since the logical ones
+    # are those of all workers as soon as this one has joined.
+    accelerators = {"GPU": len(tf.config.get_visible_devices("GPU"))}
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec, task_type=task.job, task_id=task.index, rpc_layer="grpc"
+        spec, task_type=task.job, task_id=task.index, rpc_layer="grpc", num_accelerators=accelerators
     )
 
 
@@ -73,6 +79,7 @@ def multi_worker_mirrored_strategy(
 
     Raises:
         TaskLostError: names the workers that did not come within `timeout_secs`.
+        ConfigError: the workers have different numbers of GPUs.
     """
     leader = cluster.leader
     num_tasks = {job: len(addresses) for job, addresses in cluster.tf_jobs().items()}
@@ -88,9 +95,33 @@ def multi_worker_mirrored_strategy(
         # Only the leader's error names the missing tasks; the other workers see only that the leader does not answer.
         names = ", ".join(f"{other} at {cluster.address(other)}" for other in late_tasks(str(error)) or [leader])
         raise TaskLostError(still_waiting(timeout_secs, names)) from error
+    _check_equal_gpus(cluster, task, timeout_secs)
     # Otherwise the workers run a collective in every step to find out whether any input has ended, which never happens.
     strategy.extended.experimental_enable_get_next_as_optional = False
     return strategy
+
+
+def _check_equal_gpus(cluster: Cluster, task: Task, timeout_secs: float) -> None:
+    """Compares the numbers of GPUs before the first collective, which would hang or fail if they differ."""
+    counts = from_all("gpus", str(len(tf.config.get_visible_devices("GPU"))), cluster, task, timeout_secs)
+    if len(set(counts)) == 1:
+        return
+    barrier("gpus are compared", timeout_secs)  # a worker that ended earlier would look lost to the others
+    if task == cluster.leader:  # the others read from the service that it hosts
+        others = [other for other in cluster.training_tasks if other != task]
+        reachability.wait_until_gone(cluster, others, LEAVE_TIMEOUT_SECS)
+    each = ", ".join(f"{other} has {count}" for other, count in zip(cluster.training_tasks, counts, strict=True))
+    raise ConfigError(
+        f"devices (GPUs): {each}; synchronous workers need equally many: choose them by CUDA_VISIBLE_DEVICES on each "
+        "host, which hides all if it is empty"
+    )
+
+
+def from_all(name: str, own: str, cluster: Cluster, task: Task, timeout_secs: float) -> list[str]:
+    """The texts of all synchronous workers in order, each of which passes its own; no collective is needed."""
+    names = [str(other) for other in cluster.training_tasks]
+    with heartbeat.announce_silence(timeout_secs):
+        return tf_internals.exchange(name, own, str(task), names, timeout_secs)
 
 
 def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:

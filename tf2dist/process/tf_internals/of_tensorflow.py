@@ -1,7 +1,7 @@
 """Private names of TensorFlow: its context, its coordination service, and how functions are called in graphs."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -57,6 +57,19 @@ def _configure(options: tf.compat.v1.ConfigProto, context: Any) -> None:
     context._config.MergeFrom(options)
 
 
+def limit_gpu_memory(fraction: float, context: Any = None) -> None:
+    """Gives this process a fixed fraction of the memory of each of its GPUs, which TensorFlow then takes at once.
+
+    `tf.config` has only limits in megabytes, for which the size of the memory would have to be known before TensorFlow
+    initializes its devices. Must be called before that.
+
+    Args:
+        context: for tests and probes; by default that of this process.
+    """
+    gpu_options = tf.compat.v1.GPUOptions(per_process_gpu_memory_fraction=fraction)
+    _configure(tf.compat.v1.ConfigProto(gpu_options=gpu_options), context)
+
+
 def use_coordination_service(
     leader: str, num_tasks: Mapping[str, int], register_secs: float, heartbeat_secs: float, context: Any = None
 ) -> None:
@@ -93,6 +106,18 @@ def use_coordination_service(
 def wait_at_barrier(name: str, timeout_secs: float) -> None:
     """Waits until every task of the coordination service has come to the barrier of this name."""
     attribute(tf, this_context(), "wait_at_barrier", Callable)(name, int(timeout_secs * 1000))
+
+
+def exchange(name: str, own: str, task: str, tasks: Iterable[str], timeout_secs: float) -> list[str]:
+    """The texts of all tasks of the coordination service, each of which passes its own under the same name.
+
+    Args:
+        task: the name of this task, which is one of `tasks`.
+    """
+    context = this_context()
+    attribute(tf, context, "set_config_key_value", Callable)(f"tf2dist/{name}/{task}", own)
+    get = attribute(tf, context, "get_config_key_value", Callable)
+    return [str(get(f"tf2dist/{name}/{other}", int(timeout_secs * 1000))) for other in tasks]
 
 
 def as_one_node(function: Callable[..., Any]) -> Any:

@@ -36,6 +36,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     config_of_calls,
     in_one_thread,
     keep_threads_from_spinning,
+    limit_gpu_memory,
     optimize_graphs_for_cpus,
     publish_functions,
     this_context,
@@ -68,7 +69,9 @@ def _context_is_configured() -> bool:
     rewriting = context.config.graph_options.rewrite_options
     found = rewriting.meta_optimizer_iterations, rewriting.layout_optimizer, rewriting.memory_optimization
     is_short = found == (rewriting.ONE, rewriting.OFF, rewriting.NO_MEM_OPT)
-    return bool(context.config.experimental.disable_thread_spinning and is_short)
+    limit_gpu_memory(0.25, context)
+    is_limited = context.config.gpu_options.per_process_gpu_memory_fraction == 0.25
+    return bool(context.config.experimental.disable_thread_spinning and is_short and is_limited)
 
 
 def _service_is_set() -> bool:
@@ -77,9 +80,10 @@ def _service_is_set() -> bool:
     return bool(context.coordination_service.cluster_register_with_barrier)
 
 
-def _barrier_is_there() -> bool:
+def _service_is_there() -> bool:
     # It cannot be called here, since no coordination service runs in this process.
-    return bool(attribute(tf, this_context(), "wait_at_barrier", Callable))
+    names = "wait_at_barrier", "set_config_key_value", "get_config_key_value"
+    return all(attribute(tf, this_context(), name, Callable) for name in names)
 
 
 def _one_node_is_kept() -> bool:
@@ -213,7 +217,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
     (tf, "FunctionCallOptions.config_proto_serialized"): _calls_have_a_config,
     (tf, "Context.coordination_service"): _service_is_set,
-    (tf, "Context.wait_at_barrier"): _barrier_is_there,
+    (tf, "Context.wait_at_barrier"): _service_is_there,
     (tf, NO_INLINE): _one_node_is_kept,
     (tf, EXECUTOR_TYPE): _one_thread_is_chosen,
     (tf, "FuncRegistry._funcs"): _published_is_called,

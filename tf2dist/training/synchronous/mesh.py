@@ -28,26 +28,23 @@ GREETING_SECS = 1.0  # for a worker that connects to send the secret and its ind
 INDEX = struct.Struct(">I")
 
 
-def join(
-    cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[float]], np.ndarray], why_not: str = ""
-) -> AllReduce | None:
+def join(cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[float]], np.ndarray]) -> AllReduce | None:
     """Connects the workers; to be called by all of them. Either all of them get an `AllReduce`, or none does.
 
     Args:
         secret: SECRET_BYTES, the same for all workers.
         add_up: sums the vectors that all workers pass to it.
-        why_not: why this worker does not want an `AllReduce`; "" if it does.
 
     Returns:
-        None if a worker does not want one or is not connected with all others, and for a worker that is alone.
+        None if a worker is not connected with all others, and for a worker that is alone.
     """
     num_workers = cluster.num_workers
     if num_workers == 1:
         return None
-    mesh = Mesh(cluster, task, why_not)
+    mesh = Mesh(cluster, task)
     index = cluster.training_tasks.index(task)
     # Each worker passes its port at its own index and 0 elsewhere, so the sum holds all ports; 0 for one that does not
-    # listen. Even a worker that does not want to take part must call `add_up`, or the others would wait for it.
+    # listen, which must call `add_up` all the same, or the others would wait for it.
     ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
     sockets = mesh.connect(ports, secret) if all(ports) else {}
     mesh.close()
@@ -57,7 +54,7 @@ def join(
         return AllReduce(index, sockets, share(index, num_workers, secret, add_up))
     for sock in sockets.values():
         sock.close()
-    print(f"the all-reduce is TensorFlow's: {mesh.why_not or 'another worker is not connected'}", flush=True)
+    print(mesh.why_not or "another worker is not connected with all others", flush=True)
     return None
 
 
@@ -69,12 +66,10 @@ class Mesh:
         why_not: why it does not listen, or could not connect; "" if it does and could.
     """
 
-    def __init__(self, cluster: Cluster, task: Task, why_not: str = "") -> None:
+    def __init__(self, cluster: Cluster, task: Task) -> None:
         self._addresses = [cluster.address(worker) for worker in cluster.training_tasks]
         self._index = cluster.training_tasks.index(task)
-        self.port, self.why_not = 0, why_not
-        if why_not:
-            return
+        self.port, self.why_not = 0, ""
         try:
             self._listener = listen_at_own(cluster, task)
             self.port = int(self._listener.getsockname()[1])

@@ -81,7 +81,7 @@ def prepare(
     resumed = start if isinstance(start, Snapshot) else None
     origin = Origin.of(resumed, sharding, workers.count)
     last_step = target_step(config, source.plan, sharding, resumed)
-    all_reduce = workers.all_reduce(config.cluster.all_reduce)
+    all_reduce = workers.all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
     _check_transfers(config, all_reduce, replicas)
 
     # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
@@ -133,8 +133,8 @@ def _check_transfers(config: RunConfig, all_reduce: AllReduce | None, num_replic
     """Raises ConfigError for gradients that travel in a way in which TensorFlow's all-reduce cannot add them."""
     if config.cluster.transfer_dtype == "int8" and all_reduce is None and num_replicas > 1:
         raise ConfigError(
-            "cluster.transfer_dtype (int8): is for tf2dist's own all-reduce, between workers on CPUs that can connect "
-            "to each other, and these have GPUs or cannot connect; give bfloat16"
+            "cluster.transfer_dtype (int8): is for tf2dist's own all-reduce, and here it is another, for the reason in "
+            "the logs; give bfloat16"
         )
 
 

@@ -4,6 +4,7 @@ One vector carries what is small: gradients, changes of the state, and the sums 
 by themselves, each as soon as it is known. All replicas then apply the same update to their own copy.
 """
 
+import functools
 from typing import Any
 
 import keras
@@ -124,10 +125,14 @@ class SyncStep:
     def reduced(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """On a replica: the sums over all of them, of the same shapes and types of floats."""
         if self._all_reduce is None:
-            context = tf.distribute.get_replica_context()
+            add_up = functools.partial(
+                tf.distribute.get_replica_context().all_reduce,
+                tf.distribute.ReduceOp.SUM,
+                options=self._workers.communication,
+            )
             if any(bucket.dtype != buckets[0].dtype for bucket in buckets):  # TensorFlow would concatenate them
-                return [context.all_reduce(tf.distribute.ReduceOp.SUM, bucket) for bucket in buckets]
-            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, buckets))
+                return [add_up(bucket) for bucket in buckets]
+            return list(add_up(buckets))
         # `numpy_function` is stateful, so TensorFlow neither merges nor reorders calls that pair with other workers'.
         # Backpropagation computes the gradients of the last layers first; the first bucket needs those of all layers.
         sums = [tf.numpy_function(self._all_reduce, [bucket], bucket.dtype) for bucket in reversed(buckets)]

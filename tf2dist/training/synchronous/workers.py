@@ -1,6 +1,7 @@
 """The synchronous workers as one of them sees them: who they are, and what they can do together."""
 
 import functools
+import json
 import os
 
 import numpy as np
@@ -11,12 +12,19 @@ from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.process.strategy import barrier, broadcast, multi_worker_mirrored_strategy, sum_over_workers
-from tf2dist.training.synchronous import mesh
+from tf2dist.process import devices
+from tf2dist.process.strategy import (
+    LEAVE_TIMEOUT_SECS,
+    barrier,
+    broadcast,
+    from_all,
+    multi_worker_mirrored_strategy,
+    sum_over_workers,
+)
+from tf2dist.training.synchronous import mesh, summing
 from tf2dist.training.synchronous.all_reduce import AllReduce
 
 FINISH_TIMEOUT_SECS = 60.0
-LEAVE_TIMEOUT_SECS = 10.0
 
 
 class Workers:
@@ -29,6 +37,7 @@ class Workers:
         index: the index of this worker.
         count: the number of workers.
         num_replicas: the number of GPUs of all workers, or of workers where there are no GPUs.
+        communication: how TensorFlow sums gradients, where it does.
     """
 
     def __init__(self, cluster: Cluster, task: Task, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
@@ -36,6 +45,7 @@ class Workers:
         self.index = cluster.training_tasks.index(task)
         self.count = cluster.num_workers
         self.num_replicas: int = strategy.num_replicas_in_sync
+        self.communication = tf.distribute.experimental.CommunicationOptions()
         # Traced once for each shape, and without AutoGraph, whose rewriting takes longer than the tracing.
         self._sum = tf.function(functools.partial(sum_over_workers, strategy, self.count), autograph=False)
 
@@ -81,22 +91,36 @@ class Workers:
         shared = self.broadcast(to_bytes(start) if start else b"")
         return from_bytes(shared) if shared else None
 
-    def all_reduce(self, choice: str) -> AllReduce | None:
-        """Our own all-reduce, or None for TensorFlow's.
-
-        Our own is faster on CPUs. On GPUs TensorFlow's is NCCL, which is faster.
+    def all_reduce(self, choice: str, timeout_secs: float) -> AllReduce | None:
+        """Our own all-reduce, or None for TensorFlow's, which is NCCL if `communication` says so.
 
         Args:
-            choice: the option cluster.all_reduce.
+            choice: the option cluster.all_reduce, which all workers have alike.
+
+        Raises:
+            ConfigError: the one that was asked for cannot be used here.
         """
-        # A worker that has a reason against it takes part all the same, and tells the others in `mesh.join`: hosts may
-        # have different devices, and all workers must use the same one.
-        why_not = "there are GPUs" if tf.config.list_logical_devices("GPU") else ""
-        if choice == "tensorflow":
-            why_not = "cluster.all_reduce=tensorflow"
+        own = json.dumps([devices.own_gpus(), summing.has_nccl()])
+        found = [json.loads(text) for text in from_all("all-reduce", own, self.cluster, self.task, timeout_secs)]
+        # All workers see the same, so all of them decide alike.
+        kind, why = summing.choose(choice, [gpus for gpus, _ in found], [has_nccl for _, has_nccl in found])
+        all_reduce = self._connect() if kind == "tf2dist" else None
+        if kind == "tf2dist" and all_reduce is None and self.count > 1:
+            why = "not all workers can connect to each other"
+            if choice == kind:
+                raise ConfigError(f"cluster.all_reduce ({choice}): {why}; leave it out")
+            kind = "tensorflow"
+        if kind == "nccl":
+            implementation = tf.distribute.experimental.CommunicationImplementation.NCCL
+            self.communication = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+        if self.num_replicas > 1:
+            print(f"the all-reduce is {summing.NAMES[kind]}: {why}", flush=True)
+        return all_reduce
+
+    def _connect(self) -> AllReduce | None:
         # Every worker draws a secret, and that of worker 0 counts.
         secret = self.broadcast(os.urandom(mesh.SECRET_BYTES))
-        return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)), why_not)
+        return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)))
 
     def wait_for_all(self) -> None:
         """Waits until all workers have finished.
