@@ -124,7 +124,8 @@ def start_hosts(
             name = f"{job}-{index}"
             env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})} | gpus.env
             env |= {"CUDA_VISIBLE_DEVICES": visible[name]} if name in visible else {}
-            started[name] = command.start(f"mode={mode}", *SMALL, *arguments, run_dir=name, env=env)
+            run_dir = "worker-0" if job == "evaluator" else name  # it reads the checkpoints of the leader
+            started[name] = command.start(f"mode={mode}", *SMALL, *arguments, run_dir=run_dir, env=env)
     return {name: command.finish(process, run_dir=name) for name, process in started.items()}
 
 
@@ -134,10 +135,11 @@ def all_succeed(ends: dict[str, Finished]) -> None:
 
 
 def test_tasks_of_one_host_divide_its_gpus(command: Command, tmp_path: Path) -> None:
-    """Two GPUs of a synchronous worker are two replicas, with half of its batch each."""
+    """Two GPUs of a synchronous worker are two replicas, with half of its batch each; an evaluator gets the rest."""
     gpus = FakeGpus(5, tmp_path / "gpus")
-    ends = start_hosts(command, "sync", {"worker": 2}, gpus, "train.batch_size_per_worker=50")
+    ends = start_hosts(command, "sync", {"worker": 2, "evaluator": 1}, gpus, "train.batch_size_per_worker=50")
     all_succeed(ends)
+    assert gpus.numbers() == {0, 1, 2, 3, 4}, "the last one is the evaluator's"
     assert {device: number for device, (number, *_) in gpus.devices().items()} == {
         "worker-0/GPU:0": 0,
         "worker-0/GPU:1": 1,

@@ -17,6 +17,8 @@ COMPILER = os.environ.get("CXX", "g++")
 # Those of TensorFlow's own build, on which the layout of its classes depends. The kernels' private members are read.
 FLAGS = "-O1 -std=c++17 -shared -fPIC -w -fno-access-control -DEIGEN_MAX_ALIGN_BYTES=64 -D_GLIBCXX_USE_CXX11_ABI=1"
 
+LOCAL = "/job:localhost/"  # how the names of devices begin that no cluster knows
+
 
 def why_not() -> str:
     """Why there can be no fake GPUs here; "" if there can."""
@@ -71,9 +73,13 @@ class FakeGpus:
         """The devices of tasks by name, as "worker-0/GPU:1": the GPU's number, its fraction, whether it grows."""
         found = {}
         for name, number, fraction, grows in self._lines("device"):
-            if not name.startswith("/job:localhost/"):  # one of a process that has joined no cluster yet
+            if not name.startswith(LOCAL):
                 found[_short(name)] = int(number), round(float(fraction), 3), grows == "1"
         return found
+
+    def numbers(self) -> set[int]:
+        """The numbers of the GPUs that any process has used, in a cluster or not."""
+        return {int(number) for _, number, *_ in self._lines("device")}
 
     def used_by_others(self) -> set[str]:
         """The jobs that have a GPU and compute no gradients."""

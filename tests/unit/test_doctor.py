@@ -28,7 +28,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without TensorFlow, in an empty directory that stays empty."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr(machine, "gpus", lambda: iter(()))
+    monkeypatch.setattr(machine, "gpus", lambda num_local_workers: iter(()))
     yield
     assert list((tmp_path / "empty").iterdir()) == []
 

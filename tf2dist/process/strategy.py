@@ -1,5 +1,6 @@
 """TensorFlow's two strategies and its server, made for a `Cluster`."""
 
+import itertools
 import os
 
 import numpy as np
@@ -13,6 +14,7 @@ from tf2dist.process import heartbeat, tf_internals
 from tf2dist.process.tf_messages import late_tasks
 
 LEAVE_TIMEOUT_SECS = 10.0
+_calls = itertools.count()
 
 
 def _resolver(cluster: Cluster, task: Task) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -119,7 +121,8 @@ def _check_equal_gpus(cluster: Cluster, task: Task, timeout_secs: float) -> None
 
 def from_all(name: str, own: str, cluster: Cluster, task: Task, timeout_secs: float) -> list[str]:
     """The texts of all synchronous workers in order, each of which passes its own; no collective is needed."""
-    names = [str(other) for other in cluster.training_tasks]
+    # The service takes each name once. All workers count alike, since all of them call this in the same order.
+    name, names = f"{next(_calls)}-{name}", [str(other) for other in cluster.training_tasks]
     with heartbeat.announce_silence(timeout_secs):
         return tf_internals.exchange(name, own, str(task), names, timeout_secs)
 
