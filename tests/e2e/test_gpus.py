@@ -148,7 +148,7 @@ def test_tasks_of_one_host_divide_its_gpus(command: Command, tmp_path: Path) -> 
     kernels = gpus.kernels()
     assert kernels.keys() == gpus.devices().keys() | {"localhost-0/GPU:0"}, "the last one is the evaluator's"
     assert gpus.numbers() == {0, 1, 2, 3, 4}
-    assert all(made[LOSS] and made["MatMul"] >= 2 for made in kernels.values()), kernels
+    assert all(kernels[device][LOSS] and kernels[device]["MatMul"] >= 2 for device in gpus.devices()), kernels
     assert "the all-reduce is TensorFlow's ring over gRPC: a worker has several GPUs" in log_of(ends["worker-0"])
     # Keras' numbers for 100 examples a step.
     alone = succeed(command, None, "mode=sync", "cluster=local1", run_dir="alone")
