@@ -78,12 +78,12 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
 
     # The place of this task in a cluster of many hosts.
     console = Console()
-    if host_task:
+    if host_task and host_task.has_address:
         check_place(config, *host_task, console)
     for text in keras_settings.notes(config.keras):
         console.note(text)
     if host_task:
-        if text := exposure(*host_task):
+        if host_task.has_address and (text := exposure(*host_task)):
             console.warn(text)
         # Each host sees its own data only. Either all hosts fall back to other data or none does, so none may.
         config.data = replace(config.data, offline="fail")

@@ -86,7 +86,7 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
     if config:
         checks += [lambda: data(config, host_task), lambda: machine.run_folder(config.run_dir)]
         checks += [lambda: of_plugins(config)] if config.plugins else []
-    if config and host_task:
+    if config and host_task and host_task.has_address:
         checks += [
             lambda: own_address(config, *host_task),
             lambda: meeting(config, *host_task),

@@ -98,7 +98,10 @@ def run_task(
         split = "validation" if "validation" in splits.sizes() else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)
         with Reporter(run_dir, task, to_launcher, started_at) as writer:
-            follow(evaluator, run_dir, split, writer.on_evaluation, config.train.steps)
+            # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
+            has_goal = config.train.until_accuracy is not None or config.train.until_secs is not None
+            asked_steps = None if has_goal else config.train.steps
+            follow(evaluator, run_dir, split, writer.on_evaluation, asked_steps)
         return
     if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])

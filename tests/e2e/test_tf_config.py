@@ -110,11 +110,12 @@ def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: d
 
 
 @pytest.mark.slow
-def test_an_evaluator_follows_the_checkpoints(command: Command) -> None:
+@pytest.mark.parametrize("tasks", ["chief ps worker evaluator", "master ps worker"], ids=["listed", "apart"])
+def test_an_evaluator_follows_the_checkpoints(command: Command, tasks: str) -> None:
     """It shares the run directory, and evaluates the last checkpoint and every other that it has time for."""
-    jobs = addresses({"chief": 1, "ps": 1, "worker": 1, "evaluator": 1})
+    jobs = addresses(dict.fromkeys(tasks.split(), 1))
     processes = {}
-    for job in jobs:
+    for job in dict.fromkeys([*jobs, "evaluator"]):
         env = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": job, "index": 0}})}
         arguments = ["data=digits", "model=softmax", "train.steps=4000", "checkpoint.every_steps=500"]
         processes[job] = command.start(*arguments, env=env)

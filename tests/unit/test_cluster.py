@@ -47,9 +47,27 @@ def test_tensorflow_does_not_see_an_evaluator() -> None:
     assert made.tf_jobs() == SYNC
 
 
-def test_an_evaluator_needs_a_run_dir() -> None:
+@pytest.mark.parametrize("jobs", [{**SYNC, "evaluator": ["h9:1"]}, SYNC], ids=["listed", "apart"])
+def test_an_evaluator_needs_a_run_dir(jobs: dict[str, list[str]]) -> None:
     with pytest.raises(ClusterError, match=r"run_dir \(null\): evaluator-0 .* give it and worker-0 the same"):
-        parse(tf_config({**SYNC, "evaluator": ["h9:1"]}, "evaluator"), "sync")
+        parse(tf_config(jobs, "evaluator"), "sync")
+
+
+@pytest.mark.parametrize("jobs", [ASYNC, {**ASYNC, "evaluator": []}], ids=["missing", "empty"])
+def test_an_evaluator_may_be_left_out_of_the_cluster(jobs: dict[str, list[str]]) -> None:
+    """TensorFlow's documentation, TFJob and Vertex AI leave it out."""
+    config = RunConfig(cluster=ClusterConfig(kind="tf_config"), run_dir="shared")
+    found = parsing.from_config(config, tf_config(jobs, "evaluator", 1))
+    assert found.task == Task("evaluator", 1)
+    assert not found.has_address
+    assert found.cluster == parse(tf_config(ASYNC), "async")[0], "the others do not know of it"
+
+
+def test_master_is_the_old_name_of_chief() -> None:
+    jobs = {"master" if job == "chief" else job: hosts for job, hosts in ASYNC.items()}
+    for job in ("master", "chief", "worker"):
+        renamed = "chief" if job == "master" else job
+        assert parse(tf_config(jobs, job), "async") == parse(tf_config(ASYNC, renamed), "async")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +84,13 @@ def test_an_evaluator_needs_a_run_dir() -> None:
         (tf_config(SYNC, index="one"), "sync", ["task index (one)"]),
         (tf_config(SYNC, index=None), "sync", ["task index (None)"]),
         (tf_config(SYNC, "master"), "sync", ["task type (master)", "worker"]),
+        (tf_config({"chief": ["a:1"], "master": ["b:1"]}, "chief"), "sync", ["job master: is the old name of chief"]),
+        (tf_config(SYNC, "evaluator", -1), "sync", ["task index (-1)", "whole number"]),
+        (
+            '{"sparseCluster": {"worker": {"0": "h2:1"}, "ps": ["h1:1"]}, "task": {"type": "worker", "index": 0}}',
+            "async",
+            ["sparseCluster", 'every task needs the whole "cluster"', "enableDynamicWorker"],
+        ),
         (tf_config(SYNC, None), "sync", ["task type (None)"]),
         (tf_config({**SYNC, "ps": ["h4:1"]}), "sync", ["job ps", "no parameter servers"]),
         (tf_config({**SYNC, "wroker": ["h4:1"]}), "sync", ["job wroker", "there is no such job"]),

@@ -68,10 +68,23 @@ def _from_tf_config(text: str, mode: str) -> HostTask:
         ) from None
     except (ValueError, RecursionError) as error:  # for example a number of 5,000 digits, or 100,000 brackets
         raise ClusterError(f"TF_CONFIG: cannot be read ({error}); it looks like {EXAMPLE}") from None
+    if isinstance(parsed, dict) and "sparseCluster" in parsed:
+        raise ClusterError(
+            'TF_CONFIG: "sparseCluster" lists this task and its ps alone, and every task needs the whole "cluster"; '
+            "leave enableDynamicWorker out of the TFJob"
+        )
     for key in ("cluster", "task"):
         if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
             raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
-    return _validated("TF_CONFIG", parsed["cluster"], parsed["task"], mode)
+    return _validated("TF_CONFIG", *_with_chief(parsed["cluster"], parsed["task"]), mode)
+
+
+def _with_chief(jobs: dict[str, Any], task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The cluster and the task with "chief" for its old name "master", which TensorFlow and TFJob still accept."""
+    if "master" in jobs and "chief" in jobs:
+        raise ClusterError("TF_CONFIG: job master: is the old name of chief, which is given too; keep one")
+    jobs = {"chief" if job == "master" else job: addresses for job, addresses in jobs.items()}
+    return jobs, task | {"type": "chief"} if task.get("type") == "master" and "chief" in jobs else task
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -183,12 +196,17 @@ def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
 
 def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     job, index = task.get("type"), task.get("index")
-    if not isinstance(job, str) or job not in jobs:
+    # TensorFlow's documentation, TFJob and Vertex AI leave the evaluator out of the cluster, which it is no part of.
+    is_apart = job == "evaluator" and not jobs.get(job)
+    if not isinstance(job, str) or (job not in jobs and not is_apart):
         return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # TensorFlow accepts "0" too
-    count = len(jobs[job]) if isinstance(jobs[job], list) else 0
     # In Python `true` would be the index 1.
-    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+    is_index = isinstance(index, int) and not isinstance(index, bool) and index >= 0
+    if is_apart:
+        return [] if is_index else [f"task index ({index}): must be a whole number, 0 or more"]
+    count = len(jobs[job]) if isinstance(jobs[job], list) else 0
+    if not is_index or index >= count:
         return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
     return []

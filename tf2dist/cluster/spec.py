@@ -93,6 +93,11 @@ class HostTask(NamedTuple):
     cluster: Cluster
     task: Task
 
+    @property
+    def has_address(self) -> bool:
+        """Whether the cluster lists the task; an evaluator that it does not list meets nobody and only reads files."""
+        return self.task in self.cluster.tasks
+
 
 def can_lose(mode: str, job: str) -> bool:
     """Whether a run goes on without a task of this job."""

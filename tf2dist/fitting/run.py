@@ -143,7 +143,7 @@ class Run:
         console = Console(stream) if self.verbose == 1 else QuietConsole(stream)
         check_size(self.config, self.host_task)
         self._warn_of_repeated_data(console)
-        if self.host_task:
+        if self.host_task and self.host_task.has_address:
             check_place(self.config, *self.host_task, console)
             if text := exposure(*self.host_task):
                 console.warn(text)

@@ -52,7 +52,8 @@ def supervise(
     """Runs a whole local cluster, or this host's one task, to its end.
 
     Args:
-        host_task: the cluster and this process's task in it; None for a local cluster.
+        host_task: the cluster and this process's task in it; None for a local cluster. A task without an address meets
+            nobody.
         caller: of `fit`; None for the command line.
 
     Returns:
@@ -109,7 +110,8 @@ def run_tasks(
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
-        meeting = stack.enter_context(meeting_of(config, *host_task, console, caller)) if host_task else None
+        place = host_task if host_task and host_task.has_address else None
+        meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place else None
         begun = functools.partial(note_begin, config, run_dir, lock, console)
         check = functools.partial(check_signals, received)
         monitor = Monitor(launcher, console, config, meeting, received, begun, hear)
@@ -117,11 +119,16 @@ def run_tasks(
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
         tasks = tasks_of(config, run_dir, host_task, started_at, launcher, caller)
+        if host_task and not place:
+            console.note(
+                f"{host_task.task} has no address in the cluster: it follows the checkpoints in {run_dir} to the last "
+                f"one, and is not told if {tasks.leader} fails"
+            )
         if not host_task and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
         if caller:
             caller.connect(functools.partial(launcher.send_to_task, tasks.leader))
-        where = f" at {host_task.cluster.address(host_task.task)}" if host_task else ""
+        where = f" at {place.cluster.address(place.task)}" if place else ""
         console.status(f"starting {', '.join(tasks.names)}{where}")
         summary = monitor.run(tasks)
         if summary:
