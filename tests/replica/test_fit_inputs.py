@@ -173,6 +173,8 @@ def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
     [
         ((NUMBERS,) * 4, 0.0, "validation_data: is a tuple of 4"),
         ((NUMBERS[:, :2], NUMBERS), 0.0, "but the training data is"),
+        (({"x": NUMBERS}, NUMBERS), 0.0, "validation_data: is ({'x': 'int64 [n, 3]'}, "),
+        *((data, 0.0, "validation_data: has no y, and") for data in (NUMBERS, [NUMBERS], (NUMBERS, None))),
         (None, 1.0, "validation_split (1.0)"),
         (None, -0.5, "validation_split (-0.5)"),
         (None, 0.99, "one part would be empty"),

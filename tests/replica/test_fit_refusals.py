@@ -64,6 +64,23 @@ def own_step() -> keras.Model:
     return made
 
 
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, *args: Any) -> Any:
+        return {"loss": 0.0}
+
+
+def own_metrics() -> keras.Model:
+    made = OwnMetrics([keras.Input([3]), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+def frozen() -> keras.Model:
+    made = model()
+    made.trainable = False
+    return made
+
+
 class Unloadable(keras.layers.Layer):
     def __init__(self, made_of: Any) -> None:
         super().__init__()
@@ -133,7 +150,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": scaled},
         "a LossScaleOptimizer leaves out updates, which are counted here; give",
     ),
-    "own steps": ({"model": own_step}, "has its own train_step, which would not be used; add losses"),
+    "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; leave"),
+    "own metrics": ({"model": own_metrics}, "has compute_metrics of its own, which would not"),
+    "nothing to train": ({"model": frozen}, "has no trainable variables"),
     "constraints": (
         {"model": constrained},
         "has a constraint, which concurrent updates of several workers would break",
@@ -156,6 +175,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "x of another shape": ({"x": X[:, :2]}, "model (model): takes inputs of [3], and the data has [2]"),
     "x of two arrays": ({"x": [X, X]}, "model (model): has 1 inputs, and x of the data has 2"),
+    "validation without labels": ({"validation_data": [X]}, "validation_data: has no y, and the training data has"),
     "a split": ({"validation_split": 1.5}, "validation_split (1.5)"),
 }
 

@@ -14,6 +14,15 @@ def leaves_of(tree: Tree) -> list[Any]:
     return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
 
 
+def have_same_structure(one: Tree, other: Tree) -> bool:
+    """Whether two trees have their leaves in the same places; a list is as good as a tuple."""
+    try:
+        keras.tree.assert_same_structure(*map(keras.tree.lists_to_tuples, (one, other)))
+    except ValueError:
+        return False
+    return True
+
+
 class Layout:
     """The structure of an example, (x, y, sample_weight), and the shapes and types of its leaves.
 

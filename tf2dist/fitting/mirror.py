@@ -4,9 +4,9 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.state import counter_of, named_variables
-from tf2dist.data.layout import Layout, Tree
+from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, first_line
-from tf2dist.model.checks import check_inputs
+from tf2dist.model.checks import check_inputs, check_model
 from tf2dist.model.step import generators
 from tf2dist.process.tf_internals import build_metrics, learning_rate_of
 from tf2dist.training.hooks import NamedArrays
@@ -116,8 +116,10 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
         layout: of the data.
 
     Raises:
+        ConfigError: it is trained by a method of its own.
         FitError: the model, its losses and its metrics do not fit the data.
     """
+    check_model(name, model)
     check_inputs(name, model, layout)
     # A model without an Input layer learns the shape of its input from its first call.
     if not model.built:
@@ -140,7 +142,7 @@ def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
         return f"model ({name}): cannot be called with x of the data, {layout} ({reason}); give what it takes"
     if y is None:
         return f"y: is None, and model ({name}) has losses or metrics that compare with it ({reason}); give y"
-    if not _have_same_structure(y, outputs):
+    if not have_same_structure(y, outputs):
         return (
             f"y ({_shape_of(y)}): must be built like the outputs of the model, {_shape_of(outputs)}; give an array for "
             "each output, in the same dicts and lists"
@@ -149,14 +151,6 @@ def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
         f"model ({name}): its losses or metrics do not take {layout} ({reason}); compile it with others, or give other "
         "data"
     )
-
-
-def _have_same_structure(one: Tree, other: Tree) -> bool:
-    try:
-        keras.tree.assert_same_structure(one, other)
-    except ValueError:
-        return False
-    return True
 
 
 def _shape_of(tree: Tree) -> str:

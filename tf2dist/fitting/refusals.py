@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from tf2dist.errors import FitError, kind_of
+from tf2dist.model.checks import check_trainable
 
-OWN_STEPS = ("train_step", "test_step")
 # Options of the command line that are arguments of `fit`. Given twice they could contradict each other.
 ARGUMENT_OF = {
     "mode": "mode",
@@ -112,14 +112,7 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
             f"model ({name}): has run_eagerly=True, but the tasks compile their steps; leave it out, and use tf.print "
             "to see values inside the model"
         )
-    # The tasks compute losses and gradients by a step of tf2dist's own and never call these methods: training without
-    # them would succeed and be wrong.
-    own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
-    if own:
-        raise FitError(
-            f"model ({name}): has its own {' and '.join(own)}, which would not be used; add losses with add_loss, or "
-            "compile the model with your own loss and metrics"
-        )
+    check_trainable(name, model)
     if model.optimizer is None:
         raise FitError(f"model ({name}): is compiled without an optimizer; give one to model.compile")
     # Keras applies a constraint to the weights after an update. On a ps another worker's update may come in between.

@@ -17,7 +17,7 @@ from tf2dist.cluster.spec import HostTask
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.data.layout import Layout
+from tf2dist.data.layout import Layout, have_same_structure
 from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
@@ -141,12 +141,18 @@ def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
     """
     refusals.check_data(validation_data, "validation_data")
     validation = inputs.validation_examples(validation_data)
+    train_x, train_y, _ = layout.symbolic()
+    if (validation.y is None) != (train_y is None):
+        if train_y is None:
+            raise FitError("validation_data: has a y, and the training data has none; give x alone")
+        raise FitError("validation_data: has no y, and the training data has one; give (x, y) or (x, y, sample_weight)")
     # Sample weights come last, and one of the two sets may have them without the other.
     known = min(len(layout.specs), len(validation.leaves))
-    if validation.layout.specs[:known] != layout.specs[:known]:
+    same_trees = have_same_structure((train_x, train_y), (validation.x, validation.y))
+    if not same_trees or validation.layout.specs[:known] != layout.specs[:known]:
         raise FitError(
             f"validation_data: is {validation.layout}, but the training data is {layout}; give arrays of the same "
-            "types and shapes"
+            "types and shapes, in the same dicts and lists"
         )
     return validation
 

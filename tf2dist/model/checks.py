@@ -48,6 +48,7 @@ def check_model(name: str, model: Any) -> None:
         raise ConfigError(
             f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
         )
+    # A step of tf2dist's own takes their place: training without them would succeed and be wrong.
     own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
     if own:
         raise ConfigError(
