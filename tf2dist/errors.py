@@ -18,7 +18,11 @@ Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 a
 """
 
 import difflib
+import functools
 import json
+import re
+import site
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable
@@ -27,6 +31,11 @@ from pathlib import Path
 
 from tf2dist.files import write_whole
 from tf2dist.signals import name_of
+
+# What Keras puts before the reason.
+KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")
+# A line of a traceback, with the line of code below it; TensorFlow marks some of the places with stars.
+PLACE = re.compile(r'^ *File "(.+?)", line (\d+), in .*\n.*$', re.MULTILINE)
 
 
 class TfDistError(Exception):
@@ -99,7 +108,7 @@ class FailureRecord:
         if isinstance(error, TfDistError):
             return cls(task, time.time(), error.exit_code, str(error))
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls(task, time.time(), 1, f"{type(error).__name__}: {first_line(str(error))}", trace)
+        return cls(task, time.time(), 1, f"{type(error).__name__}: {reason_of(error)}{users_place(error)}", trace)
 
     @staticmethod
     def path(log_dir: Path, task: str) -> Path:
@@ -135,6 +144,42 @@ class TaskFailure(TfDistError):
 
 def first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of the user's code, of Keras or of TensorFlow says, on one line; its class if it says nothing.
+
+    Keras breaks a sentence into several lines, and puts a line about the layer before it. An error in a traced function
+    begins with "in user code:" and the places that led to it.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()  # Keras's colours
+    places = list(PLACE.finditer(text))
+    if places and text.startswith("in user code:"):
+        text = text[places[-1].end() :].strip().removeprefix(f"{type(error).__name__}: ")
+    text = text.partition("\nTraceback (most recent call last):")[0]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
+    told = [each for each in paragraphs if each and not KERAS_FRAME.search(each)]
+    return (told or [type(error).__name__])[0]
+
+
+def users_place(error: BaseException) -> str:
+    """Where in the user's code an exception was raised, such as " (train.py:12)"; "" if in none of it."""
+    raised = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(error.__traceback__)]
+    # What TensorFlow has traced, or called from a graph, stands in the text alone.
+    quoted = [(place[1], place[2]) for place in PLACE.finditer(str(error))]
+    # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
+    others = (*_folders_of_packages(), "<frozen", "<__array_function__")
+    places = [
+        one for one in (*raised, *quoted) if not one[0].startswith(others) and "__autograph_generated" not in one[0]
+    ]
+    return " ({}:{})".format(*places[-1]) if places else ""
+
+
+@functools.cache
+def _folders_of_packages() -> list[str]:
+    """Where the files of Python, of installed packages and of this one are."""
+    named = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return [f"{folder}/" for folder in (*named, *site.getsitepackages(), Path(__file__).parent)]
 
 
 def kind_of(value: object) -> str:

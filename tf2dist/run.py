@@ -19,7 +19,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.location import check_shard
-from tf2dist.errors import CheckpointError, Interrupted, first_line
+from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.finished.writing import describe, write_model
 from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
@@ -193,7 +193,7 @@ def abandoning(loop: Loop, config: RunConfig) -> Iterator[None]:
         raise  # the training has been ended on all tasks
     except Exception as error:
         if config.cluster.kind != "local":  # or the launcher stops the others, with a better reason
-            loop.abandon(first_line(str(error)))
+            loop.abandon(reason_of(error))
         raise
 
 

@@ -81,6 +81,31 @@ def frozen() -> keras.Model:
     return made
 
 
+class Unbuildable(keras.optimizers.SGD):
+    def build(self, variables: Any) -> None:
+        raise RuntimeError("no slots")
+
+
+def with_optimizer_of_another() -> keras.Model:
+    other = model()
+    other.optimizer.build(other.trainable_variables)
+    return model(optimizer=other.optimizer)
+
+
+class WithoutConfig(keras.layers.Layer):
+    def __init__(self, made_of: Any) -> None:
+        super().__init__()
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def without_config() -> keras.Model:
+    made = keras.Sequential([keras.Input([3]), WithoutConfig(print), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
 class Unloadable(keras.layers.Layer):
     def __init__(self, made_of: Any) -> None:
         super().__init__()
@@ -153,6 +178,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; leave"),
     "own metrics": ({"model": own_metrics}, "has compute_metrics of its own, which would not"),
     "nothing to train": ({"model": frozen}, "has no trainable variables"),
+    "an optimizer without slots": (
+        {"model": lambda: model(optimizer=Unbuildable())},
+        f"its optimizer Unbuildable cannot be built (no slots ({__file__}:",
+    ),
+    "the optimizer of another": (
+        {"model": with_optimizer_of_another},
+        "its optimizer SGD was built for other variables",
+    ),
+    "no get_config": (
+        {"model": Now(without_config)},
+        "`__init__()`, and therefore the object must override `get_config()` in order to be serializable.",
+    ),
     "constraints": (
         {"model": constrained},
         "has a constraint, which concurrent updates of several workers would break",

@@ -2,7 +2,19 @@
 
 from pathlib import Path
 
-from tf2dist.errors import ConfigError, FailureRecord, Interrupted, NotFiniteError, TaskFailure, TaskLostError
+import keras
+import pytest
+
+from tf2dist.errors import (
+    ConfigError,
+    FailureRecord,
+    Interrupted,
+    NotFiniteError,
+    TaskFailure,
+    TaskLostError,
+    reason_of,
+    users_place,
+)
 
 
 def test_exit_codes() -> None:
@@ -18,9 +30,34 @@ def test_a_record_survives_its_process(tmp_path: Path) -> None:
     record.write(tmp_path)
     assert FailureRecord.read(tmp_path, "worker-1") == record
     assert FailureRecord.read(tmp_path, "worker-2") is None
-    assert record.message == "ValueError: wrong shape"
+    assert record.message == f"ValueError: wrong shape more ({__file__}:27)"
     assert "test_errors.py" in record.details
     assert record.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "place"),
+    [
+        ("first words\nof a sentence\n\nmore", "first words of a sentence", ""),
+        (
+            "Exception encountered when calling D.call().\n\n\x1b[1mno shape\x1b[0m\n\nArguments received",
+            "no shape",
+            "",
+        ),
+        (
+            'in user code:\n\n    File "/my/own.py", line 7, in g  *\n        f(x)\n'
+            f'    File "{keras.__file__}", line 9, in f\n        raise\n\n    ValueError: wrong\n    shape\n',
+            "wrong shape",
+            " (/my/own.py:7)",
+        ),
+        ("KeyError: 'gone'\nTraceback (most recent call last):\n\n  File ...", "KeyError: 'gone'", ""),
+        ("", "ValueError", ""),
+    ],
+    ids=["paragraph", "keras", "traced", "called", "nothing"],
+)
+def test_the_reason_and_the_place_in_the_users_code(text: str, reason: str, place: str) -> None:
+    error = ValueError(text)
+    assert (reason_of(error), users_place(error)) == (reason, place)
 
 
 def test_known_errors_need_no_traceback() -> None:

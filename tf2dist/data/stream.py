@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.data.pipeline import NO_AUTOGRAPH, Sharding
-from tf2dist.errors import DataError, first_line, kind_of
+from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place
 
 PARTS = ("x", "y", "sample_weight")
 READ_AHEAD = 2  # batches that TensorFlow prepares, beside those that a `Reader` has fetched
@@ -118,7 +118,7 @@ class Stream:
             with tf.device("CPU:0"):
                 dataset = self.load(Shard(index, self.count, self.seed, self.batch_size))
         except Exception as error:  # the user's function may raise anything
-            raise DataError(f"{self.shown(index)}: {reason_of(error)}") from error
+            raise DataError(f"{self.shown(index)}: {_told_by(error)}") from error
         if not isinstance(dataset, tf.data.Dataset):
             raise DataError(f"data ({self.name}): gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
         return dataset
@@ -205,14 +205,14 @@ def _as_keras(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
     return tf.TensorSpec(spec.shape, keras.config.floatx())
 
 
-def reason_of(error: BaseException) -> str:
-    """One line of an exception; of TensorFlow's the one of the user's code that it quotes."""
-    # TensorFlow begins its texts with the nodes of its graph, as {{function_node ...}}.
-    text = re.sub(r"\{\{.*?\}\}\s*", "", str(error))
-    line = first_line(text)
-    if isinstance(error, tf.errors.OpError) and re.match(r"\w+(Error|Exception|Interrupt)\b: ", line):
-        return line
-    return f"{type(error).__name__}: {line}"
+def _told_by(error: BaseException) -> str:
+    """The class, the reason and the user's line of an exception, in one line."""
+    if not isinstance(error, tf.errors.OpError):
+        return f"{type(error).__name__}: {reason_of(error)}{users_place(error)}"
+    # TensorFlow begins its texts with the nodes of its graph, as {{function_node ...}}; then may come the user's error.
+    line = first_line(re.sub(r"\{\{.*?\}\}\s*", "", str(error)))
+    is_users = re.match(r"\w+(Error|Exception|Interrupt)\b: ", line)
+    return ("" if is_users else f"{type(error).__name__}: ") + line + users_place(error)
 
 
 class Reader:
@@ -289,5 +289,5 @@ class Reader:
                 )
             except Exception as error:
                 traceback.print_exc()  # the log gets everything
-                self._error = DataError(f"{self._stream.shown(self._index)}: {reason_of(error)}")
+                self._error = DataError(f"{self._stream.shown(self._index)}: {_told_by(error)}")
         return len(self._kept) >= num

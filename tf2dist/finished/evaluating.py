@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tf2dist.data.arrays import Arrays
-from tf2dist.errors import DataError, NotFiniteError, first_line
+from tf2dist.errors import DataError, NotFiniteError, reason_of
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
 from tf2dist.launch.streams import say
@@ -48,6 +48,6 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
             arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
         )
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        what = first_line(str(error))
+        what = reason_of(error)
         raise DataError(f"data ({name}): does not fit the model ({what}); choose another one with data=NAME") from None
     return {"loss": found.pop("loss"), **found}

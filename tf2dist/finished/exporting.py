@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tf2dist.errors import ConfigError, InstallationError, TrainingError, first_line
+from tf2dist.errors import ConfigError, InstallationError, TrainingError, reason_of
 from tf2dist.finished.shell import Request, one_of
 
 
@@ -66,7 +66,7 @@ def export(request: Request) -> Path:
     except OSError as error:
         raise ConfigError(f"OUT ({out}): cannot be written ({error.strerror or error}); name another place") from None
     except Exception as error:  # the converters raise errors of many types
-        what = f"{type(error).__name__}: {first_line(str(error))}"
+        what = f"{type(error).__name__}: {reason_of(error)}"
         raise TrainingError(f"format ({name}): the model cannot be exported ({what}); try another format") from error
     return out
 

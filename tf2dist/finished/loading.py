@@ -11,7 +11,7 @@ import keras
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.errors import CheckpointError, ConfigError, first_line
+from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.finished.names import fill
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
@@ -155,4 +155,4 @@ def _whole_text(error: BaseException | None) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {first_line(str(error))})")
+    return CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {reason_of(error)})")

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from tf2dist.data.arrays import Arrays
-from tf2dist.errors import DataError, first_line
+from tf2dist.errors import DataError, reason_of
 from tf2dist.finished import pictures
 from tf2dist.finished.classes import Classifier, class_numbers, confusion, confusion_text
 from tf2dist.finished.inputs import read
@@ -53,7 +53,7 @@ def _outputs(model: keras.Model, x: Any, where: str) -> Any:
     try:
         return model.predict(x, BATCH_SIZE, verbose=0)
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        what = first_line(str(error))
+        what = reason_of(error)
         raise DataError(
             f"{where}: does not fit the model ({what}); give data like those that this run was trained on"
         ) from None

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from tf2dist.errors import FitError, first_line
+from tf2dist.errors import FitError, reason_of
 from tf2dist.files import write_whole
 
 
@@ -106,7 +106,7 @@ def pickled(value: Any, what: str) -> bytes:
             return data
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise FitError(
-            f"{what}: cannot be sent to the tasks ({first_line(str(error))}); move the function into a module that can "
+            f"{what}: cannot be sent to the tasks ({reason_of(error)}); move the function into a module that can "
             "be imported, or remove the object to which it refers"
         ) from None
 

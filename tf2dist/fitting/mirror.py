@@ -5,10 +5,10 @@ import numpy as np
 
 from tf2dist.checkpoint.state import counter_of, named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
-from tf2dist.errors import FitError, InstallationError, TrainingError, first_line
+from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.checks import check_inputs, check_model
 from tf2dist.model.step import generators
-from tf2dist.process.tf_internals import build_metrics, learning_rate_of
+from tf2dist.process.tf_internals import build_metrics, learning_rate_of, trained_variables
 from tf2dist.training.hooks import NamedArrays
 
 
@@ -125,12 +125,29 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
     if not model.built:
         x, _, _ = layout.symbolic()
         model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
+    _build_optimizer(model, name)
     try:
         build_metrics(model, layout.symbolic())
     except InstallationError:
         raise
     except Exception as error:  # Keras raises errors of many types, and user code of any
-        raise FitError(_misfit(model, name, layout, first_line(str(error)))) from error
+        raise FitError(_misfit(model, name, layout, reason_of(error))) from error
+
+
+def _build_optimizer(model: keras.Model, name: str) -> None:
+    """Raises FitError if the optimizer has no slots for the model's variables, or cannot make them."""
+    optimizer = model.optimizer
+    if not isinstance(optimizer, keras.Optimizer):  # compiled without one, which is refused later
+        return
+    what = f"model ({name}): its optimizer {type(optimizer).__name__}"
+    try:
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    except Exception as error:  # the user's `build` may raise anything
+        raise FitError(f"{what} cannot be built ({reason_of(error)}{users_place(error)}); correct it") from error
+    known = set(map(id, trained_variables(optimizer)))
+    if unknown := [variable.path for variable in model.trainable_variables if id(variable) not in known]:
+        raise FitError(f"{what} was built for other variables, without {unknown[0]}; compile the model with a new one")
 
 
 def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout
 from tf2dist.data.stream import Stream
-from tf2dist.errors import FitError, TrainingError, first_line, kind_of
+from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import functions, inputs, mirror
 from tf2dist.model.plan import EpochPlan
@@ -88,8 +88,7 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
         raise
     except Exception as error:  # get_config of the user's layers may raise anything
         raise FitError(
-            f"model ({model.name}): Keras cannot save it ({first_line(str(error))}); give a function that builds it "
-            "instead"
+            f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
         ) from None
     write_whole(folder / CUSTOM, cloudpickle.dumps(custom_objects(model)))
     write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
@@ -98,7 +97,7 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
         load_sent_model(folder)
     except Exception as error:
         raise FitError(
-            f"model ({model.name}): Keras has saved it but cannot load it again ({first_line(str(error))}); give its "
+            f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
     return {"keras": MODEL}
@@ -231,7 +230,7 @@ class Shipped:
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:
-    return TrainingError(f"{folder}: the job cannot be read ({first_line(str(error))})")
+    return TrainingError(f"{folder}: the job cannot be read ({reason_of(error)})")
 
 
 def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:

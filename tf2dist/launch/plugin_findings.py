@@ -18,7 +18,7 @@ die_with_parent(os.getppid())
 from tf2dist import registry
 from tf2dist.data import loading
 from tf2dist.model import models
-from tf2dist.errors import RequestError, first_line
+from tf2dist.errors import RequestError, reason_of
 for path in sys.argv[1:]:
     why = None
     try:
@@ -28,7 +28,7 @@ for path in sys.argv[1:]:
     except ModuleNotFoundError as error:
         why = [f"it imports {error.name}, which is not installed", f"install it, or put {error.name}.py beside it"]
     except BaseException as error:
-        why = [f"{type(error).__name__}: {first_line(str(error))}", "correct the file"]
+        why = [f"{type(error).__name__}: {reason_of(error)}", "correct the file"]
     if why:
         print(json.dumps({"path": path, "why": why}))
         break

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.data.arrays import Splits
-from tf2dist.errors import ConfigError, first_line
+from tf2dist.errors import ConfigError, reason_of
 from tf2dist.model import checks
 from tf2dist.model.optimizer_checks import check_optimizer
 from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
@@ -110,7 +110,7 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
         optimizer: keras.Optimizer = call("optimizer", name, function, arguments, fixed)
     except ValueError as error:
         if function.__module__.startswith("keras."):  # it refuses a value of the user's
-            raise ConfigError(f"optimizer ({name}): {first_line(str(error))}") from None
+            raise ConfigError(f"optimizer ({name}): {reason_of(error)}") from None
         raise  # an error of the user's code
     check_optimizer(name, optimizer)
     return optimizer

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tf2dist.errors import ConfigError, first_line, kind_of
+from tf2dist.errors import ConfigError, kind_of, reason_of
 from tf2dist.process.parts import Part
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
@@ -44,8 +44,7 @@ def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], kera
         made = vars(copy(1))
     except Exception as error:  # the user's __init__ may raise anything
         raise ConfigError(
-            f"optimizer ({name}): {kind} cannot be made again from its configuration ({first_line(str(error))}); "
-            f"{way_out}"
+            f"optimizer ({name}): {kind} cannot be made again from its configuration ({reason_of(error)}); {way_out}"
         ) from error
     # An argument that `get_config` leaves out would have its default in the copy, without a word.
     settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
