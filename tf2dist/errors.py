@@ -32,6 +32,8 @@ from pathlib import Path
 from tf2dist.files import write_whole
 from tf2dist.signals import name_of
 
+# Names of classes such as int, ndarray and SGD, but not UniformNoise.
+SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIOaeio]|[Uu](?!int|ni|se)|nd|[FHLMNRSX][A-Z]")
 # What Keras puts before the reason.
 KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")
 # A line of a traceback, with the line of code below it; TensorFlow marks some of the places with stars.
@@ -183,8 +185,9 @@ def _folders_of_packages() -> list[str]:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: "None" or, for example, "a tuple"."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    """What a value is, for a message: "None" or, for example, "a tuple", "an int"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"
 
 
 def printable(text: str) -> str:

@@ -176,8 +176,10 @@ def train(
 
 def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
     """Tells the launcher where the run begins, and describes its model in the run directory."""
-    if loop.advice:
-        to_launcher.warn(loop.advice)
+    if loop.advice.warning:
+        to_launcher.warn(loop.advice.warning)
+    if loop.advice.note and not loop.progress.global_step:  # a run that goes on has told it
+        to_launcher.note(loop.advice.note)
     to_launcher.began(loop.progress.global_step)
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
     if loop.restored_from:

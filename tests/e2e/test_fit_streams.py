@@ -159,7 +159,7 @@ INVALID: dict[str, tuple[Any, str]] = {
     "ragged": (lambda shard: tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], []]), Y[:2])), "RaggedTensor"),
     "raises": (lambda shard: X["no"], "shard 0 of 1: IndexError: "),
     "no length": (generated, "steps_per_epoch: must be given"),
-    "no function": (X, "data: is a ndarray; give a function"),
+    "no function": (X, "data: is an ndarray; give a function"),
 }
 
 

@@ -137,7 +137,7 @@ def test_validation_data_of_two_or_three_parts(data: Any) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"x": None}, "x: is None"),
-    "a list of numbers": ({"x": [1, 2, 3]}, "x: has a int in place of an array"),
+    "a list of numbers": ({"x": [1, 2, 3]}, "x: has an int in place of an array"),
     "a number": ({"x": np.array(1.0)}, "x: is a single number"),
     "lengths": ({"x": NUMBERS, "y": NUMBERS[1:]}, "same number of examples, but have x 12, y 11"),
     "no examples": ({"x": NUMBERS[:0]}, "x: has no examples"),

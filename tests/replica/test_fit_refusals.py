@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a backup": ({"callbacks": [calls.BackupAndRestore("b")]}, "BackupAndRestore is not needed; give run_dir"),
     "swapping": ({"callbacks": [calls.SwapEMAWeights()]}, "leave it out: with use_ema=True"),
     "swapping in sync": ({"callbacks": [calls.SwapEMAWeights()], "mode": "sync"}, "leave it out"),
-    "no model": ({"model": 5}, "model: is a int; give a compiled keras.Model, or a function"),
+    "no model": ({"model": 5}, "model: is an int; give a compiled keras.Model, or a function"),
     "a function of nothing": ({"model": lambda: None}, "its function returns None, but must return a keras.Model"),
     "not compiled": ({"model": uncompiled}, "is not compiled; call model.compile"),
     "not compiled itself": ({"model": Now(uncompiled)}, "is not compiled; call model.compile"),

@@ -118,7 +118,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     loop = async_loop(config, 1, 2, source=source)
     drive(loop, config, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(name))
-    assert ("ScheduleFreeAdamW" in loop.advice) == (name == "ScheduleFreeAdamW"), loop.advice
+    assert ("ScheduleFreeAdamW" in loop.advice.note) == (name == "ScheduleFreeAdamW"), loop.advice
 
 
 def train_with_all(worker: SyncWorker) -> dict[str, Any]:

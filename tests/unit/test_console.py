@@ -102,6 +102,9 @@ def test_result_lines() -> None:
     small = {"cluster": {"worker": 1, "ps": 0}, "global_step": 1, "steps_per_sec": 0.25, "examples_per_sec": 2.5}
     assert "mnist: 1 worker, 1 step at 0.25/s (2.5 examples/s)" in console.result_lines(summary | small, "x")
     assert "simulated" not in text
+    assert text.startswith("async dnn on mnist: ")
+    assert console.result_lines(summary | {"algorithm": "plain"}, "outputs/x") == text
+    assert console.result_lines(summary | {"algorithm": "bounded"}, "x").startswith("async (bounded) dnn on mnist: ")
     assert "(at most 4), with simulated delays\n" in console.result_lines(summary | {"simulated": {}}, "x")
 
 

@@ -12,6 +12,7 @@ from tf2dist.errors import (
     NotFiniteError,
     TaskFailure,
     TaskLostError,
+    kind_of,
     reason_of,
     users_place,
 )
@@ -30,7 +31,7 @@ def test_a_record_survives_its_process(tmp_path: Path) -> None:
     record.write(tmp_path)
     assert FailureRecord.read(tmp_path, "worker-1") == record
     assert FailureRecord.read(tmp_path, "worker-2") is None
-    assert record.message == f"ValueError: wrong shape more ({__file__}:27)"
+    assert record.message == f"ValueError: wrong shape more ({__file__}:28)"
     assert "test_errors.py" in record.details
     assert record.exit_code == 1
 
@@ -77,3 +78,21 @@ def test_the_first_failure_is_told_whole_and_the_others_in_a_line() -> None:
         "  then chief-0: UnavailableError: gone",
     ]
     assert failure.exit_code == 1
+
+
+def test_what_a_value_is() -> None:
+    values = [
+        None,
+        1,
+        (),
+        {},
+        object(),
+        Path(),
+        type("ndarray", (), {})(),
+        type("SGD", (), {})(),
+        type("uint8", (), {})(),
+    ]
+    assert [kind_of(value) for value in values] == [
+        *("None", "an int", "a tuple", "a dict", "an object", f"a {type(Path()).__name__}"),
+        *("an ndarray", "an SGD", "a uint8"),
+    ]

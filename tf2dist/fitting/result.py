@@ -1,31 +1,49 @@
 """What `fit` returns."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from tf2dist.errors import TfDistError
+from tf2dist.launch.console import result_lines
+from tf2dist.messages import metrics_text
 
 
-@dataclass(frozen=True)
+class History(dict[str, list[Any]]):
+    """For each metric a list with a number for each epoch."""
+
+    @property
+    def history(self) -> "History":
+        """The same: `keras.Model.fit` returns an object that has the lists in this attribute."""
+        return self
+
+
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of a run.
 
     Attributes:
         history: as Keras's `History.history`: for each metric a list with a number for each epoch. Empty on hosts
-            without the leader.
+            without the leader. `history.history` is the same.
         summary: the content of summary.json; empty on hosts without the leader, and after `TerminateOnNaN` has ended
             the run.
         run_dir: the directory of the run on this host.
     """
 
-    history: dict[str, list[Any]]
+    history: History
     summary: dict[str, Any]
     run_dir: Path
-    _model: keras.Model | None = field(repr=False)
-    _where: str = field(default="", repr=False)
+    _model: keras.Model | None
+    _where: str = ""
+
+    def __repr__(self) -> str:
+        """The result in a few lines, as the command prints it, with the numbers of the last epoch."""
+        lines = result_lines(self.summary, "").splitlines() if self.summary else []
+        last = {name: values[-1] for name, values in self.history.items() if values}
+        lines += [f"last epoch: {metrics_text(last)}"] if last else []
+        return "\n".join(["tf2dist.Result", *lines, str(self.run_dir)])
 
     @property
     def model(self) -> keras.Model:

@@ -24,7 +24,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
-from tf2dist.fitting.result import Result
+from tf2dist.fitting.result import History, Result
 from tf2dist.launch.console import Console
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.messages import Progress
@@ -102,7 +102,7 @@ class Run:
             callbacks.end_not_finite(conversation.step)
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
-        return Result(dict(callbacks.history.history), summary, folder, own)
+        return Result(History(callbacks.history.history), summary, folder, own)
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
@@ -130,7 +130,7 @@ class Run:
             raise as_public_error(failure) from None
         leader = host_task.cluster.leader
         where = f"{leader} at {host_task.cluster.address(leader)} has it, in its run_dir"
-        return Result({}, summary, folder, None, where)
+        return Result(History(), summary, folder, None, where)
 
     def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
         identity = identity_of(self.splits, self.plan)

@@ -138,11 +138,12 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     staleness = summary.get("staleness")
     stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
     delayed = ", with simulated delays" if "simulated" in summary else ""
+    how = f" ({algorithm})" if (algorithm := summary.get("algorithm", "plain")) != "plain" else ""
     rate = ""
     if summary["steps_per_sec"]:
         rate = f" at {rate_text(summary['steps_per_sec'])}/s ({rate_text(summary['examples_per_sec'])} examples/s)"
     return (
-        f"{summary['mode']} {summary['model']} on {data}: {number_of(cluster['worker'], 'worker')}{servers}, "
+        f"{summary['mode']}{how} {summary['model']} on {data}: {number_of(cluster['worker'], 'worker')}{servers}, "
         f"{number_of(summary['global_step'], 'step')}{rate}{stale}{delayed}\n"
         f"{last_evaluation(summary)}{run_dir}"
     )

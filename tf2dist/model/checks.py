@@ -4,7 +4,7 @@ What could be supported and is not yet is refused in `check_model`, `check_input
 """
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -231,9 +231,20 @@ def _synchronized(model: keras.Model) -> list[keras.Layer]:
     return [layer for layer in layers_of(model) if getattr(layer, "synchronized", False)]
 
 
-def advice_on(step: ModelStep, optimizer: keras.Optimizer) -> str:
-    """A warning for the user, the most important one; empty if there is none."""
-    return advice_on_outputs(step) or advice_on_first_values(optimizer) or advice_on_lookups(step, optimizer)
+class Advice(NamedTuple):
+    """What the user should know of a model before it is trained; each is empty if there is nothing.
+
+    Attributes:
+        warning: asks for a change.
+        note: says what differs from Keras, and asks for nothing.
+    """
+
+    warning: str
+    note: str
+
+
+def advice_on(step: ModelStep, optimizer: keras.Optimizer) -> Advice:
+    return Advice(advice_on_outputs(step), note_on_first_values(optimizer) or note_on_lookups(step, optimizer))
 
 
 def advice_on_outputs(step: ModelStep) -> str:
@@ -253,7 +264,7 @@ def advice_on_outputs(step: ModelStep) -> str:
     )
 
 
-def advice_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
+def note_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
     """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
     # On TensorFlow Keras' gradient of a table is sparse, with an entry for each look-up; the packed one is dense. For
     # an update that is linear in the gradient, as SGD's is, that is the same.
@@ -266,7 +277,7 @@ def advice_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
     )
 
 
-def advice_on_first_values(optimizer: keras.Optimizer) -> str:
+def note_on_first_values(optimizer: keras.Optimizer) -> str:
     """What differs from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
     # `fit` builds the optimizer inside the graph of its steps. There the assignment of the weights to the sequence that
     # is updated is a part of each step.

@@ -18,6 +18,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import ConfigError
+from tf2dist.model.checks import Advice
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.plan import EpochPlan
@@ -192,7 +193,7 @@ class Loop(Protocol):
         leads: whether this task is the leader.
         start: the snapshot that the run continues from; None for a new run.
         restored_from: a line for the user about what was restored from `start`; empty for nothing.
-        advice: a warning about the model, for the user; empty for none.
+        advice: about the model, for the user.
         new_optimizer: makes an optimizer like that of the run, without its state.
     """
 
@@ -205,7 +206,7 @@ class Loop(Protocol):
     leads: bool
     start: Snapshot | None
     restored_from: str
-    advice: str
+    advice: Advice
     new_optimizer: Callable[[], keras.Optimizer]
 
     @property
