@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf2dist
 from tf2dist.process.tf_internals import fresh_names
@@ -33,6 +34,16 @@ def regression() -> keras.Model:
 def exploding() -> keras.Model:
     model = regression()
     model.compile(keras.optimizers.SGD(1e20), "mse")
+    return model
+
+
+# Of no model: what a loss reads and a callback changes.
+BETA, GAMMA = keras.Variable(0.0, trainable=False), tf.Variable(0.0, trainable=False)
+
+
+def annealed() -> keras.Model:
+    model = regression()
+    model.compile(keras.optimizers.Adam(0.02), lambda y, p: (1 + BETA) * keras.ops.square(y - p) + GAMMA)
     return model
 
 
@@ -272,3 +283,27 @@ def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) 
     assert sums[1] == sums[2] == sums[3], "from the second call on nothing is learned"
     assert len(result.history["loss"]) < 100_000
     assert result.summary["global_step"] < 1_000_000
+
+
+@pytest.mark.parametrize(("mode", "workers"), [("async", 1), ("sync", 2)])
+def test_variables_of_no_model_follow_callbacks(mode: str, workers: int, tmp_path: Path) -> None:
+    """As a weight of a penalty that is annealed; a resumed run has the values of its checkpoint."""
+    variables = [BETA, GAMMA]
+
+    class Anneal(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            for variable in variables:
+                variable.assign_add(2.0)
+
+    def given() -> dict[str, Any]:
+        for variable in variables:
+            variable.assign(1.0)  # which a task that imports this module does not do
+        return {"callbacks": [Anneal()], "validation_data": (X, Y)}
+
+    model, history = keras_fit(annealed, **given(), epochs=3)
+    more = {"mode": mode, "cluster": tf2dist.Local(workers, ps=1), "batch_size": 20 // workers}
+    for epochs in (2, 3) if mode == "async" else (3,):
+        result = on_one_worker(annealed, tmp_path / "run", **given(), **more, epochs=epochs)
+    assert_same(result.history, history)
+    assert weights_agree(result.model, model)
+    assert float(BETA) == float(GAMMA) == 7

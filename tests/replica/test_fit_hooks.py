@@ -251,3 +251,35 @@ def test_stop_training_in_on_epoch_begin_ends_that_epoch_early(last: int, tmp_pa
         return leader.call("pause", last, 10 * last + 1).stop
 
     assert Leader(tmp_path, [StopsAtBegin(last)]).run(script)
+
+
+def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
+    """The optimizers of the tasks have schedules of their own."""
+    rate = keras.Variable(0.5, trainable=False, name="rate")
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(lambda: rate * 1.0), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, 0.5, 10)
+    assert mirror.changes() == ({}, None)
+    rate.assign(0.25)
+    with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
+        mirror.changes()
+
+
+def test_a_class_that_is_sent_still_refers_to_the_objects_of_this_process(tmp_path: Path) -> None:
+    """cloudpickle would set what it unpickles into the class that was pickled: copies, which no callback changes."""
+    held = [1]
+
+    class Holder(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+        def held(self) -> Any:
+            return held
+
+    model = keras.Sequential([keras.Input([2]), Holder(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = Arrays(np.zeros((4, 2), np.float32), np.zeros(4, np.float32))
+    copy = shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
+    assert copy is not None
+    assert all(each.layers[0].held() is held for each in (model, copy))

@@ -214,7 +214,9 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -
         return ""
     if isinstance(start, Snapshot):
         check_same(named, start, config.data.name, config.keras)
-        assign(named, {name: start.arrays[name] for name in named})
+        # A variable that is not the model's own may be new, or have another shape, since the snapshot was made.
+        known = {name: array for name, array in start.arrays.items() if name in named}
+        assign(named, {name: array for name, array in known.items() if array.shape == tuple(named[name][0].shape)})
         return f"going on at step {start.step}"
     arrays = chosen(named, start, config.init_layers)
     assign(named, arrays)

@@ -78,6 +78,8 @@ class Callbacks:
             state: of the callbacks, from the checkpoint from which the run continues; empty without one.
         """
         self._mirror.put(arrays, learning_rate, step)
+        if step == 0:
+            self._mirror.keep_outside()
         if self._at_begin is None:
             # A model that was trained before may still have it from a callback of that training.
             self.model.stop_training = False

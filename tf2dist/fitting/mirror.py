@@ -2,12 +2,14 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf2dist.checkpoint.state import counter_of, named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
+from tf2dist.model.call_scope import read_directly
 from tf2dist.model.checks import check_inputs, check_model
-from tf2dist.model.step import generators
+from tf2dist.model.step import OUTSIDE, ModelStep, generators
 from tf2dist.process.tf_internals import build_metrics, learning_rate_of, trained_variables
 from tf2dist.training.hooks import NamedArrays
 
@@ -19,10 +21,13 @@ class Mirror:
         model: compiled and built, the one that callbacks see.
         twin: a model made in the same way as those of the tasks, with the same layers as `model` in the same order,
             so that its variables have the names that the cluster uses; None if `model` itself was made so.
+        layout: of the data; None if the steps of the model read its own variables alone.
     """
 
-    def __init__(self, model: keras.Model, twin: keras.Model | None = None) -> None:
-        self.model = model
+    def __init__(self, model: keras.Model, twin: keras.Model | None = None, layout: Layout | None = None) -> None:
+        self.model, self._layout = model, layout
+        self._outside: dict[str, keras.Variable] = {}
+        self._outside_values: NamedArrays = {}
         self._named = _named(model, twin or model)
         self._generators = generators(model)
         self._cluster_arrays: NamedArrays = {}
@@ -32,6 +37,8 @@ class Mirror:
         # learning rate schedules depend on it.
         self._earlier_updates = int(self._counter.numpy())
         self._cluster_rate: float | None = None
+        self._of_schedule = _read_by_schedule(self.optimizer)
+        self._schedule_values = [_value(variable) for variable in self._of_schedule]
         self._cluster_step = self._earlier_updates
 
     @property
@@ -44,6 +51,9 @@ class Mirror:
         Raises:
             TrainingError: the cluster has variables that this model does not have.
         """
+        if self._layout and not self._outside and any(name.startswith(OUTSIDE) for name in arrays):
+            shapes = {name: array.shape for name, array in arrays.items() if name.startswith(OUTSIDE)}
+            self._find_outside(self._layout, shapes)
         for name, array in arrays.items():
             variable = self._named.get(name, self._generators.get(name))
             if variable is None:
@@ -62,17 +72,42 @@ class Mirror:
         self._cluster_arrays = self._values()
         self._cluster_rate = self._learning_rate()
 
+    def keep_outside(self) -> None:
+        """Gives the variables that are not the model's what they held in this process before the training."""
+        # A task that imports the user's module makes them anew, and does not know what the user has assigned since.
+        for name, array in self._outside_values.items():
+            self._outside[name].assign(array)
+
+    def _find_outside(self, layout: Layout, wanted: dict[str, tuple[int, ...]]) -> None:
+        """Finds the variables that a step reads and that are not the model's; `wanted`: the shapes in the tasks."""
+        self._outside = outside_of(self.model, layout)
+        found = {name: tuple(variable.shape) for name, variable in self._outside.items()}
+        if found != wanted:
+            paths = ", ".join(variable.path for variable in self._outside.values()) or "none"
+            raise FitError(
+                f"model: its steps read {len(wanted)} variables in the tasks that are not its own, and other ones in "
+                f"this process ({paths}); make them its own, as with model.beta = beta, in a function that builds it"
+            )
+        self._outside_values = {name: _value(variable) for name, variable in self._outside.items()}
+        self._named |= self._outside
+
     def changes(self) -> tuple[NamedArrays, float | None]:
         """The arrays that differ from those of the cluster, and the learning rate if it differs.
 
         Raises:
-            FitError: a callback has changed the number of updates, which only the cluster counts.
+            FitError: a callback has changed what only the cluster changes: the number of updates, or a schedule.
         """
         if (found := int(self._counter.numpy())) != self._cluster_step:
             raise FitError(
                 f"callbacks: optimizer.iterations was {self._cluster_step} and is {found} now, but only the cluster "
                 "counts updates; do not assign it in a callback"
             )
+        for variable, value in zip(self._of_schedule, self._schedule_values, strict=True):
+            if not np.array_equal(_value(variable), value, equal_nan=True):
+                raise FitError(
+                    f"callbacks: {variable.name} was changed, which the schedule of the learning rate reads, but the "
+                    "tasks have schedules of their own; give the optimizer a number, and assign its learning_rate"
+                )
         now, before = self._values(), self._cluster_arrays
         # Without equal_nan a weight that is NaN would differ from itself and be sent back after every call.
         changed = {name: now[name] for name in now if not np.array_equal(now[name], before[name], equal_nan=True)}
@@ -86,6 +121,24 @@ class Mirror:
         """The learning rate; None for a schedule, which callbacks cannot change."""
         rate = learning_rate_of(self.optimizer)
         return float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
+    """The variables that a training step reads and that are not the model's, by their names in the cluster."""
+    # The step of the tasks has no optimizer, either.
+    optimizer, model.optimizer = model.optimizer, None
+    try:
+        return {name: variables[0] for name, variables in ModelStep(model, layout).outside.items()}
+    finally:
+        model.optimizer = optimizer
+
+
+def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The variables that a schedule of the learning rate reads, beside those of the optimizer."""
+    if not callable(learning_rate_of(optimizer)):
+        return []
+    traced = tf.function(lambda: optimizer.learning_rate, autograph=False).get_concrete_function()
+    return read_directly(traced, optimizer.variables)
 
 
 def _named(model: keras.Model, twin: keras.Model) -> dict[str, keras.Variable]:

@@ -81,17 +81,16 @@ class Run:
         # it in one that scales the loss.
         copies_of(own, name)
         with private_folder() as job:
-            shipping.ship(job, self.model, name, self.splits, self.plan)
+            copy = shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
-                return self._lead(own, job)
+                return self._lead(own, copy, job)
             return self._follow(job, self.host_task)
 
-    def _lead(self, own: keras.Model, job: Path) -> Result:
-        # A compiled model keeps the names that it was made with in this process. Its copy from the job's folder has
-        # those that it has in the tasks.
-        twin = shipping.load_sent_model(job) if isinstance(self.model, keras.Model) else None
+    def _lead(self, own: keras.Model, copy: keras.Model | None, job: Path) -> Result:
         steps = self.plan.steps_per_epoch or self._steps_per_pass()
-        callbacks = Callbacks(self.callbacks, Mirror(own, twin), self.plan, self.verbose, steps)
+        # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
+        mirror_of_own = Mirror(own, copy, self.splits.layout)
+        callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
         conversation = self._conversation(job, callbacks)
         try:
             folder, summary = self._run_tasks(conversation)

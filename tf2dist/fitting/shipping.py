@@ -42,8 +42,8 @@ OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2d
 is_task = False  # whether this process is a task that has read a job
 
 
-def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -> None:
-    """Writes the files of one job.
+def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -> keras.Model | None:
+    """Writes the files of one job; returns a copy of a compiled model, as the tasks make it.
 
     Args:
         folder: exists, is empty, and belongs to this user alone.
@@ -53,16 +53,19 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
         FitError: the model cannot be sent.
         TrainingError: the files cannot be written.
     """
+    copy = None
     try:
+        if isinstance(model, keras.Model):
+            copy, sent = _ship_model(folder, model), {"keras": MODEL}
+        else:
+            sent = functions.send_function(folder, model, BUILD, "model")
         stored = {
             "name": name,
             "plan": asdict(plan),
             "train": inputs.store(splits.train, folder, "train") if not splits.stream else None,
             "stream": _ship_stream(folder, splits.stream) if splits.stream else None,
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
-            "model": _ship_model(folder, model)
-            if isinstance(model, keras.Model)
-            else functions.send_function(folder, model, BUILD, "model"),
+            "model": sent,
         }
         # Last of all, so a job that can be read is whole.
         write_whole(folder / JOB, json.dumps(stored))
@@ -71,6 +74,7 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
             f"{folder}: the data cannot be written for the tasks ({error.strerror or error}); make room there, or set "
             "TMPDIR to another folder"
         ) from None
+    return copy
 
 
 def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
 # Compiled models.
 
 
-def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
+def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
     try:
         model.save(folder / MODEL)
     except OSError:  # a full disk, which `ship` reports
@@ -90,17 +94,17 @@ def _ship_model(folder: Path, model: keras.Model) -> dict[str, str]:
         raise FitError(
             f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
         ) from None
-    write_whole(folder / CUSTOM, cloudpickle.dumps(custom_objects(model)))
+    objects, pickles = custom_objects(model)
+    write_whole(folder / CUSTOM, cloudpickle.dumps(pickles))
     write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
     # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
     try:
-        load_sent_model(folder)
+        return load_sent_model(folder, objects)
     except Exception as error:
         raise FitError(
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
-    return {"keras": MODEL}
 
 
 def _unsaved(model: keras.Model) -> dict[str, Any]:
@@ -110,9 +114,17 @@ def _unsaved(model: keras.Model) -> dict[str, Any]:
     return {"seeds": seeds, "undecayed": undecayed(model.optimizer, model.trainable_variables)}
 
 
-def load_sent_model(folder: Path) -> keras.Model:
-    """The compiled model of a job; its variables have the same names in every process of the job."""
-    custom = {name: cloudpickle.loads(data) for name, data in cloudpickle.loads((folder / CUSTOM).read_bytes()).items()}
+def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> keras.Model:
+    """The compiled model of a job; its variables have the same names in every process of the job.
+
+    Args:
+        objects: the user's own, as they are in this process; None for those that the job has.
+    """
+    # Where a class was pickled, unpickling it would give that very class copies of what its methods refer to.
+    custom = objects
+    if custom is None:
+        pickles = cloudpickle.loads((folder / CUSTOM).read_bytes())
+        custom = {name: cloudpickle.loads(data) for name, data in pickles.items()}
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
     with fresh_names():
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
@@ -124,19 +136,21 @@ def load_sent_model(folder: Path) -> keras.Model:
     return model
 
 
-def custom_objects(model: keras.Model) -> dict[str, bytes]:
-    """The user's own classes and functions in a model, pickled, by the names under which Keras looks them up.
+def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The user's own classes and functions in a model, and their pickles, by the names under which Keras looks them up.
 
     Those that cannot be pickled are left out: Keras may not need them, and if it does, loading the model fails.
     """
     # Each is pickled alone, so that one that fails leaves the others; by both names, since Keras asks for the
     # registered name of some and for the plain name of others.
-    found: dict[str, bytes] = {}
+    objects: dict[str, Any] = {}
+    pickles: dict[str, bytes] = {}
     for each in _users_own(model):
         with contextlib.suppress(FitError):
-            data = functions.pickled(each, "model")
-            found |= {each.__name__: data, keras.saving.get_registered_name(each): data}
-    return found
+            data, names = functions.pickled(each, "model"), (each.__name__, keras.saving.get_registered_name(each))
+            objects |= dict.fromkeys(names, each)
+            pickles |= dict.fromkeys(names, data)
+    return objects, pickles
 
 
 def _users_own(model: keras.Model) -> Iterator[Any]:

@@ -1,11 +1,13 @@
-"""What a call of a model assigns and what its losses return, caught while the call is traced."""
+"""What a call of a model reads and assigns and what its losses return, caught while the call is traced."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tf2dist.process.parts import keras_variable, parts_of
 
 
 @contextlib.contextmanager
@@ -45,6 +47,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         assigned: the values that the call assigns to each trainable variable, by the variable's id; needs a tape.
         num_updates: how often the call assigns each variable, by its id.
         foreign: the paths of assigned variables that have no value here.
+        outside: the other variables that the call reads and that have no value here, in the order of the first reads.
     """
 
     def __init__(
@@ -60,6 +63,13 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         self.assigned: dict[int, list[tf.Tensor]] = {}
         self.num_updates: dict[int, int] = {}
         self.foreign: list[str] = []
+        self.outside: list[keras.Variable] = []
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Keras calls this in place of each read; None for a variable whose own value is meant."""
+        if id(variable) not in self._known and all(variable is not one for one in self.outside):
+            self.outside.append(variable)
+        return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Keras calls this in place of each assignment."""
@@ -73,3 +83,17 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
             self._tape.watch(value)
             self.assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))
+
+
+def read_directly(traced: Any, known: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """The variables of TensorFlow that a function reads and that Keras does not know, in the order of the first reads.
+
+    Args:
+        traced: the function, a `tf.types.experimental.ConcreteFunction`.
+        known: variables of Keras, which are left out.
+    """
+    of_known = {id(part.value.handle) for variable in known for part in parts_of(variable)}
+    # What a function reads it has as an argument more; its list of variables is in no order.
+    place = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
+    found = [variable for variable in traced.variables if id(variable.handle) not in of_known]
+    return [keras_variable(each) for each in sorted(found, key=lambda each: place.get(id(each.handle), len(place)))]

@@ -8,12 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, recording
+from tf2dist.model.call_scope import CallScope, read_directly, recording
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
+OUTSIDE = "outside/"  # the names of variables that are not the model's begin so
 WORKER_STRIDE = 1 << 32  # between the seeds of two workers; the seeds of a model's layers are smaller
 
 
@@ -41,6 +42,7 @@ class Trace(NamedTuple):
         draws: how often the call draws from each of its random generators.
         not_additive: the variables of metrics to which a step does more than add.
         foreign: the paths of variables that the call assigns and that do not belong to the model.
+        outside: the variables that the call reads and that do not belong to the model.
         scalar_losses: the names of the losses that return one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         has_penalties: whether layers add losses, such as those of regularizers.
@@ -51,6 +53,7 @@ class Trace(NamedTuple):
     draws: list[int]
     not_additive: list[keras.Variable]
     foreign: list[str]
+    outside: list[keras.Variable]
     scalar_losses: list[str]
     is_masked: bool
     has_penalties: bool
@@ -83,6 +86,8 @@ class ModelStep:
             are divided by it again.
         earlier_optimizer: the optimizer that has trained the model before; None for a new model.
         sums_losses: whether the losses are sums over the batch instead of means.
+        outside: variables that a step reads where they are, since they are not the model's, such as the factor of a
+            penalty that a callback changes; by names for checkpoints, which their order gives.
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
@@ -106,6 +111,7 @@ class ModelStep:
         self.trace = self._trace()
         self._draws = self.trace.draws
         self.state += self.trace.assigned
+        self.outside = {f"{OUTSIDE}{number}": [variable] for number, variable in enumerate(self.trace.outside)}
 
     @property
     def depends_on_batches(self) -> bool:
@@ -274,6 +280,7 @@ class ModelStep:
                     draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
                     not_additive=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
+                    outside=scope.outside,
                     scalar_losses=[loss.name for loss, value in loss_values if not value.shape.rank],
                     is_masked=any(mask_of(each) is not None for each in maskable),
                     has_penalties=has_penalties,
@@ -281,7 +288,10 @@ class ModelStep:
             )
 
         signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
-        tf.function(call, autograph=False).get_concrete_function(*signature)
+        traced = tf.function(call, autograph=False).get_concrete_function(*signature)
+        outside = found[0].outside
+        known = [*self.trainable, *self._others, *self.metrics.variables, *outside]
+        outside.extend(read_directly(traced, known))
         return found[0]
 
     @staticmethod

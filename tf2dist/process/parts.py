@@ -61,6 +61,13 @@ def joined(parts: list[keras.Variable]) -> keras.Variable:
         return keras.Variable(_unused, value.shape, value.dtype, trainable=False, name=parts[0].name)
 
 
+def keras_variable(value: tf.Variable) -> keras.Variable:
+    """A variable of Keras with which one of TensorFlow is read and assigned."""
+    name = value.name.rpartition("/")[2].partition(":")[0]
+    with _over(value):
+        return keras.Variable(_unused, value.shape, value.dtype.name, trainable=False, name=name)
+
+
 def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
     """In a graph: the values of whole variables from those of their parts."""
     found = []

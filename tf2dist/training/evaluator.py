@@ -31,8 +31,11 @@ class Evaluator:
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
         self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step)
         self._optimizer: keras.Optimizer | None = None
-        self._named = self._needed_last = named_variables(self._step.model, self._step.variables, [])
+        self._named = self._needed_last = self._variables([])
         self._evaluate = self._step.evaluate_function()
+
+    def _variables(self, optimizers: list[keras.Optimizer]) -> Named:
+        return named_variables(self._step.model, self._step.variables, optimizers) | self._step.outside
 
     def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
         """The newest checkpoint, if it is beyond the step `done`; None otherwise.
@@ -60,7 +63,7 @@ class Evaluator:
             self._optimizer = self._make_optimizer(target_step)
             if finalizes(self._optimizer):
                 self._optimizer.build(self._step.trainable)
-                self._needed_last = named_variables(self._step.model, self._step.variables, [self._optimizer])
+                self._needed_last = self._variables([self._optimizer])
         return self._needed_last
 
     def evaluate(self, snapshot: Snapshot, split: str, is_last: bool = False) -> Evaluation:

@@ -92,7 +92,7 @@ def prepare(
     print_bytes(step.variables, [server.optimizer for server in graphs.servers], cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
-    named = named_variables(step.model, step.variables, [server.optimizer for server in graphs.servers])
+    named = named_variables(step.model, step.variables, [server.optimizer for server in graphs.servers]) | step.outside
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)

@@ -91,7 +91,7 @@ def prepare(
     print_bytes(step.variables, [part.optimizer for part in graphs.parts], cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
-    named = named_variables(step.model, step.variables, [part.optimizer for part in graphs.parts])
+    named = named_variables(step.model, step.variables, [part.optimizer for part in graphs.parts]) | step.outside
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)

@@ -99,7 +99,7 @@ def prepare(
 
     # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
     # snapshot, which is younger.
-    named = named_variables(step.model, step.variables, [optimizer])
+    named = named_variables(step.model, step.variables, [optimizer]) | step.outside
     begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)

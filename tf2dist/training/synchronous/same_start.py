@@ -45,7 +45,7 @@ def begin_equally(
     """
     shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
     own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
-    of_model = {name: variables for name, variables in named.items() if name.startswith("model/")}
+    of_model = {name: variables for name, variables in named.items() if not name.startswith("optimizer/")}
     weights = hashlib.sha256()
     for variables in of_model.values():
         weights.update(np.ascontiguousarray(variables[0].numpy()).tobytes())
