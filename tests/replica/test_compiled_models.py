@@ -129,6 +129,81 @@ def test_losses_that_several_workers_cannot_share_are_refused(name: str) -> None
             checks.check_losses("given", step, num_replicas)
 
 
+class Looks(keras.layers.Layer):  # type: ignore[misc]
+    """Calls a function of itself, its input and the number of examples; it has a weight of its own."""
+
+    def __init__(self, function: Callable[..., Any], aggregation: str = "none", **more: Any) -> None:
+        super().__init__(name="looks", **more)
+        self.function, self.aggregation = function, aggregation
+
+    def build(self, shape: Any) -> None:
+        more = {"initializer": "zeros", "trainable": False, "aggregation": self.aggregation}
+        self.seen = self.add_weight(shape=(), name="seen", **more)
+
+    def call(self, inputs: Any) -> Any:
+        x = keras.ops.cast(inputs, "float32") / 255
+        self.function(self, x, keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return inputs
+
+
+def in_batch_negatives(layer: Any, x: Any, count: Any) -> None:
+    flat = keras.ops.reshape(x, (-1, 784))
+    scores = keras.ops.matmul(flat, keras.ops.transpose(flat)) / 100
+    right = keras.ops.arange(keras.ops.shape(x)[0])
+    layer.add_loss(keras.ops.mean(CROSSENTROPY(from_logits=True, reduction=None)(right, scores)))
+
+
+NO_MEAN = r"adds a loss \(add_loss\) that for a whole batch is not the mean"
+ADDS_UP = r"every step adds to .*looks/seen a sum over its batch"
+HAS_SUM = r".*looks/seen has aggregation='sum', and with mode=sync_replicas the workers take the mean"
+# By what a layer does: the refusal of several synchronous workers, and that of mode=sync_replicas; empty for none.
+BATCHES: dict[str, tuple[Callable[[], keras.layers.Layer], str, str]] = {
+    "a mean": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.mean(x))), "", ""),
+    "a sum": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.sum(x))), NO_MEAN, NO_MEAN),
+    "negatives": (lambda: Looks(in_batch_negatives), NO_MEAN, NO_MEAN),
+    "a largest": (
+        lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.max(keras.ops.mean(x, (1, 2))))),
+        NO_MEAN,
+        NO_MEAN,
+    ),
+    "a constant": (lambda: Looks(lambda self, x, n: self.add_loss(1.0 + 0 * self.seen)), "", ""),
+    "regularizers": (lambda: layers.Conv2D(1, 2, kernel_regularizer="l2", activity_regularizer="l2"), "", ""),
+    "steps": (lambda: Looks(lambda self, x, n: self.seen.assign_add(1)), "", ""),
+    "examples": (lambda: Looks(lambda self, x, n: self.seen.assign_add(n)), ADDS_UP, ADDS_UP),
+    "an average of sums": (
+        lambda: Looks(lambda self, x, n: self.seen.assign(0.9 * self.seen + 0.1 * keras.ops.sum(x))),
+        ADDS_UP,
+        ADDS_UP,
+    ),
+    "an average of means": (
+        lambda: Looks(lambda self, x, n: self.seen.assign(0.9 * self.seen + 0.1 * keras.ops.mean(x))),
+        "",
+        "",
+    ),
+    "a sum that is told": (lambda: Looks(lambda self, x, n: self.seen.assign_add(n), "sum"), "", HAS_SUM),
+    "a mean that is told": (lambda: Looks(lambda self, x, n: self.seen.assign_add(n), "mean"), "", ""),
+    "normalization": (lambda: layers.BatchNormalization(), "", ""),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> None:
+    make, *told = BATCHES[name]
+
+    def model() -> keras.Model:
+        middle = make()
+        return compiled(keras.Sequential([keras.Input((28, 28, 1)), middle, layers.Flatten(), layers.Dense(10)]), "mse")
+
+    step, _ = built(model)
+    splits = data.Splits(load_digits(run_config().data).train)
+    for says, is_told in zip(told, (False, True), strict=True):
+        refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
+        with refusal if says else contextlib.nullcontext():
+            checks.check_batches("given", step, splits)
+            if is_told:
+                checks.check_aggregation("given", step, "mode=sync_replicas")
+
+
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
     """A typical custom metric, whose state cannot be added up."""
 

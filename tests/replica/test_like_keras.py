@@ -29,7 +29,7 @@ Training = dict[str, Any]
 # Models that one worker trains in each mode.
 ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
 # Models that two synchronous workers train.
-TWO_WORKERS = ["large", "spectral", "synchronized", "summed"]
+TWO_WORKERS = ["large", "spectral", "synchronized", "summed", "aggregated"]
 # Settings of the optimizer, with which a softmax model is trained.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
@@ -110,6 +110,34 @@ def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.compile(keras.optimizers.SGD(0.001), loss, metrics=["accuracy"])
     return model
+
+
+class Counts(keras.layers.Layer):  # type: ignore[misc]
+    """Has a weight for each way in which replicas put their changes together."""
+
+    def build(self, shape: Any) -> None:
+        ways = {"seen": "sum", "total": "sum", "steps": "only_first_replica", "mean": "mean", "middle": "none"}
+        for name, way in ways.items():
+            more = {"initializer": "zeros", "trainable": False, "aggregation": way}
+            setattr(self, name, self.add_weight(shape=(), name=name, **more))
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.count(x)
+        return x
+
+    def count(self, x: Any) -> None:
+        self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        self.total.assign(0.5 * self.total + keras.ops.sum(x) / 1000)
+        self.steps.assign_add(1)
+        for variable in (self.mean, self.middle):
+            variable.assign(0.5 * variable + keras.ops.mean(x))
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+
+
+@registry.register_model("aggregated")
+def aggregated(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    return keras.Sequential([*first_layers(input_shape), layers.Dense(20), Counts(), layers.Dense(num_classes)])
 
 
 class OwnLoss(keras.Model):  # type: ignore[misc]

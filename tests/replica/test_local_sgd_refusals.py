@@ -71,7 +71,7 @@ def checked(
     model = keras.Sequential([keras.Input((3,)), layer or layers.Dense(2)])
     optimizer = optimizer or keras.optimizers.SGD(momentum=0.5)
     optimizer.build(model.trainable_variables)
-    step: Any = SimpleNamespace(model=model, sums_losses=sums)
+    step: Any = SimpleNamespace(model=model, sums_losses=sums, state=[], trace=SimpleNamespace(decays={}))
     workers: Any = SimpleNamespace(num_replicas=replicas, count=2)
     check("given", config, workers, SimpleNamespace(stream=stream), step, optimizer)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
+from tf2dist.model.batch_dependence import penalty_is_no_mean, sums_over_batch
 from tf2dist.model.step import MEANS, ModelStep, Trace
 from tf2dist.process.tf_internals import layers_of, losses_of
 
@@ -126,7 +127,7 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
             "use sum_over_batch_size, or mode=async"
         )
     # A mean is weighted by the replica's share of the step, a sum is not: their total cannot be treated as either.
-    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trace.has_penalties):
+    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trace.penalties):
         raise ConfigError(
             f"model ({name}): a loss with reduction=sum beside others cannot be shared by synchronous workers; use "
             "sum_over_batch_size, or mode=async"
@@ -185,6 +186,35 @@ def check_state(name: str, state: list[keras.Variable]) -> None:
         raise ConfigError(
             f"model ({name}): {odd[0].path} is of type {odd[0].dtype}, and its changes on several workers have no "
             "mean; make it float32 or int32, or use mode=async"
+        )
+
+
+def check_batches(name: str, step: ModelStep, splits: Splits) -> None:
+    """Refuses, for several synchronous replicas, what for a whole batch is not the mean of what its parts give."""
+    if penalty_is_no_mean(step, splits):
+        raise ConfigError(
+            f"model ({name}): adds a loss (add_loss) that for a whole batch is not the mean of those of its examples, "
+            "and several synchronous workers cannot know how to add that up; give the mean over the examples, or use "
+            "mode=async"
+        )
+    if added := sums_over_batch(step, splits):
+        raise ConfigError(
+            f"model ({name}): every step adds to {added[0].path} a sum over its batch, of which several synchronous "
+            "workers would take the mean; say which you mean, as in add_weight(aggregation='sum'), or use mode=async"
+        )
+
+
+def check_aggregation(name: str, step: ModelStep, option: str) -> None:
+    """Refuses state of which several replicas take anything but the mean of their changes.
+
+    Args:
+        option: the choice by which they take the mean.
+    """
+    changed = [v for v in step.state if id(v) in step.trace.decays]
+    if odd := [v for v in changed if v.aggregation not in ("none", "mean")]:
+        raise ConfigError(
+            f"model ({name}): {odd[0].path} has aggregation='{odd[0].aggregation}', and with {option} the workers take "
+            "the mean of their changes; use mode=sync with algorithm=plain, or mode=async"
         )
 
 

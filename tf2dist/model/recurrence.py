@@ -53,7 +53,7 @@ def recurrence_of(new: tf.Tensor, old: tf.Tensor) -> Recurrence:
 
 def _shares_of(old: tf.Tensor) -> dict[str, float]:
     """What `_share` takes."""
-    return dict.fromkeys(_reached_from(old), math.nan) | {old.name: 1.0}
+    return dict.fromkeys(reached_from(old), math.nan) | {old.name: 1.0}
 
 
 def _decay(new: tf.Tensor, shares: dict[str, float]) -> float:
@@ -63,9 +63,9 @@ def _decay(new: tf.Tensor, shares: dict[str, float]) -> float:
     return decay if math.isfinite(decay) and is_kept else 0.0
 
 
-def _reached_from(tensor: tf.Tensor) -> set[str]:
-    """The names of all tensors that depend on this one."""
-    reached, waiting = {tensor.name}, [tensor]
+def reached_from(*tensors: tf.Tensor) -> set[str]:
+    """The names of all tensors that depend on one of these, and their own."""
+    reached, waiting = {tensor.name for tensor in tensors}, list(tensors)
     while waiting:
         outputs = [output for consumer in waiting.pop().consumers() for output in consumer.outputs]
         waiting += [output for output in outputs if output.name not in reached]

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.model.call_scope import CallScope, read_directly, recording
 from tf2dist.model.metrics import Metrics
-from tf2dist.model.recurrence import decay_of
-from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, seeds_of
+from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 OUTSIDE = "outside/"  # the names of variables that are not the model's begin so
@@ -45,7 +45,10 @@ class Trace(NamedTuple):
         outside: the variables that the call reads and that do not belong to the model.
         scalar_losses: the names of the losses that return one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
-        has_penalties: whether layers add losses, such as those of regularizers.
+        penalties: the losses that layers add, such as those of regularizers.
+        penalizes_batch: whether one of these depends on the batch.
+        decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
+        from_batch: those of these variables whose change depends on the batch.
     """
 
     outputs: Any
@@ -56,7 +59,10 @@ class Trace(NamedTuple):
     outside: list[keras.Variable]
     scalar_losses: list[str]
     is_masked: bool
-    has_penalties: bool
+    penalties: list[tf.Tensor]
+    penalizes_batch: bool
+    decays: dict[int, float]
+    from_batch: list[keras.Variable]
 
 
 class ForwardPass(NamedTuple):
@@ -182,6 +188,19 @@ class ModelStep:
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         return StepOutput(gradients, new_state, sums)
 
+    def parts(self, leaves: list[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
+        """The losses that layers add for a batch, and what it adds to the state of `Trace.decays`, by id."""
+        trainable, state = self.values()
+        with self._scope(trainable, state, self.metrics.zeros(), tf.zeros([2], tf.int64), None) as scope:
+            self._forward(leaves, training)
+            penalties = [tf.reduce_sum(tf.cast(penalty, tf.float32)) for penalty in self.model.losses]
+            terms = {
+                id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
+                for v, old in zip(self.state, state, strict=True)
+                if (decay := self.trace.decays.get(id(v))) is not None
+            }
+        return penalties, terms
+
     def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
         """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics."""
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
@@ -269,9 +288,11 @@ class ModelStep:
                 with recording(losses_of(self.model)) as loss_values:
                     forward = self._forward(leaves, training=True)
                 self._update_metrics(forward, forward.loss)
-                has_penalties = bool(self.model.losses)
+                penalties = list(self.model.losses)
                 maskable = [*leaves_of(forward.outputs), *(value for _, value in loss_values)]
                 news = [scope.get_current_value(v) for v in self.metrics.variables]
+                changed = self._changed_by_users(scope, state)
+            reached = reached_from(*leaves)
             kept = zip(self.metrics.variables, metrics, news, strict=True)
             found.append(
                 Trace(
@@ -283,7 +304,10 @@ class ModelStep:
                     outside=scope.outside,
                     scalar_losses=[loss.name for loss, value in loss_values if not value.shape.rank],
                     is_masked=any(mask_of(each) is not None for each in maskable),
-                    has_penalties=has_penalties,
+                    penalties=penalties,
+                    penalizes_batch=any(penalty.name in reached for penalty in penalties),
+                    decays={id(v): decay_of(new, old) for v, new, old in changed},
+                    from_batch=[v for v, new, _ in changed if new.name in reached],
                 )
             )
 
@@ -293,6 +317,16 @@ class ModelStep:
         known = [*self.trainable, *self._others, *self.metrics.variables, *outside]
         outside.extend(read_directly(traced, known))
         return found[0]
+
+    def _changed_by_users(
+        self, scope: CallScope, state: list[tf.Tensor]
+    ) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor]]:
+        """The state that a call changes, with its new and old values, but for that of Keras's own layers."""
+        # Their changes have a mean over the replicas.
+        of_keras = [v for layer in own_layers_of_keras(self.model) for v in layer.variables]
+        known = {id(v) for v in of_keras if v.aggregation == "none"}
+        values = [(v, scope.get_current_value(v), old) for v, old in zip(self.state, state, strict=True)]
+        return [(v, new, old) for v, new, old in values if new is not old and id(v) not in known]
 
     @staticmethod
     def _specs(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:

@@ -106,11 +106,17 @@ def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> li
     return [index for index, variable in enumerate(variables) if not uses(variable.value)]
 
 
-def layers_of(model: keras.Model) -> list[keras.Layer]:
+def layers_of(model: keras.Layer) -> list[keras.Layer]:
     """The model itself and all its layers, nested ones included."""
     # The public `model.layers` lists only the outermost.
     layers: list[keras.Layer] = attribute(keras, model, "_flatten_layers", Callable)()
     return layers
+
+
+def own_layers_of_keras(model: keras.Model) -> list[keras.Layer]:
+    """The layers of a model that Keras defines and that have no layers inside."""
+    found = [layer for layer in layers_of(model) if type(layer).__module__.partition(".")[0] == "keras"]
+    return [layer for layer in found if len(layers_of(layer)) == 1]
 
 
 def seeds_of(model: keras.Model) -> list[keras.Variable]:

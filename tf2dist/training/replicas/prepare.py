@@ -11,7 +11,7 @@ from tf2dist.checkpoint.state import Named, earlier_updates, named_variables, re
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.checks import check_losses, check_state, check_unsynchronized
+from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
 from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
@@ -81,6 +81,8 @@ def prepare(
     scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
     _check(source.name, step, replicas)
+    if replicas > 1:
+        check_batches(source.name, step, splits)
     origin = Origin.of(resumed, sharding)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     graphs = ReplicasStep(
@@ -125,4 +127,5 @@ def _check(name: str, step: ModelStep, replicas: int) -> None:
     check_losses(name, step, replicas)
     check_state(name, step.state)
     if replicas > 1:
+        check_aggregation(name, step, "mode=sync_replicas")
         check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")

@@ -13,7 +13,7 @@ from tf2dist.checkpoint.state import Named, counter_of, earlier_updates, named_v
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import ConfigError
-from tf2dist.model.checks import check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
@@ -88,6 +88,8 @@ def prepare(
     # all that it does in a single process. What must be equal everywhere is made so here and in each step.
     step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
     _check(source.name, config, step, sharding, replicas)
+    if replicas > 1:
+        check_batches(source.name, step, splits)
     new_optimizer = functools.partial(make_optimizer, last_step)
     optimizer = new_optimizer()
     check_init_from(optimizer, isinstance(start, Weights))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
+from tf2dist.model.aggregation import apply, contribution
 from tf2dist.model.packing import Buckets, transfers_of
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
@@ -156,10 +157,17 @@ class SyncStep:
         """One step of one replica; returns the sums of what all replicas contribute."""
         output, state, share = self.computed(element)
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
-        changes = [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)]
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        changes = [
+            contribution(v, self._decay(v), new, old, share, replica)
+            for v, new, old in zip(self.step.state, output.state, state, strict=True)
+        ]
         return self.reduced(
             self._buckets.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
         )
+
+    def _decay(self, variable: keras.Variable) -> float:
+        return self.step.trace.decays.get(id(variable), 1.0)
 
     def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
         """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
@@ -169,7 +177,7 @@ class SyncStep:
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
         for variable, change in zip(self.step.state, changes, strict=True):
-            variable.value.assign_add(change)
+            apply(variable, self._decay(variable), change)
         self.optimizer.apply(gradients, self.step.trainable)
         self.applied.assign_add(1)
         return sums

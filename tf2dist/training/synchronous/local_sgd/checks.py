@@ -6,7 +6,7 @@ from tf2dist.checkpoint.state import finalizes
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model.checks import check_unsynchronized
+from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.step import ModelStep
 from tf2dist.training.synchronous.local_sgd.slots import slots_of
 from tf2dist.training.synchronous.workers import Workers
@@ -32,6 +32,8 @@ def check(
             "worker for each GPU"
         )
     _check_length(config, workers.count)
+    if workers.count > 1:
+        check_aggregation(name, step, "algorithm=local_sgd")
     check_unsynchronized(name, step.model, "algorithm=local_sgd", "algorithm=plain")
     # What the sum over the batches of a step is, a worker can estimate from its own only if it knows the others' sizes.
     if splits.stream and step.sums_losses:

@@ -1,0 +1,95 @@
+"""How penalties and changes of the state depend on the examples of a batch: as their mean, as their sum, or otherwise.
+
+Several synchronous workers add up what they compute from their own parts of a batch. A trial with two batches and with
+both as one shows whether that gives what one worker computes from the whole.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.data.arrays import Splits
+from tf2dist.model.step import ModelStep
+
+SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
+TOLERANCE = 1e-3  # relative
+
+
+def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
+    """Whether the losses that layers add are for a whole batch other than the mean of those of its examples."""
+    if not step.trace.penalizes_batch:
+        return False
+
+    def of_penalties(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+        return lambda leaves: step.parts(leaves, training)[0]
+
+    # Not as in training, where dropout would draw other numbers for each batch; unless losses are added in training
+    # alone. Layers that look at the batch are told of elsewhere.
+    found = _on_trial(of_penalties(False), step, splits)
+    if found is not None and len(found[0]) != len(step.trace.penalties):
+        found = _on_trial(of_penalties(True), step, splits)
+    if found is None:
+        return False
+    return any(
+        not np.allclose(whole, _mean(one, other), TOLERANCE, 1e-7) for one, other, whole in zip(*found, strict=True)
+    )
+
+
+def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:
+    """The variables without an aggregation to which a step adds up something of each example."""
+    chosen = [v for v in step.trace.from_batch if v.aggregation == "none"]
+    if not chosen:
+        return []
+
+    def of_state(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
+        terms = step.parts(leaves, True)[1]
+        return [terms[id(variable)] for variable in chosen]
+
+    found = _on_trial(of_state, step, splits)
+    if found is None:
+        return []
+    # By the nearer one: what dropout and normalization make of a batch depends on the batch a little.
+    return [
+        variable
+        for variable, one, other, whole in zip(chosen, *found, strict=True)
+        if np.linalg.norm(whole - (one + other)) < np.linalg.norm(whole - _mean(one, other))
+    ]
+
+
+def _mean(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.average([one, other], 0, SIZES)
+
+
+def _on_trial(
+    function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: ModelStep, splits: Splits
+) -> list[list[np.ndarray]] | None:
+    """What a function of the leaves of a batch gives for two batches and for both as one.
+
+    None if the model takes no such batches, or a number is not finite.
+    """
+    leaves = _examples(step, splits)
+    cuts = slice(0, SIZES[0]), slice(SIZES[0], sum(SIZES)), slice(0, sum(SIZES))
+    traced = tf.function(function, autograph=False, input_signature=[step.layout.batched(None)])
+    with contextlib.suppress(Exception):  # operations of the model raise errors of many types
+        found = [[np.array(one, np.float64) for one in traced([leaf[cut] for leaf in leaves])] for cut in cuts]
+        if all(np.isfinite(one).all() for part in found for one in part):
+            return found
+    return None
+
+
+def _examples(step: ModelStep, splits: Splits) -> list[tf.Tensor]:
+    """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones."""
+    if splits.stream is None and len(splits.train) >= sum(SIZES):
+        return [tf.constant(leaf) for leaf in splits.train[: sum(SIZES)].leaves]
+    return [_made_up(spec) for spec in step.layout.batched(sum(SIZES))]
+
+
+def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
+    shape = [8 if size is None else size for size in spec.shape]
+    rng = np.random.default_rng(len(shape))
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)
