@@ -91,6 +91,7 @@ class Interrupted(TfDistError):
 
     def __init__(self, signum: int, more: str = "") -> None:
         super().__init__(f"stopped by {name_of(signum)}{more}")
+        self.signum, self.more = signum, more
         self.exit_code = 128 + signum
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -68,6 +69,25 @@ class StopRequests:
         elif not is_impatient(self._received[0], number, now - self._first_at):
             return
         self._received.append(number)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Makes SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt; leaves a program's own handler alone."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # Python lets only the main thread set handlers.
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Signals:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ports_of_tasks
+from tf2dist.signals import name_of
 
 QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
 BEGIN = """
@@ -94,30 +95,37 @@ for verbose in (0, 1, 2):
     assert progress[0] == []
     assert "starting TensorFlow" in progress[1]
     assert any(line.startswith("epoch 2/2: loss ") for line in progress[1])
+    assert Path(progress[1][-1]).parent == tmp_path / "outputs"
     assert lines[1] == []
     assert lines[0][0] == "Epoch 1/2"
     assert lines[0][1].startswith("6/6 - ")
     assert " - loss: " in lines[0][1]
 
 
-def test_ctrl_c_stops_the_cluster_and_the_same_call_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_stops_the_cluster_and_the_call_that_it_names_goes_on(signum: signal.Signals, tmp_path: Path) -> None:
     code = """
+sys.stderr = sys.stdout
 try:
-    tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], run_dir="run", **given)
-except KeyboardInterrupt as error:
-    print(error.__notes__[0], flush=True)
+    tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], **given)
+except (KeyboardInterrupt, SystemExit) as error:
+    print(error, flush=True)
 import psutil
 print([each.name() for each in psutil.Process().children(recursive=True)])
-result = tf2dist.fit(build, x, x.sum(1), epochs=3, run_dir="run", **given)
+(run_dir,) = pathlib.Path("outputs").iterdir()
+result = tf2dist.fit(build, x, x.sum(1), epochs=3, run_dir=run_dir, **given)
 print(result.summary["global_step"] >= 6)
 """
     process = start(tmp_path, BEGIN + SLOWLY + code)
     wait_for(tmp_path / "trained", process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
-    told, left, goes_on = out.splitlines()
-    assert told.startswith("tf2dist: stopped by Ctrl-C; saved at step ")
+    told, *codes, left, goes_on = out.splitlines()
+    assert told.startswith(f"tf2dist: stopped by {name_of(signum)}; saved at step ")
+    (run_dir,) = (tmp_path / "outputs").iterdir()
+    assert told.endswith(f'; add run_dir="{run_dir}" to go on')
+    assert codes == (["143"] if signum == signal.SIGTERM else [])
     assert left == "[]"
     assert goes_on == "True"
 
@@ -218,7 +226,7 @@ def test_a_notebook_is_executed_and_survives_an_interrupt(tmp_path: Path) -> Non
 try:
     tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], **given)
 except KeyboardInterrupt as error:
-    print("interrupted", error.__notes__)
+    print("interrupted", error)
 """,
         "print(tf2dist.fit(build, x, x.sum(1), mode='sync', **given).summary['mode'])",
     ]
@@ -240,5 +248,5 @@ except KeyboardInterrupt as error:
     _, trained, stopped, again = map(text_of, notebook.cells)
     assert "epoch 2/2: loss" in trained, "what the run tells stands below the cell"
     assert "'loss': [" in trained
-    assert "interrupted ['tf2dist: stopped by Ctrl-C; saved at step" in stopped
+    assert "interrupted tf2dist: stopped by Ctrl-C; saved at step" in stopped
     assert again.strip().endswith("sync")

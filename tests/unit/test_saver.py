@@ -65,14 +65,14 @@ def test_saving_the_last_step_is_retried(tmp_path: Path) -> None:
     saver.retry(9, lambda: frozen(9))
     assert saver.saved_step is None
     with pytest.raises(
-        TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room"
+        TrainingError, match=r"step 9 could not be saved: .*test accuracy 0\.9000, .*are lost; make room, and add X to"
     ):
-        check_saved({"global_step": 9, "saved_step": saver.saved_step, **RESULT})
+        check_saved({"global_step": 9, "saved_step": saver.saved_step, **RESULT}, "add X")
     disk.full = False
     saver.retry(9, lambda: frozen(9))
     assert_same(disk.newest(fail), snapshot(9))
     saver.retry(9, lambda: pytest.fail("it has been saved"))
-    check_saved({"global_step": 9, "saved_step": saver.saved_step})
+    check_saved({"global_step": 9, "saved_step": saver.saved_step}, "add X")
 
 
 class SlowDisk(Checkpoints):

@@ -55,7 +55,7 @@ def test_a_stop_says_whether_it_has_saved(tmp_path: Path, saved_at: float, stopp
     script: list[tuple[float, Any]] = [(102.0, BEGUN), (saved_at, saved)]
     launcher = ScriptedLauncher(tmp_path, [*script, (104.5, Signalled()), (106.0, ended(TASKS[0], 143))])
     config = RunConfig(mode="sync")
-    with pytest.raises(Interrupted, match=f"; {printed}, where the same command with run_dir goes on"):
+    with pytest.raises(Interrupted, match=f"; {printed}$"):
         follow(launcher, config, start=lambda task, restarts: launcher.tasks.update({task: 1}))
 
 

@@ -2,6 +2,7 @@
 
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.caller import Heard, Send
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress, metrics_text
-from tf2dist.signals import StopRequests
+from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays
 from tf2dist.training.launcher_hooks import take_arrays, write_arrays
 
@@ -22,6 +23,10 @@ T = TypeVar("T")
 # Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that
 # the kernel gives to another thread does not end the wait of this one.
 LOOK_SECS = 0.5
+
+
+def _signal_of(error: BaseException) -> signal.Signals:
+    return signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
 
 
 class Conversation(Generic[T]):
@@ -80,6 +85,7 @@ class Conversation(Generic[T]):
 
     # In the caller's thread.
 
+    @sigterm_raises()
     def follow(self, run: Callable[[StopRequests], T], console: Console) -> T:
         """Calls `run` in another thread and the callbacks in this one, until the run has ended.
 
@@ -88,7 +94,8 @@ class Conversation(Generic[T]):
             console: gets a line for each epoch.
 
         Raises:
-            KeyboardInterrupt: of Ctrl-C, after the run has saved and ended.
+            KeyboardInterrupt: of Ctrl-C, after the run has saved and ended; says where.
+            SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
             Exception: what a callback has raised, after the run has saved and ended; or what `run` has raised.
         """
         self._console = console
@@ -99,24 +106,34 @@ class Conversation(Generic[T]):
         try:
             self._answer_all()
         except BaseException as error:
-            self._stop_requests.ask(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            self._stop_requests.ask(_signal_of(error))
             self._wait_for_end(thread)
             # The user should see the error of the callback itself. At which step the run was saved goes with it.
             if isinstance(self._error, TfDistError):
-                error.add_note(f"tf2dist: {self._error}")
+                self._tell(error, f"tf2dist: {self._error}")
             raise
         thread.join()
         if self._error:
             raise self._error
         return self._result[0]
 
+    @staticmethod
+    def _tell(error: BaseException, text: str) -> None:
+        # A notebook shows no notes, and Ctrl-C has no text of its own. Nothing at all is shown of a SystemExit.
+        if isinstance(error, KeyboardInterrupt) and not error.args:
+            error.args = (text,)
+        elif isinstance(error, SystemExit):
+            print(text, file=sys.stderr)
+        else:
+            error.add_note(text)
+
     def _wait_for_end(self, thread: threading.Thread) -> None:
         while thread.is_alive():
             try:
                 thread.join(LOOK_SECS)
-            except KeyboardInterrupt:
-                # As on the command line, a later Ctrl-C asks for an end at once.
-                self._stop_requests.ask(signal.SIGINT)
+            except (KeyboardInterrupt, SystemExit) as error:
+                # As on the command line, a later signal asks for an end at once.
+                self._stop_requests.ask(_signal_of(error))
 
     def _answer_all(self) -> None:
         while True:

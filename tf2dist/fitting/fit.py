@@ -103,7 +103,8 @@ def fit(
         DataError: `data` raises an error, or its batches have no known shape.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
         TfDistError: the training failed, or tasks were lost too often.
-        KeyboardInterrupt: of Ctrl-C; the run was saved, and the same call with the same `run_dir` resumes it.
+        KeyboardInterrupt: of Ctrl-C; the run was saved, and the text says with which `run_dir` it goes on.
+        SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """
     started_at = time.time()
     # A task imports the module of the model. If that module calls `fit` itself, each task would start a cluster.

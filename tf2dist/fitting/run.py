@@ -25,7 +25,7 @@ from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
 from tf2dist.fitting.result import History, Result
-from tf2dist.launch.console import Console
+from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.start import check_place, check_size, run_in_folder
 from tf2dist.messages import Progress
 from tf2dist.model.plan import EpochPlan
@@ -150,7 +150,10 @@ class Run:
         def run(requests: StopRequests) -> Outcome:
             return run_in_folder(self.config, self.host_task, console, self.started_at, requests, conversation)
 
-        return conversation.follow(run, console)
+        folder, summary = conversation.follow(run, console)
+        if summary:
+            console.note(result_lines(summary, str(folder)))
+        return folder, summary
 
 
 class QuietConsole(Console):

@@ -7,7 +7,9 @@ run's files must be a regular file, or a folder: a link could lead to any file o
 import contextlib
 import fcntl
 import itertools
+import json
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -98,6 +100,18 @@ def _check(path: Path, given: str, kind: str, access: int) -> None:
     else:
         return
     raise ConfigError(f"run_dir ({given}): {path.name} in it {problem}; remove it, or name another directory")
+
+
+def how_to_go_on(run_dir: Path, in_python: bool) -> str:
+    """What the user adds to the command, or to the call of `fit`, to go on with the run."""
+    return f"add run_dir={json.dumps(str(run_dir), ensure_ascii=False) if in_python else shlex.quote(str(run_dir))}"
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    try:
+        return any(path.name.startswith("step-") for path in (run_dir / "checkpoints").iterdir())
+    except OSError:
+        return False
 
 
 def why_not_private(run_dir: Path) -> str:

@@ -103,7 +103,7 @@ class Shutdown:
         if self.saved_step is None:
             return Interrupted(signum, "; nothing was saved" if self._has_begun else "")
         saved = "saved at" if self._has_saved else "not saved since"
-        return Interrupted(signum, f"; {saved} step {self.saved_step}, where the same command with run_dir goes on")
+        return Interrupted(signum, f"; {saved} step {self.saved_step}")
 
     def _patience(self, leads: bool) -> float:
         """Seconds for the stop. The leader saves, so hosts without it wait longer."""

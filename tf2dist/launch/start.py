@@ -14,11 +14,11 @@ from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
 from tf2dist.data import location
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, Interrupted
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import make_run_dir, why_not_private
+from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir, why_not_private
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 
@@ -41,12 +41,20 @@ def run_in_folder(
 
     Raises:
         ConfigError: the directory cannot be used.
+        Interrupted: by a signal; says how to go on if there is a checkpoint.
     """
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     if text := why_not_private(run_dir):
         console.warn(text)
-    return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+    try:
+        return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+    except Interrupted as error:
+        # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
+        if not has_checkpoints(run_dir):
+            raise
+        more = f"{error.more}; {how_to_go_on(run_dir, in_python=caller is not None)} to go on"
+        raise Interrupted(error.signum, more) from None
 
 
 def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:

@@ -23,7 +23,7 @@ from tf2dist.launch.figure import PICTURE, Figure
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event
 from tf2dist.launch.monitor import Monitor
-from tf2dist.launch.run_dir import Lock, locked
+from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
 from tf2dist.launch.run_state import Tasks
 from tf2dist.signals import Requests
 
@@ -133,7 +133,7 @@ def run_tasks(
         summary = monitor.run(tasks)
         if summary:
             write_summary(run_dir, lock, summary)
-            check_saved(summary)
+            check_saved(summary, how_to_go_on(run_dir, in_python=caller is not None))
         return summary
 
 
@@ -214,12 +214,12 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
         console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
 
 
-def check_saved(summary: dict[str, Any]) -> None:
+def check_saved(summary: dict[str, Any], advice: str) -> None:
     """Raises TrainingError if the weights behind the result could not be saved."""
     if (step := summary["global_step"]) != summary["saved_step"]:
         raise TrainingError(
             f"step {step} could not be saved: the weights behind the result ({last_evaluation(summary).strip()}) "
-            "are lost; make room, and the same command with run_dir goes on from the checkpoint before"
+            f"are lost; make room, and {advice} to go on from the checkpoint before"
         )
 
 
