@@ -54,12 +54,18 @@ class Began:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training stands; `metrics`: over the steps since the last message, the loss among them."""
+    """Where the training stands.
+
+    Attributes:
+        metrics: over the steps since the last message, the loss among them.
+        steps_per_sec: the mean rate of the training so far, as in summary.json; None while unknown.
+    """
 
     task: str
     step: int
     target_step: int
     metrics: dict[str, float]
+    steps_per_sec: float | None = None
 
 
 @dataclass(frozen=True)
@@ -199,8 +205,10 @@ class ToLauncher:
     def began(self, step: int) -> None:
         self._post(Began(self.task, step))
 
-    def progress(self, step: int, target_step: int, metrics: dict[str, float]) -> None:
-        self._post(Progress(self.task, step, target_step, metrics))
+    def progress(
+        self, step: int, target_step: int, metrics: dict[str, float], steps_per_sec: float | None = None
+    ) -> None:
+        self._post(Progress(self.task, step, target_step, metrics, steps_per_sec))
 
     def status(self, text: str) -> None:
         self._post(Status(self.task, text))

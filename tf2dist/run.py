@@ -264,9 +264,9 @@ def drive(
             heartbeat.progress()
         stop_if(requested)
         is_due = step < target and step % evaluate_every == 0 and has_validation
-        if is_due and goal.is_reached(evaluate("validation"), reporter.training_secs):
+        if is_due and (option := goal.reached(evaluate("validation"), reporter.training_secs)):
             target = loop.target_step = step
-            reporter.set_target(step)
+            reporter.set_target(step, ended_by=option)
             saver.save(loop.freeze)
 
     # The result.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,9 @@ def test_what_is_shown(tmp_path: Path) -> None:
 import contextlib, io, json
 for verbose in (0, 1, 2):
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
-        tf2dist.fit(build, x, x.sum(1), epochs=2, **{**given, "verbose": verbose})
+        early = keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=1)
+        more = {"validation_split": 0.2, "callbacks": [early], "verbose": verbose}
+        tf2dist.fit(build, x, x.sum(1), epochs=4, **{**given, **more})
     lines = [line for line in err.getvalue().splitlines() if "warning: " not in line]
     print(json.dumps([out.getvalue().splitlines(), lines]))
 """
@@ -93,11 +96,17 @@ for verbose in (0, 1, 2):
     silent, progress, lines = map(json.loads, out.splitlines())
     assert silent == [[], []]
     assert progress[0] == []
-    assert "starting TensorFlow" in progress[1]
-    assert any(line.startswith("epoch 2/2: loss ") for line in progress[1])
+    assert progress[1][:2] == ["fit: starting 2 workers and 1 ps", "starting TensorFlow"]
+    epochs = [line.partition(":")[0] for line in progress[1][:-3] if "val" in line]
+    assert epochs == ["epoch 1/4", "epoch 2/4"], "each is told once"
+    assert "EarlyStopping ended the run in epoch 2 of 4" in progress[1]
+    last = progress[1][-4]
+    assert last.startswith("step 12/12  loss "), "the run ends here, so nothing is left"
+    (rate,) = re.findall(r" ([\d.,]+) steps/s", last)
+    assert f", 12 steps at {rate}/s (" in progress[1][-3]
     assert Path(progress[1][-1]).parent == tmp_path / "outputs"
     assert lines[1] == []
-    assert lines[0][0] == "Epoch 1/2"
+    assert lines[0][0] == "Epoch 1/4"
     assert lines[0][1].startswith("6/6 - ")
     assert " - loss: " in lines[0][1]
 
@@ -247,6 +256,8 @@ except KeyboardInterrupt as error:
 
     _, trained, stopped, again = map(text_of, notebook.cells)
     assert "epoch 2/2: loss" in trained, "what the run tells stands below the cell"
+    assert "━━━━━━━━━━ step 12/12  loss " in trained
+    assert not [output for output in notebook.cells[1].outputs if output.get("name") == "stderr"], "nothing is red"
     assert "'loss': [" in trained
     assert "interrupted tf2dist: stopped by Ctrl-C; saved at step" in stopped
     assert again.strip().endswith("sync")

@@ -104,7 +104,8 @@ def test_a_saved_model_gives_the_outputs_of_the_trained_one(
     digits: Path, test_set: data.Arrays, tmp_path: Path
 ) -> None:
     finished = typed("export", digits, tmp_path / "out", folder=tmp_path)
-    assert (finished.code, finished.stdout, finished.stderr) == (0, f"{tmp_path / 'out'}\n", "")
+    told = f"export: loading the model of {digits}\n"
+    assert (finished.code, finished.stdout, finished.stderr) == (0, f"{tmp_path / 'out'}\n", told)
     np.save(tmp_path / "x.npy", test_set.x)
     command = [sys.executable, "-c", ALONE, *(str(tmp_path / name) for name in ("out", "x.npy", "y.npy"))]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
@@ -188,7 +189,7 @@ def test_images_and_arrays_in_many_formats(
 
 def test_predictions_of_the_test_set_are_printed_and_drawn(digits: Path, tmp_path: Path) -> None:
     finished = typed("predict", digits, folder=tmp_path)
-    assert (finished.code, finished.stderr) == (0, ""), finished
+    assert (finished.code, finished.stderr) == (0, f"predict: loading the model of {digits}\n"), finished
     first, _, *rows, confusion, predictions = finished.stdout.splitlines()
     accuracy = summary_of(digits)["test_accuracy"]
     assert first == f"accuracy {accuracy:.4f} over 360 examples"
@@ -207,7 +208,7 @@ def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, t
     np.save(tmp_path / "many.npy", np.repeat(test_set.x, 30, axis=0))
     command = f"{sys.executable} -m tf2dist.predict {digits} {tmp_path}/many.npy | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
+    assert done.stderr == f"predict: loading the model of {digits}\n"
     assert done.stdout.splitlines()[-1] == "0"
 
 
@@ -235,7 +236,7 @@ def test_unusable_files_are_refused(digits: Path, tmp_path: Path, content: Any, 
 
 def test_evaluating_the_run_s_own_data_gives_its_summary(digits: Path, tmp_path: Path) -> None:
     finished = typed("evaluate", digits, folder=tmp_path)
-    assert (finished.code, finished.stderr) == (0, ""), finished
+    assert (finished.code, finished.stderr) == (0, f"evaluate: loading the model of {digits}\n"), finished
     *metrics, last = finished.stdout.splitlines()
     summary = summary_of(digits)
     assert [line.split()[0] for line in metrics] == ["loss", "accuracy"]

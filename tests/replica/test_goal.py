@@ -18,21 +18,23 @@ def same(packed: bytes) -> bytes:
 
 def test_an_accuracy() -> None:
     goal = Goal(TrainConfig(until_accuracy=0.9), ["validation"], same)
-    assert [goal.is_reached(evaluation(value), 1e9) for value in (0.1, 0.89, 0.9, 0.95)] == [False, False, True, True]
+    told = "train.until_accuracy=0.9"
+    assert [goal.reached(evaluation(value), 1e9) for value in (0.1, 0.89, 0.9, 0.95)] == ["", "", told, told]
 
 
 def test_the_clock_of_the_leader_decides() -> None:
     goal = Goal(TrainConfig(until_secs=30), ["validation"], same)
-    assert [goal.is_reached(evaluation(0.5), secs) for secs in (0.0, 29.9, 30.0)] == [False, False, True]
+    told = "train.until_secs=30"
+    assert [goal.reached(evaluation(0.5), secs) for secs in (0.0, 29.9, 30.0)] == ["", "", told]
     follower = Goal(TrainConfig(until_secs=30), ["validation"], lambda packed: b"\1")
-    assert follower.is_reached(evaluation(0.5), 0.0)
+    assert follower.reached(evaluation(0.5), 0.0) == told
 
 
 def test_no_goal_and_no_message_between_the_workers() -> None:
     def fail(packed: bytes) -> bytes:
         raise AssertionError("nothing is to be agreed on")
 
-    assert not Goal(TrainConfig(), [], fail).is_reached(evaluation(1.0), 1e9)
+    assert not Goal(TrainConfig(), [], fail).reached(evaluation(1.0), 1e9)
 
 
 def test_a_goal_that_cannot_be_reached_is_refused() -> None:
@@ -40,4 +42,4 @@ def test_a_goal_that_cannot_be_reached_is_refused() -> None:
         Goal(TrainConfig(until_secs=5), ["test"], same)
     goal = Goal(TrainConfig(until_accuracy=0.9), ["validation"], same)
     with pytest.raises(ConfigError, match=r"train.until_accuracy \(0.9\): the model has no accuracy"):
-        goal.is_reached(Evaluation({"loss": 0.5}, 100), 0.0)
+        goal.reached(Evaluation({"loss": 0.5}, 100), 0.0)

@@ -7,13 +7,13 @@ import os
 import pty
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tf2dist import cli
 from tf2dist.errors import FailureRecord, TaskFailure
+from tf2dist.fitting.shown import QuietConsole
 from tf2dist.launch import console
 from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked
@@ -33,7 +33,8 @@ def all_of(descriptor: int) -> str:
 
 def test_progress_line() -> None:
     assert console.progress_line(1200, 2750, 0.31213, 1520) == "step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left"
-    assert console.progress_line(1, 10, 2.5, float("nan")) == "step 1/10  loss 2.5000"
+    assert console.progress_line(1, 10, 2.5, None) == "step 1/10  loss 2.5000"
+    assert console.progress_line(9, 9, float("nan"), 3.0) == "step 9/9  3 steps/s  0:00 left"
 
 
 @pytest.mark.parametrize(("rate", "text"), [(1520.4, "1,520"), (12.34, "12"), (7.31, "7.3"), (0.0421, "0.042")])
@@ -55,14 +56,18 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_the_rate_counts_anew_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart goes back to a checkpoint, which may lie behind the first step that was shown."""
-    stream, clock = io.StringIO(), iter([0.0, 10.0, 20.0, 50.0, 60.0])
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+def test_only_a_restart_goes_back_and_the_rate_is_that_of_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "PLAIN_EVERY_SECS", 0.0)
     with Console(stream) as plain:
-        for step in (1, 1001, 501, 1501):
-            plain.progress(replace(PROGRESS, step=step))
-    assert "step 1,501/2,750  loss 0.3121  100 steps/s  0:12 left" in stream.getvalue()
+        for step in (1, 1001, 501):
+            plain.progress(replace(PROGRESS, step=step, steps_per_sec=100.0))
+        plain.began(501)  # from a checkpoint
+        plain.progress(replace(PROGRESS, step=601, steps_per_sec=50.0))
+    assert [line.partition("/")[0] for line in stream.getvalue().splitlines()] == [
+        *("step 1", "step 1,001", "step 1,001", "step 601")
+    ]
+    assert "step 601/2,750  loss 0.3121  50 steps/s  0:43 left" in stream.getvalue()
 
 
 def test_a_narrow_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +129,14 @@ EVALUATIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("summary", "line"), EVALUATIONS)
 def test_the_metrics_of_the_last_evaluation(summary: dict[str, Any], line: str) -> None:
     assert console.last_evaluation(summary) == line
+
+
+def test_nothing_is_shown_with_verbose_0() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream, QuietConsole(stream) as quiet:
+        quiet.status("starting")
+        quiet.progress(PROGRESS)
+    assert all_of(master) == ""
 
 
 def test_a_full_disk_behind_stderr_is_ignored() -> None:

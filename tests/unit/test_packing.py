@@ -74,14 +74,14 @@ def test_another_version_is_reported_as_such(version: Any) -> None:
 
 
 def test_a_float_may_be_written_as_an_integer() -> None:
-    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
+    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
     found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
     assert found == Progress("t", 1, 2, {"loss": 1.0, "mae": 0.0})
     assert {type(value) for value in found.metrics.values()} == {float}
 
 
 def test_a_number_without_end_is_refused() -> None:
-    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2}
+    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
     with pytest.raises(MessageError, match=r"Progress\.metrics"):
         unpack(json.dumps(progress | {"metrics": {"loss": 10**400}}).encode(), Event)
 

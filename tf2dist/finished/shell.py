@@ -156,6 +156,12 @@ def hide_chatter() -> None:
     signals.end_at_once(descriptor)
 
 
+def begin(text: str) -> None:
+    """Tells the user what goes on while TensorFlow is imported, which takes seconds."""
+    with contextlib.suppress(OSError):
+        say(text, sys.stderr)
+
+
 def warn(text: str) -> None:
     """Writes a warning for the user."""
     with contextlib.suppress(OSError):

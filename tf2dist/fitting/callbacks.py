@@ -21,6 +21,7 @@ READ_ONLY = (
     keras.callbacks.TensorBoard,
     keras.callbacks.TerminateOnNaN,
 )
+HISTORY = (keras.callbacks.History, keras.callbacks.ProgbarLogger)  # of every call
 Logs = Mapping[str, Any]
 
 
@@ -65,6 +66,13 @@ class Callbacks:
     def wants_to_stop(self) -> bool:
         """Whether a callback has set `stop_training`; in `on_epoch_begin` that ends the epoch early, as in Keras."""
         return bool(self.model.stop_training)
+
+    def ended_by(self) -> str:
+        """Which callback has set `stop_training`, as far as that can be seen."""
+        own = [each for each in self._list.callbacks if not isinstance(each, HISTORY)]
+        # Only those of Keras's kind note that it was they.
+        sure = [each for each in own if getattr(each, "stopped_epoch", 0)] or own
+        return type(sure[0]).__name__ if len(sure) == 1 else "a callback"
 
     @property
     def model(self) -> keras.Model:

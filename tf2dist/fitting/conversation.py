@@ -58,6 +58,8 @@ class Conversation(Generic[T]):
         self._is_pause_requested = False
         self._result: list[T] = []
         self._error: BaseException | None = None
+        # Written before the answer that ends the run, and read when the leader calls for the end.
+        self._end = ""
         self.step = 0
         # Those of the last progress message: the call for a pause has none.
         self._metrics: dict[str, float] = {}
@@ -72,6 +74,8 @@ class Conversation(Generic[T]):
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             text = metrics_text(dict(message.logs))
             self._console.note(f"epoch {message.epoch + 1}/{self._num_epochs}: {text}")
+        if self._console and self._end and isinstance(message, HookCall) and message.kind == "end":
+            self._console.note(self._end)
         self._heard.put(message)
 
     def _run(self, run: Callable[[StopRequests], T]) -> None:
@@ -169,6 +173,8 @@ class Conversation(Generic[T]):
                 change = callbacks.pause(self._metrics, *put)
             case _:
                 change = callbacks.after_last_step(*put)
+        if change.stop and call.epoch + 1 < self._num_epochs:
+            self._end = f"{callbacks.ended_by()} ended the run in epoch {call.epoch + 1} of {self._num_epochs}"
         self._send(self._packed(call.number, change))
         # Set by `on_epoch_begin`: Keras then takes one more step before it ends the epoch, so the stop comes with a
         # pause, which the leader grants after a step at the earliest.

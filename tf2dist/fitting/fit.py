@@ -15,6 +15,7 @@ from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.request import Local, Model
 from tf2dist.fitting.result import Result
 from tf2dist.fitting.run import Run, leave_gpus_to_tasks
+from tf2dist.fitting.shown import console_of, opening_line
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -74,7 +75,8 @@ def fit(
         x, y, sample_weight: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an
             array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied, the tasks map its file.
         batch_size: the examples in a batch of one worker; None for Keras's 32.
-        verbose: 0: warnings only; 1 or "auto": progress on the standard error; 2: a line for each epoch, as Keras.
+        verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
+            2: a line for each epoch, as Keras.
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
             step; their `batch` is the global step.
         data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
@@ -126,6 +128,9 @@ def fit(
         shuffle,
     )
     config, host_task = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
+    level = refusals.check_verbose(verbose)
+    console = console_of(level)
+    console.note(opening_line(config, host_task))
     num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
     if data is None:
         train = request.training_set(x, y, sample_weight, class_weight)
@@ -152,6 +157,7 @@ def fit(
         config,
         host_task,
         refusals.check_callbacks(callbacks),
-        refusals.check_verbose(verbose),
+        level,
+        console,
         started_at,
     ).execute()

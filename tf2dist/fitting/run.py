@@ -1,6 +1,5 @@
 """One call of `fit`, from its checked arguments to its result."""
 
-import io
 import shutil
 import sys
 import tempfile
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,6 @@ from tf2dist.fitting.request import Model, check_share, name_of, set_model_optio
 from tf2dist.fitting.result import History, Result
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.start import check_place, check_size, run_in_folder
-from tf2dist.messages import Progress
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
@@ -60,6 +58,7 @@ class Run:
     host_task: HostTask | None
     callbacks: list[keras.callbacks.Callback]
     verbose: int
+    console: Console
     started_at: float
 
     @property
@@ -99,6 +98,7 @@ class Run:
                 raise as_public_error(failure) from None
             # The tasks have ended without a summary; the mirror has the weights of the last call of the hooks.
             callbacks.end_not_finite(conversation.step)
+            self.console.note(f"TerminateOnNaN ended the run: {failure}")
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
         return Result(History(callbacks.history.history), summary, folder, own)
@@ -137,9 +137,7 @@ class Run:
         return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
 
     def _run_tasks(self, conversation: Conversation[Outcome]) -> Outcome:
-        # Only the process's own standard error may be used by its descriptor.
-        stream = sys.stderr if sys.stderr is sys.__stderr__ and sys.stderr else cast(TextIO, NoFile(sys.stderr))
-        console = Console(stream) if self.verbose == 1 else QuietConsole(stream)
+        console = self.console
         check_size(self.config, self.host_task)
         self._warn_of_repeated_data(console)
         if self.host_task and self.host_task.has_address:
@@ -154,39 +152,6 @@ class Run:
         if summary:
             console.note(result_lines(summary, str(folder)))
         return folder, summary
-
-
-class QuietConsole(Console):
-    """Shows only warnings."""
-
-    def status(self, text: str) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def progress(self, progress: Progress) -> None:
-        pass
-
-
-class NoFile(io.TextIOBase):
-    """A stream that a notebook or a test has put in place of the standard error.
-
-    Its `fileno` may be that of the process's own standard error, and what is written there does not appear below the
-    cell of a notebook. So this stream has none.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        raise OSError("no file")
 
 
 def leave_gpus_to_tasks() -> None:

@@ -22,7 +22,6 @@ class Console:
         self._stream = Unblocked(stream or sys.stderr)
         self._live: Any = None
         self._task: Any = None
-        self._first: tuple[float, int] | None = None  # time and step from which the rate is counted
         self._step = 0
         self._plain_at = time.monotonic()
         self._last_line = ""
@@ -79,17 +78,20 @@ class Console:
     def warn(self, text: str) -> None:
         self._print(f"tf2dist: warning: {text}")
 
-    def progress(self, progress: Progress) -> None:
-        now, step, target = time.monotonic(), progress.step, progress.target_step
-        # The rate counts from the first report, since imports and tracing come before it, and anew after a restart,
-        # which goes back to a checkpoint.
-        if self._first is None or step < self._step:
-            self._first = (now, step)
+    def began(self, step: int) -> None:
+        """Takes the step at which the training begins, or goes on: the only time when it may go back."""
         self._step = step
-        rate = (step - self._first[1]) / (now - self._first[0]) if now > self._first[0] else math.nan
-        line = progress_line(step, target, progress.metrics["loss"], rate)
+
+    def progress(self, progress: Progress) -> None:
+        target = progress.target_step
+        step = self._step = max(self._step, progress.step)
+        line = progress_line(step, target, progress.metrics["loss"], progress.steps_per_sec)
+        self._show_progress(step, target, line)
+
+    def _show_progress(self, step: int, target_step: int, line: str) -> None:
+        now = time.monotonic()
         if self._live:
-            self._live.update(self._task, total=target, completed=step, description=line)
+            self._live.update(self._task, total=target_step, completed=step, description=line)
         elif now - self._plain_at >= PLAIN_EVERY_SECS:
             self._plain_at, self._last_line = now, ""
             self._print(line)
@@ -111,10 +113,10 @@ class Console:
                 print(text, file=self._stream, flush=True)
 
 
-def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float) -> str:
+def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> str:
     """For example ``step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left``."""
-    line = f"step {step:,}/{target_step:,}  loss {loss:.4f}"
-    if steps_per_sec > 0:
+    line = f"step {step:,}/{target_step:,}" + ("" if math.isnan(loss) else f"  loss {loss:.4f}")
+    if steps_per_sec:
         minutes, seconds = divmod(round((target_step - step) / steps_per_sec), 60)
         line += f"  {rate_text(steps_per_sec)} steps/s  {minutes}:{seconds:02} left"
     return line
@@ -131,10 +133,14 @@ def number_of(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
+def cluster_text(num_workers: int, num_ps: int) -> str:
+    """For example ``2 workers and 1 ps``."""
+    return number_of(num_workers, "worker") + (f" and {num_ps} ps" if num_ps else "")
+
+
 def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     """The result of a run for the user, in three lines; two if nothing was evaluated."""
     cluster, data = summary["cluster"], summary["data"]
-    servers = f" and {cluster['ps']} ps" if cluster["ps"] else ""
     staleness = summary.get("staleness")
     stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
     delayed = ", with simulated delays" if "simulated" in summary else ""
@@ -143,7 +149,7 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     if summary["steps_per_sec"]:
         rate = f" at {rate_text(summary['steps_per_sec'])}/s ({rate_text(summary['examples_per_sec'])} examples/s)"
     return (
-        f"{summary['mode']}{how} {summary['model']} on {data}: {number_of(cluster['worker'], 'worker')}{servers}, "
+        f"{summary['mode']}{how} {summary['model']} on {data}: {cluster_text(cluster['worker'], cluster['ps'])}, "
         f"{number_of(summary['global_step'], 'step')}{rate}{stale}{delayed}\n"
         f"{last_evaluation(summary)}{run_dir}"
     )

@@ -134,6 +134,7 @@ class Monitor:
                 self._console.progress(event)
             case Began():
                 self._shutdown.leader_began(event.step)
+                self._console.began(event.step)
                 self._on_begun()
             case Status():
                 self._console.status(event.text)

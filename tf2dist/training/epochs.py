@@ -156,6 +156,7 @@ class EpochDriver:
     def _end_epoch(self) -> bool:
         """Validates, calls the callbacks and moves on to the next epoch; returns whether the run has ended."""
         loop, state = self._loop, self._state
+        self._reporter.show_progress()  # before the caller of `fit` tells of the end of the epoch
         logs = loop.metrics.results(loop.progress.metrics - state.before)
         self._last = Evaluation(logs, loop.progress.examples)
         if self._plan.validates(state.position.epoch) and "validation" in self._splits:
@@ -225,7 +226,8 @@ class EpochDriver:
         except WorkersAway:
             self._stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
             raise
-        self._reporter.on_evaluation(split, self._loop.progress.global_step, evaluation)
+        # The caller of `fit` tells of it with the other metrics of the epoch.
+        self._reporter.on_evaluation(split, self._loop.progress.global_step, evaluation, is_told=True)
         # All tasks must stop together, and each may have got its signal at another moment of the evaluation.
         self._stop_if(self._loop.combine(self._pause_request()))
         return evaluation

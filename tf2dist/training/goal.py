@@ -25,8 +25,8 @@ class Goal:
             if value is not None and "validation" not in splits:
                 raise ConfigError(f"{name} ({value}): the data has no validation set; leave it out")
 
-    def is_reached(self, evaluation: Evaluation, training_secs: float) -> bool:
-        """All tasks that drive the training must call this.
+    def reached(self, evaluation: Evaluation, training_secs: float) -> str:
+        """The option that ends the training now, "" for none; all tasks that drive the training must call this.
 
         Raises:
             ConfigError: there is a goal for the accuracy, and the model has none.
@@ -37,5 +37,7 @@ class Goal:
                     f"train.until_accuracy ({self._accuracy}): the model has no accuracy; give train.steps instead"
                 )
             if evaluation.metrics["accuracy"] >= self._accuracy:
-                return True
-        return self._secs is not None and self._broadcast(bytes([training_secs >= self._secs])) == b"\1"
+                return f"train.until_accuracy={self._accuracy}"
+        if self._secs is not None and self._broadcast(bytes([training_secs >= self._secs])) == b"\1":
+            return f"train.until_secs={self._secs}"
+        return ""

@@ -72,8 +72,11 @@ class NoReporter:
 
     training_secs = 0.0
 
-    def set_target(self, step: int) -> None:
-        """Tells the reporter that the run ends at another step than planned."""
+    def set_target(self, step: int, ended_by: str = "") -> None:
+        """Tells the reporter that the run ends at another step than planned, and which option has ended it."""
+
+    def show_progress(self) -> None:
+        """Shows the user the present step at once."""
 
     def set_learning_rate(self, rate: LearningRate) -> None:
         """Tells the reporter that a callback has set another learning rate."""
@@ -90,8 +93,12 @@ class NoReporter:
     def on_progress(self, progress: Progress) -> None:
         """Takes the progress of the run; called whenever the loop has some."""
 
-    def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """Takes the result of an evaluation, during which the training has stood still."""
+    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
+        """Takes the result of an evaluation, during which the training has stood still.
+
+        Args:
+            is_told: whether the user is told the metrics anyway.
+        """
 
     def on_result(
         self,
@@ -146,8 +153,18 @@ class Reporter(NoReporter):
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
 
-    def set_target(self, step: int) -> None:
+    def set_target(self, step: int, ended_by: str = "") -> None:
+        if ended_by:
+            self._to_launcher.note(f"{ended_by} ended the run at step {step:,} of {self.target_step:,}")
         self.target_step = step
+
+    def show_progress(self) -> None:
+        if self._loop:
+            self._send(self._loop.progress)
+
+    def _send(self, progress: Progress) -> None:
+        metrics = self._shown.since_last(progress)
+        self._to_launcher.progress(progress.global_step, self.target_step, metrics, self.steps_per_sec())
 
     def set_learning_rate(self, rate: LearningRate) -> None:
         self._rate = rate
@@ -168,7 +185,7 @@ class Reporter(NoReporter):
         # The launcher's display, and the files, each at its own pace; the last step always goes to both.
         if now - self._sent_at >= SEND_EVERY_SECS or step >= self.target_step:
             self._sent_at = now
-            self._to_launcher.progress(step, self.target_step, self._shown.since_last(progress))
+            self._send(progress)
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
             scalars = self._filed.since_last(progress)
@@ -179,14 +196,14 @@ class Reporter(NoReporter):
                 scalars["learning_rate"] = self._rate.at(step)
             self._write(step, scalars)
 
-    def on_evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
         # From the last progress on: a pause begins when the last update of the step has been applied.
         now = time.time()
         self._paused_secs += now - (self._last_at or now)
         self._last_at, self._previous = now, None
         name, value = evaluation.headline
         print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
-        if step != self.target_step:  # the launcher shows the last evaluation with the result
+        if step != self.target_step and not is_told:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
         scalars = prefixed(split, evaluation)
         if self._first_at:  # not the evaluator, which trains nothing
@@ -211,6 +228,7 @@ class Reporter(NoReporter):
         saved_step: int | None,
     ) -> None:
         progress, rate = loop.progress, self.steps_per_sec()
+        self.show_progress()  # with the rate of the summary, also if the run has ended before its last step
         summary = {
             "mode": config.mode,
             "model": config.model["name"],
