@@ -102,5 +102,4 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
             pass  # the reader has left; the run has ended well all the same
         except OSError as error:
             console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
-        if text := draw_result(config, run_dir):
-            console.warn(f"regression.png could not be drawn ({text}); the result is in {run_dir}/summary.json")
+        draw_result(config, run_dir, console)

@@ -1,6 +1,9 @@
 """The old programs beside MNIST: a regression that is drawn, and layers of one network taken over into another."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +31,24 @@ def test_a_regression_is_learned_and_drawn(command: Command, options: list[str],
     red = tf.reduce_all(tf.equal(picture, tf.constant([192, 57, 43], tf.uint8)), axis=-1)
     columns = tf.reduce_any(red, axis=0)
     assert int(tf.math.count_nonzero(columns)) > 0.7 * picture.shape[1], "the curve goes from side to side"
+
+
+def test_a_signal_leaves_only_the_drawing_out(command: Command) -> None:
+    process = command.start("experiment=regression", "cluster=local1", "train.steps=20", "figure=false")
+    assert process.stderr
+    while (line := process.stderr.readline()) and not line.startswith("drawing regression.png; Ctrl-C"):
+        pass
+    process.send_signal(signal.SIGINT)
+    finished = command.finish(process, timeout_secs=30)
+    assert finished.code == 0, "the run is done"
+    picture = finished.run_dir / "regression.png"
+    told = "tf2dist: warning: regression.png could not be drawn (stopped by a signal); python -m "
+    assert finished.stderr.startswith(told), finished
+    assert not picture.exists()
+    module, run_dir = finished.stderr.removeprefix(told).removesuffix(" draws it\n").split()
+    done = subprocess.run([sys.executable, "-m", module, run_dir], capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, f"{picture}\n"), done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -17,21 +17,22 @@ NUM_POINTS = 200  # of the curve
 
 
 def main() -> None:
-    """Draws regression.png in the run directory ``sys.argv[1]``, for the parent process ``sys.argv[2]``.
+    """Draws regression.png in the run directory ``sys.argv[1]``, for the parent process ``sys.argv[2]`` if given.
 
-    If that fails, it prints the reason and exits with code 1.
+    Prints its path. If that fails, it prints the reason and exits with code 1.
     """
-    die_with_parent(int(sys.argv[2]))
+    if len(sys.argv) > 2:
+        die_with_parent(int(sys.argv[2]))
     try:
-        draw(Path(sys.argv[1]))
+        print(draw(Path(sys.argv[1])))
     except Exception as error:  # the parent makes one warning of this line
         print(first_line(str(error)) or type(error).__name__, flush=True)
         # Not `sys.exit`, which waits for TensorFlow's threads.
         os._exit(1)
 
 
-def draw(run_dir: Path) -> None:
-    """Draws regression.png.
+def draw(run_dir: Path) -> Path:
+    """Draws regression.png; returns its path.
 
     Raises:
         RequestError: the model or the data cannot be loaded.
@@ -40,4 +41,4 @@ def draw(run_dir: Path) -> None:
     points = data.load(tree.from_yaml((run_dir / "config.yaml").read_text()).data).train
     x, y = points.x.reshape(-1), points.y.reshape(-1)
     line = np.linspace(x.min(), x.max(), NUM_POINTS, dtype=np.float32)
-    draw_curve(run_dir, x, y, line, model.predict(line[:, None], verbose=0).reshape(-1))
+    return draw_curve(run_dir, x, y, line, model.predict(line[:, None], verbose=0).reshape(-1))
