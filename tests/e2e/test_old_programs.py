@@ -47,7 +47,7 @@ def test_a_signal_leaves_only_the_drawing_out(command: Command) -> None:
     assert not picture.exists()
     module, run_dir = finished.stderr.removeprefix(told).removesuffix(" draws it\n").split()
     done = subprocess.run([sys.executable, "-m", module, run_dir], capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, f"{picture}\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{picture}\n", "")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -29,18 +29,11 @@ def draw_result(config: RunConfig, run_dir: Path, console: Console) -> None:
 
 def _draw(run_dir: Path) -> str:
     """Returns why it could not be drawn, or "" for no problem."""
-    environment = {
-        **child_environment(),
-        "KERAS_BACKEND": "tensorflow",
-        "KERAS_NNX_ENABLED": "0",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        # TensorFlow would take nearly all memory of every GPU, for a single pass over a few hundred points.
-        "CUDA_VISIBLE_DEVICES": "-1",
-    }
     try:
         done = subprocess.run(
             module_command("tf2dist.finished.curve", str(run_dir), str(os.getpid())),
-            env=environment,
+            # Without GPUs: it is a single pass over a few hundred points.
+            env={**child_environment(), "CUDA_VISIBLE_DEVICES": "-1"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C ends this process's wait, which then ends that one
             stdout=subprocess.PIPE,
