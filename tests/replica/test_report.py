@@ -14,6 +14,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from tests.replica.small_runs import run_config
 from tf2dist.cluster.spec import Task
 from tf2dist.messages import Note, ToLauncher
+from tf2dist.messages import Progress as Shown
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
@@ -69,7 +70,9 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         clock[0] += secs
         reporter.on_evaluation(split, step, evaluation)
 
-    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", lambda message: None), 990.0) as reporter:
+    sent: list[Any] = []
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 990.0) as reporter:
+        reporter.set_target(100)
         monkeypatch.setattr(reporter, "_shown", type("", (), {"since_last": lambda self, now: {"loss": 0.5}})(), False)
         monkeypatch.setattr(reporter, "_filed", reporter._shown, False)
         progress(1, 5.0)
@@ -80,5 +83,9 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         evaluate("test", 20, 40.0)
         progress(21, 1.0)
         assert reporter.training_secs == pytest.approx(6.0)
+        reporter.set_target(21, ended_by="train.until_secs=5")
+    shown = [(message.step, message.steps_per_sec) for message in sent if isinstance(message, Shown)]
+    assert shown == [(1, None), (10, 4.5), (20, 4.5), (21, 4.5)], "the rate is that of the summary"
+    assert sent[-1] == Note("chief-0", "train.until_secs=5 ended the run at step 21 of 100")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["training_secs"] for row in records if "training_secs" in row] == [2.0, 5.0, 5.0]

@@ -163,8 +163,9 @@ class Reporter(NoReporter):
             self._send(self._loop.progress)
 
     def _send(self, progress: Progress) -> None:
-        metrics = self._shown.since_last(progress)
-        self._to_launcher.progress(progress.global_step, self.target_step, metrics, self.steps_per_sec())
+        metrics, rate = self._shown.since_last(progress), self.steps_per_sec()
+        # Rounded as in the summary, or the two might be shown as 147 and 148.
+        self._to_launcher.progress(progress.global_step, self.target_step, metrics, rate and round(rate, 2))
 
     def set_learning_rate(self, rate: LearningRate) -> None:
         self._rate = rate
