@@ -22,11 +22,13 @@ from tf2dist.config.algorithms import ALGORITHMS, SYNC_ALGORITHMS
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
+# On a machine that does nothing else; see `slowness`.
 HEAL_SECS = 90.0  # from the last act to the next checkpoint
 GONE_SECS = 5.0  # for the tasks, once their launcher is dead
+WATCHDOG_SECS, GRACE_SECS = 8.0, 20.0
+MAX_SLOWNESS = 5.0
 COMMON = [
-    *("data=digits", "max_restarts=1000", "watchdog_secs=8", "grace_secs=20", "figure=true"),
-    "train.log_every_steps=50",
+    *("data=digits", "max_restarts=1000", "figure=true", "train.log_every_steps=50"),
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
 RUNS = [
@@ -46,8 +48,8 @@ packing.LARGE_BYTES, step.LOOPED_OPERATIONS = 256, 0
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}
 BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
-CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for 5 s); starting")
-KILLED, FROZEN = "was killed by SIGKILL", "showed no sign of life for 5 s"
+CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for \d+ s); starting")
+KILLED = "was killed by SIGKILL"
 
 
 class Chaos:
@@ -55,6 +57,7 @@ class Chaos:
 
     Attributes:
         process: the launcher of this moment.
+        told: a line for each thing that was done.
     """
 
     def __init__(self, command: Command, mode: str, algorithm: str, plugin: str, seed: int) -> None:
@@ -74,7 +77,7 @@ class Chaos:
         if mode != "sync":
             self._arguments.append(f"cluster.num_ps={num_ps}")
             self._tasks += ["chief-0", *(f"ps-{index}" for index in range(num_ps))]
-        self._began_at = time.monotonic()
+        self._began_at, self.told = time.monotonic(), list[str]()
         self._guilty: set[tuple[str, str]] = set()
         self._acts: dict[Callable[[], None], int] = {
             self.kill_a_task: 8,
@@ -91,10 +94,14 @@ class Chaos:
         self.start()
 
     def _tell(self, text: str) -> None:
-        print(f"{time.monotonic() - self._began_at:6.1f} s: {text}", flush=True)
+        self.told.append(f"{time.monotonic() - self._began_at:6.1f} s: {text}")
+        print(self.told[-1], flush=True)
 
     def start(self, steps: int = 100_000_000) -> None:
-        self.process = self._command.start(*self._arguments, f"train.steps={steps}")
+        watchdog_secs = WATCHDOG_SECS * slowness()
+        self._frozen = f"showed no sign of life for {0.6 * watchdog_secs:.0f} s"
+        limits = f"watchdog_secs={watchdog_secs}", f"grace_secs={GRACE_SECS * slowness()}"
+        self.process = self._command.start(*self._arguments, *limits, f"train.steps={steps}")
 
     def act(self) -> None:
         """Does one thing or another to whoever runs in this moment."""
@@ -125,7 +132,7 @@ class Chaos:
 
     def freeze_a_task(self) -> None:
         task = self._random.choice(self._tasks)
-        self._guilty.add((task, FROZEN))
+        self._guilty.add((task, self._frozen))
         self._signal(task, signal.SIGSTOP)
 
     def freeze_a_task_for_a_moment(self) -> None:
@@ -145,7 +152,7 @@ class Chaos:
         self.process.kill()
         self.end(-signal.SIGKILL)
         if self._random.random() < 0.5:  # otherwise it is started again while they die
-            deadline = time.monotonic() + GONE_SECS
+            deadline = time.monotonic() + GONE_SECS * slowness()
             while left := [process for process in our_processes() if process.pid not in self._others]:
                 assert time.monotonic() < deadline, f"left by a killed launcher: {left}"
                 time.sleep(0.05)  # between two looks
@@ -180,7 +187,7 @@ class Chaos:
 
     def end(self, code: int) -> str:
         """Waits for the launcher's end; returns its stderr, which blames nobody who is innocent."""
-        finished = self._command.finish(self.process, timeout_secs=HEAL_SECS)
+        finished = self._command.finish(self.process, timeout_secs=HEAL_SECS * slowness())
         assert finished.code == code, finished
         for line in finished.stderr.splitlines():
             if "warning" in line:
@@ -197,7 +204,7 @@ class Chaos:
     def heal(self) -> None:
         """Waits until the run goes on, as its checkpoints tell."""
         before = self.newest_step()
-        wait_until(lambda: self.newest_step() > before, self.process, HEAL_SECS)
+        wait_until(lambda: self.newest_step() > before, self.process, HEAL_SECS * slowness())
         self._tell(f"healed at step {self.newest_step()}")
 
     def go_on_for(self, secs: float) -> None:
@@ -206,6 +213,11 @@ class Chaos:
             time.sleep(self._random.uniform(0.0, 8.0))  # the random moment
             assert self.process.poll() is None, f"ended by itself: {self._command.finish(self.process)}"
             self.act()
+
+
+def slowness() -> float:
+    """By how much the limits are longer, since others use the processors as well: between 1 and `MAX_SLOWNESS`."""
+    return round(min(max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))), MAX_SLOWNESS), 1)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -236,9 +248,18 @@ def chaos(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS)
+@pytest.mark.timeout(CHAOS_SECS + 5 * HEAL_SECS * MAX_SLOWNESS)
 @pytest.mark.parametrize(("mode", "algorithm", "plugin"), RUNS)
 def test_chaos(chaos: Chaos, mode: str, algorithm: str, plugin: str) -> None:
+    try:
+        survive(chaos, mode, algorithm)
+    except BaseException as error:  # those of pytest are no Exception
+        again = f'make chaos SEED={SEED} ARGS="-k {mode}-{algorithm}-{plugin}"'
+        error.add_note("\n".join([f"{again} failed; what was done in {chaos.run_dir}:", *chaos.told]))
+        raise
+
+
+def survive(chaos: Chaos, mode: str, algorithm: str) -> None:
     chaos.heal()
     chaos.go_on_for(CHAOS_SECS)
     chaos.heal()
