@@ -203,10 +203,10 @@ def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # TensorFlow accepts "0" too
     # In Python `true` would be the index 1.
-    is_index = isinstance(index, int) and not isinstance(index, bool) and index >= 0
+    number = index if isinstance(index, int) and not isinstance(index, bool) else -1
     if is_apart:
-        return [] if is_index else [f"task index ({index}): must be a whole number, 0 or more"]
+        return [] if number >= 0 else [f"task index ({index}): must be a whole number, 0 or more"]
     count = len(jobs[job]) if isinstance(jobs[job], list) else 0
-    if not is_index or index >= count:
+    if not 0 <= number < count:
         return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
     return []
