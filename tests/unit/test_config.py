@@ -212,7 +212,7 @@ BAD = [
     (["devices.precision=int8"], "devices.precision (int8)"),
     (["cluster.placement=greedy"], "cluster.placement (greedy): must be one of round_robin, balanced, partitioned"),
     (["cluster.placement=partitioned", "cluster.min_part_bytes=0"], "cluster.min_part_bytes (0): must be at least 1"),
-    (["cluster.all_reduce=gloo"], "cluster.all_reduce (gloo): must be auto, nccl, tf2dist or tensorflow"),
+    (["cluster.all_reduce=gloo"], "cluster.all_reduce (gloo): must be one of auto, nccl, tf2dist, tensorflow"),
     (["model=null"], "model (null): must be one of"),
     (["mode=null"], "mode (null): must be one of"),
     (["model.name=null"], "model.name=null: is set by another option; choose with model=NAME"),

@@ -118,7 +118,7 @@ def _transfers(config: RunConfig) -> list[Rule]:
         (
             "cluster.transfer_dtype",
             dtype,
-            dtype != "int8" or all_reduce == "auto",
+            dtype != "int8" or all_reduce in ("auto", "tf2dist"),
             f"is not for cluster.all_reduce={all_reduce}; leave that out, or give bfloat16",
         ),
         # The squares of gradients that are rounded at random are too large on average.
