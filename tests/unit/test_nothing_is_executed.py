@@ -173,8 +173,8 @@ PACKAGE = REPOSITORY / "tf2dist"
 
 @pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
-    """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and `functions`
-    and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load models in Keras' safe
+    """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and `functions`,
+    `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load models in Keras' safe
     mode."""
     imported: set[str] = set()
     called: set[str] = set()
@@ -189,7 +189,7 @@ def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
             assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
     loads_models = module.stem == "shipping" or module.parent.name == "finished"
     assert not called & RUNNERS - ({"load_model"} if loads_models else set())
-    fitting = {"functions": {"cloudpickle"}, "shipping": {"cloudpickle"}}
+    fitting = dict.fromkeys(("functions", "pickling", "shipping"), {"cloudpickle"})
     allowed = {"testing": {"pickle", "cloudpickle"}, **fitting}.get(module.stem, set())
     assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
 

@@ -12,12 +12,10 @@ What is unpickled here was written by the same user on this host, into a folder 
 Nothing of it goes to other hosts: each of them runs the same script and makes its own.
 """
 
-import contextlib
 import json
 import os
 import stat
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,14 +29,12 @@ from tf2dist.data.layout import Layout
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
-from tf2dist.fitting import functions, inputs, mirror
+from tf2dist.fitting import functions, inputs, mirror, pickling
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names, seeds_of, undecayed
 
 JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
-# Packages that every task has: their classes and functions in a model need not be sent.
-OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
 is_task = False  # whether this process is a task that has read a job
 
 
@@ -94,7 +90,7 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
         raise FitError(
             f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
         ) from None
-    objects, pickles = custom_objects(model)
+    objects, pickles = pickling.custom_objects(model)
     write_whole(folder / CUSTOM, cloudpickle.dumps(pickles))
     write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
     # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
@@ -123,8 +119,7 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     # Where a class was pickled, unpickling it would give that very class copies of what its methods refer to.
     custom = objects
     if custom is None:
-        pickles = cloudpickle.loads((folder / CUSTOM).read_bytes())
-        custom = {name: cloudpickle.loads(data) for name, data in pickles.items()}
+        custom = pickling.unpickled(cloudpickle.loads((folder / CUSTOM).read_bytes()))
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
     with fresh_names():
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
@@ -134,53 +129,6 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     if unsaved["undecayed"]:
         model.optimizer.exclude_from_weight_decay([model.trainable_variables[index] for index in unsaved["undecayed"]])
     return model
-
-
-def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The user's own classes and functions in a model, and their pickles, by the names under which Keras looks them up.
-
-    Those that cannot be pickled are left out: Keras may not need them, and if it does, loading the model fails.
-    """
-    # Each is pickled alone, so that one that fails leaves the others; by both names, since Keras asks for the
-    # registered name of some and for the plain name of others.
-    objects: dict[str, Any] = {}
-    pickles: dict[str, bytes] = {}
-    for each in _users_own(model):
-        with contextlib.suppress(FitError):
-            data, names = functions.pickled(each, "model"), (each.__name__, keras.saving.get_registered_name(each))
-            objects |= dict.fromkeys(names, each)
-            pickles |= dict.fromkeys(names, data)
-    return objects, pickles
-
-
-def _users_own(model: keras.Model) -> Iterator[Any]:
-    """The user's own classes and functions to which a model refers, directly or through its attributes."""
-    # The values keep the objects alive: the `id` of one that is gone could be given to another.
-    seen: dict[int, Any] = {}
-    # A list instead of recursion, since layers refer to each other in long chains and in circles.
-    waiting: list[Any] = [model]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set):
-            waiting += one
-        # A lambda has no name by which Keras could ask for it; Keras saves its code itself.
-        elif isinstance(one, types.FunctionType | type):
-            if _is_users(one) and one.__name__ != "<lambda>":
-                yield one
-        elif not _is_users(type(one)) or hasattr(one, "get_config"):
-            waiting.append(type(one))
-            # Into the attributes of Keras's objects and of what Keras can save; not into all the user's data.
-            if type(one).__module__.partition(".")[0] == "keras" or hasattr(one, "get_config"):
-                waiting += vars(one).values() if hasattr(one, "__dict__") else ()
-
-
-def _is_users(code: Any) -> bool:
-    return (getattr(code, "__module__", None) or "builtins").partition(".")[0] not in OURS
 
 
 # In the tasks.

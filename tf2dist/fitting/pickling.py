@@ -1,0 +1,168 @@
+"""Pickles the user's functions and classes by cloudpickle, and the Keras objects in them as Keras saves them.
+
+Keras's own pickling leaves out the user's classes in an object, and what its `FeatureSpace` makes when it is adapted.
+"""
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import keras
+
+from tf2dist.errors import FitError, reason_of
+
+# Packages that every task has: their classes and functions in a model need not be sent.
+OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickles whatever cloudpickle does.
+
+    Attributes:
+        has_keras: whether there was an object that Keras saves.
+    """
+
+    has_keras = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        # The same method for all that Keras saves: layers, models, losses, metrics, optimizers.
+        if type(obj).__reduce__ is not keras.Layer.__reduce__:
+            return super().reducer_override(obj)
+        self.has_keras = True
+        load, arguments = obj.__reduce__()
+        _, pickles = custom_objects(obj)
+        return _loaded, (load, arguments, pickles)
+
+
+def _loaded(load: Callable[..., Any], arguments: tuple[Any, ...], custom: dict[str, bytes]) -> Any:
+    with keras.saving.custom_object_scope(unpickled(custom)):
+        made = load(*arguments)
+    # It makes its last layers when it is first called, which in a graph of tf.data is too late.
+    if isinstance(made, keras.utils.FeatureSpace):
+        made.get_inputs()
+    return made
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """The user's function or class, pickled by value if tasks cannot import its module.
+
+    Raises:
+        FitError: cloudpickle cannot pickle it, for example because it refers to an open file.
+    """
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    try:
+        with _by_value(module):
+            file = io.BytesIO()
+            pickler = Pickler(file)
+            pickler.dump(value)
+            # A trial: what Keras has saved and cannot load again would fail in every task.
+            if pickler.has_keras:
+                cloudpickle.loads(file.getvalue())
+            return file.getvalue()
+    except Exception as error:  # whatever an object of the user's raises when it is pickled
+        raise FitError(
+            f"{what}: cannot be sent to the tasks ({reason_of(error)}); move the function into a module that can "
+            "be imported, or remove the object to which it refers"
+        ) from None
+
+
+@contextlib.contextmanager
+def _by_value(module: types.ModuleType | None) -> Iterator[None]:
+    # cloudpickle sends `__main__` by value anyway, and every other module by name unless it is told otherwise.
+    if module is None or module.__name__ == "__main__" or is_importable(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        # The list of such modules is one for the whole process, so it must be left as the user's program had it.
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The user's own classes and functions in a model, and their pickles, by the names under which Keras looks them up.
+
+    Those that cannot be pickled are left out: Keras may not need them, and if it does, loading the model fails.
+    """
+    # Each is pickled alone, so that one that fails leaves the others; by both names, since Keras asks for the
+    # registered name of some and for the plain name of others.
+    objects: dict[str, Any] = {}
+    pickles: dict[str, bytes] = {}
+    for each in _users_own(model):
+        with contextlib.suppress(FitError):
+            data, names = pickled(each, "model"), (each.__name__, keras.saving.get_registered_name(each))
+            objects |= dict.fromkeys(names, each)
+            pickles |= dict.fromkeys(names, data)
+    return objects, pickles
+
+
+def unpickled(custom: dict[str, bytes]) -> dict[str, Any]:
+    """What `custom_objects` has pickled."""
+    return {name: cloudpickle.loads(data) for name, data in custom.items()}
+
+
+def _users_own(model: keras.Model) -> Iterator[Any]:
+    """The user's own classes and functions to which a model refers, directly or through its attributes."""
+    # The values keep the objects alive: the `id` of one that is gone could be given to another.
+    seen: dict[int, Any] = {}
+    # A list instead of recursion, since layers refer to each other in long chains and in circles.
+    waiting: list[Any] = [model]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set):
+            waiting += one
+        # A lambda has no name by which Keras could ask for it; Keras saves its code itself.
+        elif isinstance(one, types.FunctionType | type):
+            if _is_users(one) and one.__name__ != "<lambda>":
+                yield one
+        elif not _is_users(type(one)) or hasattr(one, "get_config"):
+            waiting.append(type(one))
+            # Into the attributes of Keras's objects and of what Keras can save; not into all the user's data.
+            if type(one).__module__.partition(".")[0] == "keras" or hasattr(one, "get_config"):
+                waiting += vars(one).values() if hasattr(one, "__dict__") else ()
+
+
+def _is_users(code: Any) -> bool:
+    return (getattr(code, "__module__", None) or "builtins").partition(".")[0] not in OURS
+
+
+def is_importable(module: str) -> bool:
+    """Whether a task, which has the same `sys.path`, gets this process's module when it imports the name."""
+    # The main module of a task is another one.
+    if module == "__main__" or module not in sys.modules:
+        return False
+    if module in sys.builtin_module_names:
+        return True
+    # A module of a package is found only if its package is, since Python imports that first.
+    parent = module.rpartition(".")[0]
+    if parent and not is_importable(parent):
+        return False
+    path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    try:
+        # Asks the finders themselves: `importlib.util.find_spec` answers from `sys.modules`, where everything that
+        # this process has imported stands, also a module that a test or a notebook has put there.
+        specs = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next(filter(None, specs), None)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    # Another file of the same name may come first in the path, or the name was given to a module by hand.
+    return spec is not None and (file is None or spec.origin is None or _same_file(file, spec.origin))
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
