@@ -173,9 +173,9 @@ PACKAGE = REPOSITORY / "tf2dist"
 
 @pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
-    """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and `functions`,
-    `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load models in Keras' safe
-    mode."""
+    """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and
+    `functions`, `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load
+    models in Keras' safe mode."""
     imported: set[str] = set()
     called: set[str] = set()
     for node in ast.walk(ast.parse(module.read_text())):
@@ -189,7 +189,7 @@ def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
             assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
     loads_models = module.stem == "shipping" or module.parent.name == "finished"
     assert not called & RUNNERS - ({"load_model"} if loads_models else set())
-    fitting = dict.fromkeys(("functions", "pickling", "shipping"), {"cloudpickle"})
+    fitting = {name: {"cloudpickle"} for name in ("functions", "pickling", "shipping")}
     allowed = {"testing": {"pickle", "cloudpickle"}, **fitting}.get(module.stem, set())
     assert imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "runpy", "hydra.utils"} <= allowed
 
