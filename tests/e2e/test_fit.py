@@ -260,7 +260,7 @@ def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_pat
             raise LookupError("only in a task")
         return regression()
 
-    with pytest.raises(tf2dist.TaskFailure, match="LookupError: only in a task"):
+    with pytest.raises(tf2dist.TaskFailure, match=rf"LookupError: only in a task \({__file__}:\d+\)"):
         on_one_worker(broken, tmp_path / "run")
 
 

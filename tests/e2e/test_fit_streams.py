@@ -135,7 +135,7 @@ def without_batches(shard: tf2dist.Shard) -> tf.data.Dataset:
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
-        (raising, "shard 1 of 2: KeyError: 'no such file'"),
+        (raising, f"shard 1 of 2: KeyError: 'no such file' ({__file__}:"),
         pytest.param(without_batches, "shard 1 of 2 gives no batch", marks=pytest.mark.slow),
     ],
 )
@@ -158,6 +158,10 @@ INVALID: dict[str, tuple[Any, str]] = {
     "unknown shape": (unknown_shape, "all but the first dimension must be known"),
     "ragged": (lambda shard: tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], []]), Y[:2])), "RaggedTensor"),
     "raises": (lambda shard: X["no"], "shard 0 of 1: IndexError: "),
+    "raises in a graph": (
+        lambda shard: tf.data.Dataset.from_tensors((X, Y)).map(lambda x, y: (x, bool(y))),
+        "OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python `bool` is not allowed.",
+    ),
     "no length": (generated, "steps_per_epoch: must be given"),
     "no function": (X, "data: is an ndarray; give a function"),
 }
