@@ -202,7 +202,7 @@ def test_a_signal_during_saving_evaluation_or_start(command: Command, mode: str,
     assert "Traceback" not in finished.stderr
     if what != "starting":
         assert "stopped by SIGTERM; saved at step " in finished.stderr
-        step = finished.stderr.split("saved at step ")[1].split(",")[0]
+        step = finished.stderr.split("saved at step ")[1].split(";")[0]
         newest = max((command.folder / "run" / "checkpoints").iterdir()).name
         assert newest == f"step-{int(step):010}"
 

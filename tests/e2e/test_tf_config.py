@@ -176,7 +176,7 @@ def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool)
     processes["chief"].send_signal(signal.SIGTERM)
     ends = {job: command.finish(process, job, timeout_secs=60) for job, process in processes.items()}
     assert (ends["chief"].code, ends["ps"].code) == (143, 143), ends
-    saved = ends["chief"].stderr.partition("stopped by SIGTERM; saved at step ")[2].partition(",")[0]
+    saved = ends["chief"].stderr.partition("stopped by SIGTERM; saved at step ")[2].partition(";")[0]
     (checkpoint,) = (command.folder / "chief" / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{int(saved):010}"
 
