@@ -283,3 +283,17 @@ def test_a_class_that_is_sent_still_refers_to_the_objects_of_this_process(tmp_pa
     copy = shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
     assert copy is not None
     assert all(each.layers[0].held() is held for each in (model, copy))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_change_of_what_is_trained_is_refused(before: bool) -> None:
+    """`keras.Model.fit` follows it until its first step, and then no more."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="first"), keras.layers.Dense(1)])
+    model.layers[0].trainable = before
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({}, 0.01, 10)
+    assert mirror.changes() == ({}, None)
+    model.layers[0].trainable = not before
+    with pytest.raises(FitError, match=r"callbacks: whether .*first/kernel is trained was changed.*call fit once for"):
+        mirror.changes()

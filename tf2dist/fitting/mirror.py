@@ -30,6 +30,7 @@ class Mirror:
         self._outside_values: NamedArrays = {}
         self._named = _named(model, twin or model)
         self._generators = generators(model)
+        self._trainable = {id(variable): variable.path for variable in model.trainable_variables}
         self._cluster_arrays: NamedArrays = {}
         # Unlike `iterations` it counts the updates, too, that an optimizer only accumulates.
         self._counter = counter_of(self.optimizer)
@@ -95,12 +96,20 @@ class Mirror:
         """The arrays that differ from those of the cluster, and the learning rate if it differs.
 
         Raises:
-            FitError: a callback has changed what only the cluster changes: the number of updates, or a schedule.
+            FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule, or
+                which variables are trained.
         """
         if (found := int(self._counter.numpy())) != self._cluster_step:
             raise FitError(
                 f"callbacks: optimizer.iterations was {self._cluster_step} and is {found} now, but only the cluster "
                 "counts updates; do not assign it in a callback"
+            )
+        trainable = {id(variable): variable.path for variable in self.model.trainable_variables}
+        if odd := trainable.keys() ^ self._trainable.keys():
+            path = next(path for one, path in (self._trainable | trainable).items() if one in odd)
+            raise FitError(
+                f"callbacks: whether {path} is trained was changed, but the steps of the tasks are made "
+                "already; set `trainable` before the model is compiled, and call fit once for each choice"
             )
         for variable, value in zip(self._of_schedule, self._schedule_values, strict=True):
             if not np.array_equal(_value(variable), value, equal_nan=True):
