@@ -135,12 +135,14 @@ class Looks(keras.layers.Layer):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], aggregation: str = "none", **more: Any) -> None:
         super().__init__(name="looks", **more)
         self.function, self.aggregation = function, aggregation
+        self.generator, self.is_training = keras.random.SeedGenerator(1), False
 
     def build(self, shape: Any) -> None:
         more = {"initializer": "zeros", "trainable": False, "aggregation": self.aggregation}
         self.seen = self.add_weight(shape=(), name="seen", **more)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.is_training = training
         x = keras.ops.cast(inputs, "float32") / 255
         self.function(self, x, keras.ops.cast(keras.ops.shape(x)[0], "float32"))
         return inputs
@@ -151,6 +153,15 @@ def in_batch_negatives(layer: Any, x: Any, count: Any) -> None:
     scores = keras.ops.matmul(flat, keras.ops.transpose(flat)) / 100
     right = keras.ops.arange(keras.ops.shape(x)[0])
     layer.add_loss(keras.ops.mean(CROSSENTROPY(from_logits=True, reduction=None)(right, scores)))
+
+
+def sampled(layer: Any, x: Any, count: Any) -> None:
+    layer.add_loss(keras.ops.mean(keras.ops.square(x - keras.random.normal(keras.ops.shape(x), seed=layer.generator))))
+
+
+def in_training_alone(layer: Any, x: Any, count: Any) -> None:
+    if layer.is_training:
+        layer.add_loss(keras.ops.sum(x))
 
 
 NO_MEAN = r"adds a loss \(add_loss\) that for a whole batch is not the mean"
@@ -166,6 +177,8 @@ BATCHES: dict[str, tuple[Callable[[], keras.layers.Layer], str, str]] = {
         NO_MEAN,
         NO_MEAN,
     ),
+    "a reconstruction of samples": (lambda: Looks(sampled), "", ""),
+    "a sum in training alone": (lambda: Looks(in_training_alone), NO_MEAN, NO_MEAN),
     "a constant": (lambda: Looks(lambda self, x, n: self.add_loss(1.0 + 0 * self.seen)), "", ""),
     "regularizers": (lambda: layers.Conv2D(1, 2, kernel_regularizer="l2", activity_regularizer="l2"), "", ""),
     "steps": (lambda: Looks(lambda self, x, n: self.seen.assign_add(1)), "", ""),

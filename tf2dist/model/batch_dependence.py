@@ -19,23 +19,27 @@ TOLERANCE = 1e-3  # relative
 
 
 def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
-    """Whether the losses that layers add are for a whole batch other than the mean of those of its examples."""
+    """Whether a loss that a layer adds is for a whole batch other than the mean of those of its examples.
+
+    Of one that depends on random numbers, as in a variational autoencoder, it cannot be known: False.
+    """
     if not step.trace.penalizes_batch:
         return False
 
     def of_penalties(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-        return lambda leaves: step.parts(leaves, training)[0]
+        return lambda leaves: [*step.parts(leaves, training)[0], *step.parts(leaves, training, number=1)[0]]
 
-    # Not as in training, where dropout would draw other numbers for each batch; unless losses are added in training
-    # alone. Layers that look at the batch are told of elsewhere.
+    # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
+    # training alone.
     found = _on_trial(of_penalties(False), step, splits)
-    if found is not None and len(found[0]) != len(step.trace.penalties):
+    if found is not None and len(found[0]) != 2 * len(step.trace.penalties):
         found = _on_trial(of_penalties(True), step, splits)
     if found is None:
         return False
-    return any(
-        not np.allclose(whole, _mean(one, other), TOLERANCE, 1e-7) for one, other, whole in zip(*found, strict=True)
-    )
+    one, other, whole, again = (np.array(part) for part in (*found, found[-1][len(found[-1]) // 2 :]))
+    count = len(again)
+    agrees = np.isclose(whole[:count], _mean(one, other)[:count], TOLERANCE, 1e-7)
+    return not np.all(agrees | (whole[:count] != again))
 
 
 def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:

@@ -188,10 +188,17 @@ class ModelStep:
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         return StepOutput(gradients, new_state, sums)
 
-    def parts(self, leaves: list[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
-        """The losses that layers add for a batch, and what it adds to the state of `Trace.decays`, by id."""
+    def parts(
+        self, leaves: list[tf.Tensor], training: bool, number: int = 0
+    ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
+        """The losses that layers add for a batch, and what it adds to the state of `Trace.decays`, by id.
+
+        Args:
+            number: of the step whose random numbers are drawn.
+        """
+        place = tf.constant([0, number], tf.int64)
         trainable, state = self.values()
-        with self._scope(trainable, state, self.metrics.zeros(), tf.zeros([2], tf.int64), None) as scope:
+        with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
             self._forward(leaves, training)
             penalties = [tf.reduce_sum(tf.cast(penalty, tf.float32)) for penalty in self.model.losses]
             terms = {
