@@ -98,7 +98,7 @@ def test_each_mode_computes_on_the_workers_gpus_alone(
         assert made[gradient] >= 2 - ("model=cnn" in arguments), (device, made)
     assert {device: found[0] for device, found in gpus.devices().items()} == {"worker-0/GPU:0": 0, "worker-1/GPU:0": 1}
     assert all(grows for *_, grows in gpus.devices().values()), "by default the memory grows"
-    assert not gpus.used_by_others()
+    assert gpus.num_processes() == 2
 
 
 def test_a_run_moves_from_cpus_to_a_gpu_and_back(command: Command, tmp_path: Path) -> None:
