@@ -106,7 +106,7 @@ def claim_gpus(
         check_fraction(config.gpu_memory_fraction, len(gpus), cluster, task, share_host=share_host, divided=divided)
         limit_gpu_memory(config.gpu_memory_fraction)
     if mine:
-        print(f"computes on {', '.join(f'GPU {name}' for name in names_of(mine))} of {len(gpus)}", flush=True)
+        print(f"computes on {', '.join(f'GPU {name}' for name in names_of(mine))}", flush=True)
     return len(gpus)
 
 
