@@ -85,6 +85,14 @@ def test_gpus_have_the_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyP
     assert devices.names_of([1, 0]) == ["1", "0"]
 
 
+def test_the_fraction_that_is_advised_is_accepted() -> None:
+    cluster, task = local("async", ClusterConfig(num_workers=6), list(range(1, 9))), Task("worker", 0)
+    check = functools.partial(devices.check_fraction, cluster=cluster, task=task, share_host=True, divided=True)
+    with pytest.raises(ConfigError, match=r"6 workers share a GPU, so it must be at most 0\.16;"):
+        check(0.17, 1)
+    check(0.16, 1)
+
+
 @pytest.mark.parametrize("fraction", [0.5, 0.51])
 def test_fractions_of_one_gpu_add_up_to_at_most_one(fraction: float) -> None:
     cluster, task = Cluster("async", ON_HOSTS), Task("worker", 0)

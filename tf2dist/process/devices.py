@@ -135,7 +135,7 @@ def check_fraction(
     if fraction * len(sharing) > 1:
         raise ConfigError(
             f"devices.gpu_memory_fraction ({fraction}): {len(sharing)} workers share a GPU, so it must be at most "
-            f"{1 / len(sharing):.2g}; or leave it out, and the memory grows as needed"
+            f"{100 // len(sharing) / 100}; or leave it out, and the memory grows as needed"
         )
 
 

@@ -100,7 +100,8 @@ class Workers:
         Raises:
             ConfigError: the one that was asked for cannot be used here.
         """
-        own = json.dumps([devices.own_gpus(), summing.has_nccl()])
+        own_gpus = devices.own_gpus()
+        own = json.dumps([own_gpus, bool(own_gpus) and summing.has_nccl()])  # not looked for in vain: it is large
         found = [json.loads(text) for text in from_all("all-reduce", own, self.cluster, self.task, timeout_secs)]
         # All workers see the same, so all of them decide alike.
         kind, why = summing.choose(choice, [gpus for gpus, _ in found], [has_nccl for _, has_nccl in found])
