@@ -15,18 +15,13 @@ from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
-# All tasks are in this process, and each ps waits for the next push of each worker; see `devices.configure`.
-tf.config.threading.set_inter_op_parallelism_threads(4 * 3 + 4)
-
 
 @pytest.fixture(scope="session")
 def cluster() -> PsCluster:
     """Four workers with two CPU devices and three ps, with the digits published for their graphs."""
     from tf2dist import data
-    from tf2dist.training.asynchronous import shared_memory
     from tf2dist.training.asynchronous.examples import publish
 
-    shared_memory.publish()
     made = start_ps_cluster(num_workers=4, num_ps=3, cpus_per_worker=2)
     publish(data.load(run_config().data))
     return made

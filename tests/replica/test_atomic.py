@@ -12,7 +12,6 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.model import models
-from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous.counters import ONES
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import PackedCount
@@ -40,10 +39,7 @@ registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 @pytest.mark.parametrize(
     "optimizer", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
-def test_concurrent_pushes_are_all_applied(
-    async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
-    monkeypatch.setattr(carriers, "works_here", lambda: False)  # what is pushed by hand has no place in shared memory
+def test_concurrent_pushes_are_all_applied(async_loop: Callable[..., Any], optimizer: str) -> None:
     config = run_config("dnn", hidden_units=[500])  # large enough that updates overlap
     config.optimizer = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}
     loop = async_loop(config)

@@ -161,12 +161,11 @@ def test_only_neighbours_that_are_updated_alike_share_a_vector() -> None:
     assert [isinstance(cell, Vector) for cell in cells] == [True, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("line", [1, 16])
-def test_a_vector_is_small_itself(line: int) -> None:
+def test_a_vector_is_small_itself() -> None:
     third = LARGE_BYTES // 12 + 1
     made = [variable(str(number), third) for number in range(4)]
     made.append(variable("almost large", LARGE_BYTES // 4 - 1))
-    cells = cells_of(made, {id(one): 0 for one in made}, line)
+    cells = cells_of(made, {id(one): 0 for one in made})
     assert layout(cells) == [["0", "1"], ["2", "3"], ["almost large"]]
     assert not any(map(is_large, cells))
 

@@ -11,7 +11,6 @@ from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_conf
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.model import packing
-from tf2dist.training.asynchronous import carriers
 from tf2dist.training.asynchronous import step as async_step
 from tf2dist.training.asynchronous.step import LOOPED_OPERATIONS
 
@@ -32,21 +31,20 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "in_memory", "transfer_dtype"),
+    ("algorithm", "transfer_dtype"),
     [
-        ("plain", True, "float32"),
-        ("plain", True, "bfloat16"),
-        ("plain", True, "int8"),
-        ("staleness_aware", False, "float32"),
-        ("delay_compensated", True, "float32"),
+        ("plain", "float32"),
+        ("plain", "bfloat16"),
+        ("plain", "int8"),
+        ("staleness_aware", "float32"),
+        ("delay_compensated", "float32"),
     ],
 )
 def test_a_loop_gives_the_same_as_unrolled_steps(
-    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, in_memory: bool, transfer_dtype: str
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, algorithm: str, transfer_dtype: str
 ) -> None:
     """Two trainings, of which the first ends within a call and before the end of a pass over the data."""
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
-    monkeypatch.setattr(carriers, "works_here", lambda: in_memory)
     optimizer = "sgd" if algorithm == "delay_compensated" else "adam"
     ends = []
     for operations in (LOOPED_OPERATIONS, 0):
@@ -137,13 +135,11 @@ def test_the_next_batch_waits_for_no_step(async_loop: MakeLoop, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("in_loops")
-@pytest.mark.parametrize("in_memory", [True, False])
 def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
-    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+    async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each edge between two tasks is a message in every step, also one that only tells that something has ended."""
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
-    monkeypatch.setattr(carriers, "works_here", lambda: in_memory)
     loop = async_loop(run_config("dnn", hidden_units=[32]), num_workers=1, num_ps=1)
     body = body_of(loop._scheduler.calls.function)
     on_ps = {node.name for node in body.node_def if "/job:ps" in node.device}
@@ -151,9 +147,9 @@ def test_a_step_sends_each_ps_and_gets_from_it_as_few_tensors_as_can_be(
     from_ps = {one for node in body.node_def if node.name not in on_ps for one in node.input if source(one) in on_ps}
     # The resources of a ps, which are arguments of the body, are on the ps already.
     resources = {one.name for one in body.signature.input_arg if one.type == tf.resource.as_datatype_enum}
-    num_buckets = len(loop._graphs.servers[0].pushes.specs)
-    assert len(to_ps - resources) == (0 if in_memory else num_buckets + 1)
-    assert len(from_ps) == (0 if in_memory else num_buckets)
+    num_buckets = len(loop._graphs.servers[0].push_specs)
+    assert len(to_ps - resources) == num_buckets + 1
+    assert len(from_ps) == num_buckets
     assert not {source(one) for one in body.control_ret.values()} & on_ps
 
 

@@ -33,10 +33,9 @@ def assert_equal(found: list[tf.Tensor], expected: list[tf.Tensor]) -> None:
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-@pytest.mark.parametrize("line", [1, 16])
 @pytest.mark.parametrize("count", COUNTS)
-def test_pulled_values_arrive_unchanged(count: int, line: int) -> None:
-    layout = PullLayout(variables(), line=line)
+def test_pulled_values_arrive_unchanged(count: int) -> None:
+    layout = PullLayout(variables())
     values = [variable.value.read_value() for variable in variables()]
     buckets = layout.pack(values, PackedCount.of(tf.constant(count, tf.float64)))
     assert_fits(layout.specs, buckets)
@@ -45,11 +44,10 @@ def test_pulled_values_arrive_unchanged(count: int, line: int) -> None:
     assert int(pulled.applied.value()) == count
 
 
-@pytest.mark.parametrize("line", [1, 16])
 @pytest.mark.parametrize("count", COUNTS)
-def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int, line: int) -> None:
-    pull = PullLayout(variables(), line=line)
-    push = PushLayout(variables(), len(ONES) + 3, pulled=variables()[:1], line=line)
+def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int) -> None:
+    pull = PullLayout(variables())
+    push = PushLayout(variables(), len(ONES) + 3, pulled=variables()[:1])
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
     buckets = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])
@@ -59,11 +57,3 @@ def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int, line: in
     assert_equal(sent_back, values[:1])
     assert (pulled_at.dtype, int(pulled_at)) == (tf.int64, count)
     assert added.numpy().tolist() == [*ONES, 0.25, 90.0, 100.0]
-
-
-def test_whole_lines_are_not_copied() -> None:
-    layout = PullLayout([keras.Variable(np.full(size, size, np.float32)) for size in (3, 32, 1)], line=16)
-    (vector,) = layout.pack([tf.ones([3]), tf.fill([32], 2.0), tf.fill([1], 3.0)], PackedCount(tf.zeros([2])))
-    assert vector.numpy().tolist() == [1, 1, 1, *[0] * 13, *[2] * 32, 3, *[0] * 15, 0, 0]
-    found = np.asarray(memoryview(layout.unpack([vector]).values[1]))
-    assert found.ctypes.data == np.asarray(memoryview(vector))[16:].ctypes.data

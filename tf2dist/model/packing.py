@@ -88,53 +88,25 @@ def transfers_of(name: str) -> Transfers:
 
 
 class Packing:
-    """Packs tensors with the shapes of some variables into one float32 vector.
+    """Packs tensors with the shapes of some variables into one float32 vector."""
 
-    Args:
-        line: each tensor takes a multiple of so many elements, the last of them zeros.
-    """
-
-    def __init__(self, variables: Sequence[Shaped], line: int = 1) -> None:
+    def __init__(self, variables: Sequence[Shaped]) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
         self._dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
-        self.sizes, self._line = [tf.TensorShape(shape).num_elements() for shape in self._shapes], line
-        self._lines = [-(-size // line) for size in self.sizes]
-        self.size = sum(self._lines) * line
+        self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
+        self.size = sum(self.sizes)
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
         """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
-        return tf.concat([*self.flat(tensors), *more], axis=0)
-
-    def flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors, and the zeros between them, as vectors, float32."""
-        found = []
-        missing = [lines * self._line - size for size, lines in zip(self.sizes, self._lines, strict=True)]
-        zeros = {number: tf.zeros([number]) for number in missing if number}
-        for tensor, number in zip(tensors, missing, strict=True):
-            found.append(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
-            if number:
-                found.append(zeros[number])
-        return found
+        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+        return tf.concat([*flat, *more], axis=0)
 
     def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
-        own, others = self._split(vector, more)
+        parts = tf.split(vector, [*self.sizes, *more])
+        own, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
         shaped = zip(own, self._shapes, self._dtypes, strict=True)
         return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
-
-    def _split(self, vector: tf.Tensor, more: Sequence[int]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The elements of each tensor, in any shape, and the vectors of `more`."""
-        if self._line == 1 or not self._lines:
-            parts = tf.split(vector, [*self.sizes, *more])
-            return parts[: len(self.sizes)], parts[len(self.sizes) :]
-        # Of a matrix whose rows, and so all parts, begin at multiples of 64 bytes TensorFlow copies none. It does copy
-        # a vector that ends within a row.
-        parts = tf.split(tf.reshape(vector[: self.size], [-1, self._line]), self._lines)
-        own = [
-            part if size == lines * self._line else tf.slice(tf.reshape(part, [-1]), [0], [size])
-            for part, size, lines in zip(parts, self.sizes, self._lines, strict=True)
-        ]
-        return own, tf.split(vector[self.size :], more)
 
 
 class Large(NamedTuple):
@@ -182,7 +154,6 @@ class Buckets:
         num_more: how many numbers are added to the first bucket.
         dtype: in which the large tensors travel that are not narrowed; None for the types of their variables.
         transfers: how large floats are narrowed.
-        line: of the first bucket, see `Packing`.
     """
 
     def __init__(
@@ -192,12 +163,11 @@ class Buckets:
         num_more: int,
         dtype: tf.DType | None = None,
         transfers: Transfers = NOT_NARROWED,
-        line: int = 1,
     ) -> None:
         variables = [*gradients, *others]
         types = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
         self._is_large = list(map(is_large, variables))
-        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone], line)
+        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone])
         narrowed = [transfers.gradients] * len(gradients) + [transfers.values] * len(others)
         ways = zip(types, narrowed, self._is_large, strict=True)
         self._large = [Large.of(own, dtype, by) for own, by, is_large in ways if is_large]
@@ -206,20 +176,10 @@ class Buckets:
 
     def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[tf.Tensor]:
         """The buckets; `more`: the vectors that follow in the first one."""
-        small, large = self._parted(tensors)
-        return [self._packing.pack(small, *more), *large]
-
-    def pieces(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[list[tf.Tensor]]:
-        """As `pack`, each bucket as the vectors that make it up."""
-        small, large = self._parted(tensors)
-        return [[*self._packing.flat(small), *more], *([tf.reshape(one, [-1])] for one in large)]
-
-    def _parted(self, tensors: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The small tensors, and the large ones as they travel."""
         pairs = list(zip(tensors, self._is_large, strict=True))
         large = [tensor for tensor, is_large in pairs if is_large]
         packed = [way.pack(tensor) for way, tensor in zip(self._large, large, strict=True)]
-        return [tensor for tensor, is_large in pairs if not is_large], packed
+        return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *more), *packed]
 
     def unpack(self, buckets: list[tf.Tensor], *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors, and the vectors of `more` elements each that followed in the first bucket."""

@@ -70,10 +70,7 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
-        if task.job == "ps":
-            # One for each worker, beside those that compute: it waits there for the next push; see `exchanges`.
-            execute_calls_in_threads(len(os.sched_getaffinity(0)) + cluster.num_workers)
-        elif cluster.has_coordinator and task in cluster.training_tasks and shares_a_core(cluster.num_workers):
+        if task.job == "worker" and cluster.has_coordinator and shares_a_core(cluster.num_workers):
             execute_calls_in_threads(1)
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config

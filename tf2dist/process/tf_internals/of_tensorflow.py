@@ -12,8 +12,6 @@ CONTEXT = "tensorflow.python.eager.context"
 PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
 # An attribute of functions: TensorFlow refuses names that are not on its list, so a renamed one is noticed.
 NO_INLINE = "_noinline"
-EXECUTOR_TYPE = "function_executor_type"  # chooses how functions are executed; TensorFlow refuses unknown ways
-ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 
 
 def keep_threads_from_spinning(context: Any = None) -> None:
@@ -133,31 +131,6 @@ def config_of_calls() -> bytes:
     options = attribute(tf, this_context(), "function_call_options", object)
     serialized: bytes = attribute(tf, options, "config_proto_serialized", bytes)
     return serialized
-
-
-def in_one_thread(function: Any) -> Any:
-    """A traced function whose call in a graph leaves its operations to one thread, one after the other.
-
-    By default ready operations go to other threads. Where those share a core, that costs a tenth to a third of the
-    time of a model with hundreds of small operations. A function that calls others is returned as it is: it would
-    hold the thread that those may need.
-    """
-    if any(_may_call(operation) for operation in function.graph.get_operations()):
-        return function
-    with_executor = attribute(tf, module_of(CONTEXT), EXECUTOR_TYPE, Callable)
-
-    def call(*args: Any) -> Any:
-        with relying_on(tf, EXECUTOR_TYPE):
-            executor = with_executor(ONE_THREAD)
-        with executor:
-            return function(*args)
-
-    return call
-
-
-def _may_call(operation: tf.Operation) -> bool:
-    """Whether an operation has a function as an attribute."""
-    return any(attr.type in ("func", "list(func)") for attr in operation.op_def.attr)
 
 
 def publish_functions(functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -29,12 +29,9 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     CONTEXT,
-    EXECUTOR_TYPE,
     NO_INLINE,
-    ONE_THREAD,
     as_one_node,
     config_of_calls,
-    in_one_thread,
     keep_threads_from_spinning,
     limit_gpu_memory,
     optimize_graphs_for_cpus,
@@ -89,13 +86,6 @@ def _service_is_there() -> bool:
 def _one_node_is_kept() -> bool:
     traced = as_one_node(lambda: tf.constant(0)).get_concrete_function()
     return bool(traced.function_def.attr[NO_INLINE].b)
-
-
-def _one_thread_is_chosen() -> bool:
-    one = in_one_thread(as_one_node(lambda: tf.constant(1)).get_concrete_function())
-    calling = tf.function(lambda: one()).get_concrete_function()
-    chosen = [each.get_attr("executor_type") for each in calling.graph.get_operations() if "Call" in each.type]
-    return chosen == [ONE_THREAD.encode()] and int(calling()) == 1
 
 
 def _calls_have_a_config() -> bool:
@@ -219,7 +209,6 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _service_is_there,
     (tf, NO_INLINE): _one_node_is_kept,
-    (tf, EXECUTOR_TYPE): _one_thread_is_chosen,
     (tf, "FuncRegistry._funcs"): _published_is_called,
     (keras, "Optimizer._get_variable_index"): _slots_are_found,
     (keras, "Optimizer._iterations"): _updates_are_counted,

@@ -136,14 +136,10 @@ def _strategy_of(variable: tf.Variable | View) -> tf.distribute.Strategy | None:
     return found
 
 
-def let_lie_in(vector: keras.Variable, variables: Sequence[keras.Variable], line: int = 1) -> None:
-    """Turns variables into views of a vector, which has their values already, one after the other.
-
-    Args:
-        line: each variable takes a multiple of so many elements.
-    """
+def let_lie_in(vector: keras.Variable, variables: Sequence[keras.Variable]) -> None:
+    """Turns variables into views of a vector, which has their values already, one after the other."""
     first = 0
     for variable in variables:
         before = attribute(keras, variable, "_value", tf.Variable)
         variable._value = View(vector.value, first, before)
-        first += -(-before.shape.num_elements() // line) * line
+        first += before.shape.num_elements()

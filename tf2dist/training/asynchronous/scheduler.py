@@ -197,7 +197,7 @@ class Scheduler:
 
         All workers are counted: one that is late or lost now will take part later.
         """
-        if self._graphs.in_loop and (self._graphs.has_own_loops or secs_per_step / self._num_workers > LOOP_SECS):
+        if self._graphs.in_loop and secs_per_step / self._num_workers > LOOP_SECS:
             return 1
         steps = worthwhile_steps(secs_per_step, self._num_workers, self._first_call_secs, steps_left)
         # No request to stop is noticed while a function is traced.

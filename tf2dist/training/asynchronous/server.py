@@ -25,7 +25,6 @@ from tf2dist.process.tf_internals import (
 )
 from tf2dist.training.asynchronous.algorithms.plain import Algorithm
 from tf2dist.training.asynchronous.atomic import make_atomic, state_update
-from tf2dist.training.asynchronous.carriers import ByMessage
 from tf2dist.training.asynchronous.counters import Counters, Counts
 from tf2dist.training.asynchronous.storage import Cell, Kinds, Vector, adopt_slots, cells_of
 from tf2dist.training.asynchronous.update_number import UpdateNumber
@@ -41,9 +40,7 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
-        carrier: how pulls and pushes travel in training.
-        pulls, pushes: the ways of both; see `carriers`.
-        pull_exactly: as `pull`, for evaluations: in messages, and no value is rounded to a narrow type.
+        pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
         on_device: as `training.on_device`, on the device of this ps.
@@ -60,7 +57,6 @@ class ParameterServer:
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         transfers: how large floats travel in training.
-        carrier: see above; by default they travel in messages.
     """
 
     pulled_others: tuple[int, ...] = ()
@@ -78,7 +74,6 @@ class ParameterServer:
         earlier_updates: int = 0,
         algorithm: Algorithm | None = None,
         transfers: Transfers = NOT_NARROWED,
-        carrier: ByMessage | None = None,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -90,10 +85,9 @@ class ParameterServer:
         self.on_device = functools.partial(on_device, device)
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self._transfers, self.carrier = transfers, carrier or ByMessage()
-        line = self.carrier.line
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers, line=line)
-        self.exact_layout = PullLayout(self.variables, line=line) if transfers.values else self.pull_layout
+        self._transfers = transfers
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers)
+        self.exact_layout = PullLayout(self.variables) if transfers.values else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -107,13 +101,11 @@ class ParameterServer:
             count_updates_in(self.optimizer, self._number)
             self.optimizer.build(trainable)
             self._algorithm = algorithm or Algorithm()
-            self._has_kernel = make_atomic(self.optimizer)
-            is_atomic = self._has_kernel and not self._algorithm.runs_alone
+            is_atomic = make_atomic(self.optimizer) and not self._algorithm.runs_alone
             self._lock = None if is_atomic else tf.CriticalSection()
             if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
                 fix_learning_rate(self.optimizer)
             self._algorithm.prepare(self.optimizer)
-        self.pulls = self.carrier.way(self.pull_layout.specs)
         self._lay_down({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
@@ -122,7 +114,7 @@ class ParameterServer:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers, self.carrier.line)
+        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
@@ -138,10 +130,9 @@ class ParameterServer:
         self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         state, added = [cell for cell, _ in changing], self.counters.added
-        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers, self.carrier.line)
-        # A worker pushes when it has computed, and gets what it pulls when that has been applied.
-        self.pushes = self.carrier.way(self._push_layout.specs, back=self.pulls)
-        self._trace(self.pushes.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
+        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
+        self.push_specs = self._push_layout.specs
+        self._trace(self.push_specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
         """The variables that may lie in vectors, and which of them are updated alike."""
@@ -155,11 +146,11 @@ class ParameterServer:
     def _lay_down(self, kinds: Kinds) -> None:
         """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
         with tf.device(self.device):
-            self.stored = cells_of(self.variables, kinds, line := self.carrier.line)
-        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers, line=line)
-        self._stored_exactly = PullLayout(self.stored, line=line) if self._transfers.values else self.stored_layout
-        self.pull = self.on_device_later(self._pull, *self.carrier.ticket_specs)
-        is_same = self._stored_exactly is self.stored_layout and not self.carrier.ticket_specs
+            self.stored = cells_of(self.variables, kinds)
+        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers)
+        self._stored_exactly = PullLayout(self.stored) if self._transfers.values else self.stored_layout
+        self.pull = self.on_device_later(self._pull)
+        is_same = self._stored_exactly is self.stored_layout
         self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
 
     def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:
@@ -195,14 +186,10 @@ class ParameterServer:
 
         return lambda *args: traced()(*args)
 
-    def _pull(self, *ticket: tf.Tensor) -> Parcel:
+    def _pull(self) -> Parcel:
         """All variables, and the updates applied so far, as they travel."""
         values, applied = self._read()
-        return self.pulls.put(self.stored_layout.pack(values, applied, *self._others(applied)), list(ticket))
-
-    def pieces(self) -> list[list[tf.Tensor]]:
-        """In a graph of the ps: what a pull holds, each bucket as the vectors that make it up."""
-        return self.stored_layout.pieces(*self._read())
+        return self.stored_layout.pack(values, applied, *self._others(applied))
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
@@ -223,15 +210,14 @@ class ParameterServer:
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """See `_admit`; `pushed`: as it has travelled. Returns what is counted of the worker then."""
-        with tf.control_dependencies([self._admit(self.pushes.take(pushed)[0], indices, limit)]):
+        """See `_admit`. Returns what is counted of the worker then."""
+        with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
     def push_and_pull(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
-        buckets, ticket = self.pushes.take(pushed)
-        self._admit(buckets, indices, limit)
-        return self._pull(*ticket)
+        self._admit(pushed, indices, limit)
+        return self._pull()
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.
@@ -243,20 +229,15 @@ class ParameterServer:
             pushed: of `push_layout`.
             indices: where it is counted.
         """
-        number = self.next_number()
-        return tf.cond(number < limit, lambda: self.apply(pushed, indices, number), lambda: tf.constant(False))
+        number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
 
-    def next_number(self) -> tf.Tensor:
-        """Admits one update: its number, int64 []."""
-        return tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
+        def apply() -> tf.Tensor:
+            if self._lock is None:
+                return self._apply(pushed, indices, number)
+            # Under the lock, one push at a time: no other update may be half done meanwhile.
+            return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
-    def apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Applies the update of this number while no other is half done: under the lock, one push at a time."""
-        if self._lock is None:
-            return self._apply(pushed, indices, number)
-        if not self._has_kernel:  # it may assign a gradient as it is
-            pushed = [*map(self.carrier.kept, pushed)]
-        return self._lock.execute(lambda: self._apply(pushed, indices, number))
+        return tf.cond(number < limit, apply, lambda: tf.constant(False))
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
@@ -271,8 +252,7 @@ class ParameterServer:
             for optimizer, cells in self._updates:
                 optimizer.apply([cell.fitting(gradient_of[cell]) for cell in cells], [cell.variable for cell in cells])
         for (cell, update, decay), term in zip(self._state_updates, terms, strict=True):
-            kept = cell.fitting(term) if decay else self.carrier.kept(cell.fitting(term))
-            update(kept, self._factor(decay, term.dtype, added))
+            update(cell.fitting(term), self._factor(decay, term.dtype, added))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known

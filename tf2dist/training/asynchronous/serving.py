@@ -18,7 +18,6 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import Interrupted, TaskLostError
 from tf2dist.process import heartbeat, profiling
 from tf2dist.process.strategy import start_server
-from tf2dist.training.asynchronous import shared_memory
 
 FAREWELL = "ram://tf2dist/farewell"
 POLL_SECS = 0.1
@@ -38,7 +37,6 @@ def serve(
         TaskLostError: the coordinator did not start in time, is gone, or has failed.
         Interrupted: the run was stopped.
     """
-    shared_memory.publish()
     start_server(cluster, task, server_config)
     profile = profiling.Responder(profiling.folder_of(run_dir, task))
     # A stop reaches all tasks at once, but the coordinator needs the servers to save; its farewell ends them.

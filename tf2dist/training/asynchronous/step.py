@@ -27,17 +27,15 @@ from tf2dist.model.packing import transfers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep
-from tf2dist.process.devices import shares_a_core
 from tf2dist.process.parts import all_parts
 from tf2dist.training.asynchronous.algorithms import algorithm_of
-from tf2dist.training.asynchronous.carriers import ByMemory, ByMessage, Tensors, carrier_of
 from tf2dist.training.asynchronous.computation import Computation
 from tf2dist.training.asynchronous.counters import TOTALS
-from tf2dist.training.asynchronous.exchanges import InMemory, InMessages
+from tf2dist.training.asynchronous.exchanges import Exchange
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import Parcel, PullLayout
+from tf2dist.training.asynchronous.vectors import Parcel
 from tf2dist.training.stragglers import stragglers_of
 
 LOOPED_OPERATIONS = 1000  # of a step: with more, a function of several steps takes more than a second to prepare
@@ -54,9 +52,6 @@ class AsyncStep(Computation):
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
-        carrier: how pulls and pushes travel.
-        may_share_memory: whether large tensors may travel in shared memory: a worker must not push again before a ps
-            has answered its last push.
         may_loop: whether the steps of a call are all alike.
         in_loop: whether they are first executed by `train_loop`, and not by a `train_function`.
         exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
@@ -71,8 +66,7 @@ class AsyncStep(Computation):
         earlier_updates: that the optimizer has applied before this run.
     """
 
-    may_share_memory, may_loop = True, True
-    _ticket: list[tf.Tensor]  # of the call, in the graph that is being made
+    may_loop = True
 
     def __init__(
         self,
@@ -93,9 +87,6 @@ class AsyncStep(Computation):
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         trainable, state = all_parts(step.trainable), all_parts(step.state)
-        self.carrier = (
-            carrier_of(config, PullLayout([*trainable, *state]).specs) if self.may_share_memory else ByMessage()
-        )
         self.servers = [
             self._new_server(
                 number,
@@ -110,7 +101,6 @@ class AsyncStep(Computation):
                 earlier_updates,
                 algorithm_of(config.algorithm),
                 transfers_of(config.cluster.transfer_dtype),
-                self.carrier,
             )
             for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]
@@ -132,11 +122,6 @@ class AsyncStep(Computation):
     def facts(self) -> dict[str, Any]:
         """For the summary of the run: what the ps know beside the counters."""
         return {}
-
-    @property
-    def has_own_loops(self) -> bool:
-        """Whether a loop is not one across tasks, but each has its own, which costs next to nothing."""
-        return isinstance(self.carrier, ByMemory)
 
     def random_states(self, updates: int) -> dict[str, np.ndarray]:
         """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
@@ -187,9 +172,9 @@ class AsyncStep(Computation):
                     (batch,) = self.feed.batches(tuple(source), worker, before_it, 1)
                 return on_device(batch)
 
-            exchange = self._exchange_of_loop(worker, indices, limit)
+            exchange = Exchange(self.servers, worker, indices, limit)
 
-            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Tensors]) -> Any:
+            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Parcel]) -> Any:
                 more = number + 1 < num_steps
                 # The next one is on its way while this step computes.
                 following = tf.cond(more, lambda: batch_of(number + 1), lambda: batch)
@@ -224,8 +209,7 @@ class AsyncStep(Computation):
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
-        self._ticket = self.carrier.begin(worker)
-        return [server.pulls.take(server.pull(*self._ticket))[0] for server in self.servers]
+        return [server.pull() for server in self.servers]
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """The limit of updates for a step, from that of the step before it in the call."""
@@ -235,25 +219,11 @@ class AsyncStep(Computation):
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[Parcel]:
         """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
-        return [
-            server.pulls.take(server.exchange(server.pushes.put(push, self._ticket), indices, limit))[0]
-            for server, push in zip(self.servers, pushes, strict=True)
-        ]
-
-    def _exchange_of_loop(self, worker: tf.Tensor, indices: tf.Tensor, limit: tf.Tensor) -> InMessages | InMemory:
-        if isinstance(self.carrier, ByMemory):
-            # The workers of such a run are on the host of its coordinator, and so is each ps.
-            secs, one_thread = self.config.watchdog_secs, shares_a_core(self.sharding.num_shards)
-            return InMemory(self.servers, self.carrier, worker, indices, limit, secs, one_thread)
-        return InMessages(self.servers, worker, indices, limit)
+        return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """What the last step of a call pushes to each ps; returns what the first has counted of this worker then."""
-        done = [
-            server.push(server.pushes.put(push, self._ticket), indices, limit)
-            for server, push in zip(self.servers, pushes, strict=True)
-        ]
-        self.carrier.end(self._ticket, done)
+        done = [server.push(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
         return done[0]
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:

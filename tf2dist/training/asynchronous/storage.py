@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import slots_of
@@ -48,19 +49,16 @@ class Vector(Cell):
     The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
     packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
     gives the same wherever a variable lies.
-
-    Attributes:
-        line: see `packing.Packing`; the vector has its layout.
     """
 
-    def __init__(self, members: Sequence[keras.Variable], line: int) -> None:
-        layout, self.line = packing.Packing(members, line), line
+    def __init__(self, members: Sequence[keras.Variable]) -> None:
+        layout = packing.Packing(members)
         self._size, self._missing = layout.size, -layout.size % PACKET
         value = layout.pack([variable.value.read_value() for variable in members], tf.zeros([self._missing]))
         vector = keras.Variable(lambda shape, dtype: value, value.shape, "float32", name="vector")
         super().__init__(members, vector)
         self.shape = tf.TensorShape([self._size])
-        let_lie_in(vector, members, line)
+        let_lie_in(vector, members)
         for member in members:
             if isinstance(member, Part):
                 member.value_of_whole.parts[member.number] = member.value
@@ -73,18 +71,18 @@ class Vector(Cell):
         return tf.pad(change, [[0, self._missing]]) if self._missing else change
 
 
-def cells_of(variables: Sequence[keras.Variable], kinds: Kinds, line: int = 1) -> list[Cell]:
-    """Lays variables down, on the device under which it is called; `line`: of the vectors.
+def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
+    """Lays variables down, on the device under which it is called.
 
     In the result small variables are in the order of `variables`, whether alone or as members, and so are large ones.
     """
     small = [variable for variable in variables if not packing.is_large(variable)]
     cells: list[Cell] = []
-    for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one, line) else None):
+    for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
         if kind is None:
             cells += [Cell([one], one) for one in run]
         else:
-            cells += [Vector(members, line) for members in _small_runs(run, line)]
+            cells += [Vector(members) for members in _small_runs(run)]
     return [*cells, *(Cell([one], one) for one in variables if packing.is_large(one))]
 
 
@@ -94,27 +92,27 @@ def adopt_slots(vectors: Sequence[Vector], own: keras.Optimizer, of_members: ker
     slots = slots_of(own)
     for attribute, of_variables in slots_of(of_members).items():
         for vector, of_vector in zip(vectors, slots[attribute], strict=True):
-            let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members], vector.line)
+            let_lie_in(of_vector, [of_variables[place[id(member)]] for member in vector.members])
 
 
-def _may_be_member(variable: keras.Variable, line: int) -> bool:
+def _may_be_member(variable: keras.Variable) -> bool:
     # Of a large variable that is cut, the parts lie alone as the whole would: what is left at its end, too.
     whole = variable.value_of_whole if isinstance(variable, Part) else variable
-    is_small = not packing.is_large(whole) and _bytes_in(variable, line) < packing.LARGE_BYTES
+    is_small = not packing.is_large(whole) and _num_bytes(variable) < packing.LARGE_BYTES
     return variable.dtype == "float32" and is_small
 
 
-def _bytes_in(variable: keras.Variable, line: int) -> int:
+def _num_bytes(variable: keras.Variable) -> int:
     """What a variable takes of a vector."""
-    return int(4 * packing.Packing([variable], line).size)
+    return 4 * int(np.prod(variable.shape))
 
 
-def _small_runs(variables: Iterator[keras.Variable], line: int) -> Iterator[list[keras.Variable]]:
+def _small_runs(variables: Iterator[keras.Variable]) -> Iterator[list[keras.Variable]]:
     """The variables in runs that are small themselves, for what is large travels alone."""
     run: list[keras.Variable] = []
     size = 0
     for variable in variables:
-        more = _bytes_in(variable, line)
+        more = _num_bytes(variable)
         if run and size + more >= packing.LARGE_BYTES:
             yield run
             run, size = [], 0

@@ -79,22 +79,16 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         others: the sizes of what is pulled beside them.
-        transfers, line: see `Buckets`.
+        transfers: see `Buckets`.
     """
 
-    def __init__(
-        self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED, line: int = 1
-    ) -> None:
-        self._buckets = Buckets([], variables, COUNT + sum(others), transfers=transfers, line=line)
+    def __init__(self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
+        self._buckets = Buckets([], variables, COUNT + sum(others), transfers=transfers)
         self._others = others
         self.specs = self._buckets.specs
 
     def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
         return self._buckets.pack(values, applied.bits, *others)
-
-    def pieces(self, values: list[tf.Tensor], applied: PackedCount) -> list[list[tf.Tensor]]:
-        """As `pack`, with nothing else, each bucket as the vectors that make it up."""
-        return self._buckets.pieces(values, applied.bits)
 
     def unpack(self, buckets: Parcel) -> Pulled:
         values, (bits, *_) = self._buckets.unpack(buckets, COUNT, *self._others)
@@ -118,7 +112,7 @@ class PushLayout:
         trainable: whose gradients are pushed.
         added: how many numbers an update adds to the counters.
         state: whose terms are pushed.
-        transfers, line: see `Buckets`.
+        transfers: see `Buckets`.
     """
 
     def __init__(
@@ -128,10 +122,9 @@ class PushLayout:
         state: Sequence[Shaped] = (),
         pulled: Sequence[Shaped] = (),
         transfers: Transfers = NOT_NARROWED,
-        line: int = 1,
     ) -> None:
         self.variables, self.pulled, self._added = [*trainable, *state], list(pulled), added
-        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers, line=line)
+        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers)
         self.specs = self._buckets.specs
 
     def pack(

@@ -18,9 +18,8 @@ import numpy as np
 
 from tf2dist.model import eight_bits
 from tf2dist.model.eight_bits import BLOCK
-from tf2dist.process.shared_files import ALIGNMENT
 from tf2dist.training.synchronous.peers import LostWorkerError, Peers
-from tf2dist.training.synchronous.shared_memory import SharedMemory
+from tf2dist.training.synchronous.shared_memory import ALIGNMENT, SharedMemory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
 PIECE = 128 * 1024  # floats of a piece; those of a few workers fit into the cache of a core

@@ -1,17 +1,20 @@
 """Memory that workers of the same host share, so that large arrays cross no socket.
 
-Each worker writes into a file of its own, and the others map it; see `shared_files`. The file begins with a secret and
-with whose it is.
+Each worker writes into a file of its own in memory, and the others map it. The file has no name: the others open it
+through ``/proc/PID/fd``, which the kernel allows to processes of the same user. In another container or on another host
+that path leads to nothing, or to something else; so the file begins with a secret and with whose it is.
 """
 
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tf2dist.process.shared_files import HEADER_BYTES, create, open_of
+HEADER_BYTES = mmap.PAGESIZE  # so that what follows begins at a page
+ALIGNMENT = 64  # TensorFlow uses the memory of an array that begins at a multiple of this, and copies any other
+MAX_BYTES = 1 << 40  # of the arrays in a file: only pages that have been written take memory
 
 
 class SharedMemory:
@@ -59,7 +62,7 @@ def share(
     """
     files: dict[int, int] = {}
     with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel, or in Python's C library
-        files[index] = create(_header(index, secret))
+        files[index] = _create_file(_header(index, secret))
     mine = [os.getpid(), files.get(index, -1)]
     # Each worker passes its numbers at its own index and 0 elsewhere, so the sum holds those of all.
     told = add_up([float(number) * (worker == index) for worker in range(num_workers) for number in mine])
@@ -67,7 +70,7 @@ def share(
     with contextlib.suppress(OSError):
         for worker in range(num_workers):
             if worker != index:
-                files[worker] = open_of(*places[worker], _header(worker, secret))
+                files[worker] = _open_file(*places[worker], _header(worker, secret))
     found = SharedMemory(index, files)
     # All of them get the same sum, so all of them decide alike.
     if add_up([float(len(files) == num_workers)])[0] == num_workers:
@@ -78,3 +81,29 @@ def share(
 
 def _header(index: int, secret: bytes) -> bytes:
     return secret + index.to_bytes(4, "big")
+
+
+def _create_file(header: bytes) -> int:
+    """The descriptor of a new file in memory; raises OSError, or AttributeError where Python has no such call."""
+    with _closed_on_error(os.memfd_create("tf2dist")) as descriptor:
+        os.ftruncate(descriptor, HEADER_BYTES + MAX_BYTES)  # fails where the size of files is limited
+        os.pwrite(descriptor, header, 0)
+    return descriptor
+
+
+def _open_file(pid: int, number: int, header: bytes) -> int:
+    """A descriptor of the file that is number `number` in the process `pid`; raises OSError if it is not there."""
+    # Without waiting: what is there may be a pipe of a process that has nothing to do with this.
+    with _closed_on_error(os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK)) as descriptor:
+        if os.pread(descriptor, len(header), 0) != header:
+            raise OSError(f"process {pid} has another file there")
+    return descriptor
+
+
+@contextlib.contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    except OSError:
+        os.close(descriptor)
+        raise

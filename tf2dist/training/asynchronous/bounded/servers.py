@@ -26,7 +26,7 @@ class GatedServer(UngatedServer):
     """The ps at which workers wait for the slowest; its pulls have `GIVE_UP` for a worker that must not go on.
 
     Attributes:
-        begin: ``begin(worker, *ticket)``, the pull before the first step of a call; the ticket: see `carriers`.
+        begin: ``begin(worker)``, the pull before the first step of a call.
         open, close, wake: see `Clocks`.
         retire: ``retire(worker)``; see `Clocks`.
         clock_state: see `Clocks.state`.
@@ -50,28 +50,27 @@ class GatedServer(UngatedServer):
         self._clocks.restore(counts.steps)
 
     def _trace(self, *signature: Any) -> None:
-        self.begin = self.on_device(self._begin, INDEX, *self.carrier.ticket_specs)
+        self.begin = self.on_device(self._begin, INDEX)
         self.push = self.on_device(self._push_and_move, *signature, INDEX)
         self.exchange = self.on_device_later(self._exchange_at_gate, *signature, INDEX)
 
-    def _begin(self, worker: tf.Tensor, *ticket: tf.Tensor) -> Parcel:
+    def _begin(self, worker: tf.Tensor) -> Parcel:
         may_go_on = self._clocks.wait(worker)
         with tf.control_dependencies([may_go_on]):
             applied = self.counters.applied()
             count = PackedCount.of(tf.where(may_go_on, applied, GIVE_UP))
         with tf.control_dependencies([count.bits]):
             values = [cell.read() for cell in self.stored]
-        return self.pulls.put(self.stored_layout.pack(values, count), list(ticket))
+        return self.stored_layout.pack(values, count)
 
     def _push_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([self._admit_and_move(self.pushes.take(pushed)[0], indices, limit, worker)]):
+        with tf.control_dependencies([self._admit_and_move(pushed, indices, limit, worker)]):
             return self.counters.after(indices)
 
     def _exchange_at_gate(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> Parcel:
-        buckets, ticket = self.pushes.take(pushed)
-        with tf.control_dependencies([self._admit_and_move(buckets, indices, limit, worker)]):
-            return self._begin(worker, *ticket)
+        with tf.control_dependencies([self._admit_and_move(pushed, indices, limit, worker)]):
+            return self._begin(worker)
 
-    def _admit_and_move(self, buckets: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([self._admit(buckets, indices, limit)]):
+    def _admit_and_move(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self._clocks.moved(worker)

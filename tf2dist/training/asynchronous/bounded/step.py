@@ -32,8 +32,7 @@ class BoundedStep(AsyncStep):
         return self.gated
 
     def _pull(self, worker: tf.Tensor) -> list[Parcel]:
-        self._ticket = self.carrier.begin(worker)
-        return self._after_first(self.gated.begin(worker, *self._ticket))
+        return self._after_first(self.gated.begin(worker))
 
     def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
         """0 from the step on that the worker must not take.
@@ -41,7 +40,6 @@ class BoundedStep(AsyncStep):
         All ps leave out the same steps with it, and all steps to the end of the call: a later one would be counted in
         the place of the first, whose batch is still to be trained on.
         """
-        # In memory a push is written over what this is read from, so the push waits for the limit.
         _, count = self.gated.pull_layout.unpack(pulled[0])
         with tf.device("CPU:0"):
             return tf.where(count.value() < 0, tf.zeros_like(limit), limit)
@@ -49,27 +47,20 @@ class BoundedStep(AsyncStep):
     def _exchange(
         self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
     ) -> list[Parcel]:
-        with tf.control_dependencies([*self._push_to_others(pushes, indices, limit), limit]):
-            first = self.gated.pushes.put(pushes[0], self._ticket)
-            return self._after_first(self.gated.exchange(first, indices, limit, worker))
+        with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
+            return self._after_first(self.gated.exchange(pushes[0], indices, limit, worker))
 
     def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([*self._push_to_others(pushes, indices, limit), limit]):
-            after = self.gated.push(self.gated.pushes.put(pushes[0], self._ticket), indices, limit, worker)
-        self.carrier.end(self._ticket, [after])
-        return after
+        with tf.control_dependencies(self._push_to_others(pushes, indices, limit)):
+            return self.gated.push(pushes[0], indices, limit, worker)
 
     def _push_to_others(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            server.push(server.pushes.put(push, self._ticket), indices, limit)
-            for server, push in zip(self.servers[1:], pushes[1:], strict=True)
-        ]
+        return [server.push(push, indices, limit) for server, push in zip(self.servers[1:], pushes[1:], strict=True)]
 
     def _after_first(self, first: Parcel) -> list[Parcel]:
         """What all ps give, after that of the first one has come."""
         with tf.control_dependencies(first):
-            given = [first, *(server.pull(*self._ticket) for server in self.servers[1:])]
-        return [server.pulls.take(one)[0] for server, one in zip(self.servers, given, strict=True)]
+            return [first, *(server.pull() for server in self.servers[1:])]
 
     def facts(self) -> dict[str, Any]:
         """The largest lead that a worker had over the slowest since the run was started, in steps."""

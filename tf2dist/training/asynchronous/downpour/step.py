@@ -22,7 +22,6 @@ class DownpourStep(AsyncStep):
     Each call begins with a pull, and it has no others than those after every `n_fetch` batches in it.
     """
 
-    may_share_memory = False  # a push may come before the answer to the one before
     may_loop = False
     servers: list[DownpourServer]  # type: ignore[assignment]
     _pushed: list[tf.Tensor]  # what the last push to each ps returns, in the graph that is being made
