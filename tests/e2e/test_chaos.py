@@ -38,12 +38,12 @@ RUNS = [
     ("async", "plain", "deep.py"),
     ("async", "staleness_aware", "deep.py"),
 ]
-# Small models count as large and as deep: they share memory, and their steps are executed in loops.
+# Small models count as large and as deep: their tensors travel alone, and a call has one step.
 DEEP = """
 from tf2dist.model import packing
-from tf2dist.training.asynchronous import step
+from tf2dist.training import call_size
 
-packing.LARGE_BYTES, step.LOOPED_OPERATIONS = 256, 0
+packing.LARGE_BYTES, call_size.MAX_OPERATIONS = 256, 0
 """
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tf2dist.config.schema import DataConfig, RunConfig, TrainConfig
 
 
@@ -21,14 +19,6 @@ def run_config(
         optimizer={"name": optimizer, "learning_rate": 0.01},
         train=TrainConfig(batch_size_per_worker=batch_size, steps_per_execution=steps_per_execution),
     )
-
-
-def make_long_calls_pay(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> None:
-    """Lets calls become longer as soon as steps have been timed, whatever the speed of the machine."""
-    for name, secs in (("TRIAL_SECS", 0.0), ("CALL_SECS", 60.0), ("IDLE_SECS", 60.0)):
-        monkeypatch.setattr(f"tf2dist.training.call_size.{name}", secs)
-    config.train.steps = 10_000_000  # so many that longer calls save more time than their preparation costs
-    config.grace_secs = 1_000.0  # so that there is time to trace any of them
 
 
 def source_and_splits(config: RunConfig) -> tuple[Any, Any]:

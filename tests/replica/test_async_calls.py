@@ -29,7 +29,7 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
     loop = async_loop(run_config())
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
-    nodes = {node.name: node for node in loop._scheduler.calls.function.graph.as_graph_def().node}
+    nodes = {node.name: node for node in loop._scheduler.function.graph.as_graph_def().node}
     steps = [node for node in nodes.values() if node.op == "PartitionedCall"]
     assert len(steps) == 10
     for step in steps:
@@ -46,26 +46,19 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
     assert_exact(loop, 95)
 
 
-@registry.register_model("sleeping")
-def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    def sleep(images: Any) -> Any:
-        tf.numpy_function(lambda: time.sleep(0.1), [], [])
-        return images
-
+@registry.register_model("deep")
+def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     layers = keras.layers
-    slow = layers.Lambda(sleep, output_shape=input_shape)
-    return keras.Sequential([keras.Input(input_shape), slow, layers.Flatten(), layers.Dense(num_classes)])
+    first = [keras.Input(input_shape), layers.Rescaling(1 / 255), layers.Flatten()]
+    return keras.Sequential([*first, *(layers.Dense(8, "tanh") for _ in range(60)), layers.Dense(num_classes)])
 
 
-def test_calls_of_a_slow_model_stay_short(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer calls would save no time, and all workers are idle while they are prepared: a minute with a deep model."""
-    config = run_config("sleeping", steps_per_execution=None)
-    config.train.steps = 10_000
-    loop = async_loop(config, num_workers=2)
-    monkeypatch.setattr(loop._graphs, "train_function", lambda size: pytest.fail(f"calls of {size} steps"))
-    loop.train(40)
-    assert_exact(loop, 40)
-    assert (loop._scheduler.is_sized, loop._scheduler.num_steps) == (True, 1)
+@pytest.mark.parametrize(("model", "given", "num_steps"), [("cnn", None, 10), ("deep", None, 1), ("deep", 3, 3)])
+def test_deep_models_take_one_step_a_call(async_loop: MakeLoop, model: str, given: int | None, num_steps: int) -> None:
+    loop = async_loop(run_config(model, steps_per_execution=given), num_workers=1)
+    assert loop._scheduler.num_steps == num_steps
+    loop.train(5)
+    assert_exact(loop, 5)
 
 
 def test_a_call_still_in_flight_does_not_cause_more_calls(
@@ -150,7 +143,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler.calls.function, args=(*loop._scheduler.calls.arguments, tf.constant(300, tf.int64))
+                loop._scheduler.function, args=(*loop._scheduler.source, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:
@@ -223,7 +216,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         import os
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
-        from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS, AsyncLoop
+        from tf2dist.training.asynchronous.loop import AsyncLoop
         from tf2dist.training.asynchronous.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
@@ -238,12 +231,12 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
             loop.evaluate("validation")
             loop.evaluate("test")
             loop.snapshot()
-        print(loop._scheduler.num_steps == STEPS_ON_HOSTS, context.context().list_function_names() - known, flush=True)
+        print(loop._scheduler.num_steps, context.context().list_function_names() - known, flush=True)
         os._exit(0)  # the servers of the cluster are in this process
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["True set()"]), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["10 set()"]), done.stderr
 
 
 def test_the_first_copies_of_several_threads_move_no_table() -> None:
@@ -295,6 +288,6 @@ def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
     for xla in (False, True):
         config.devices.xla = xla
         loop = async_loop(config)
-        assert ("_XlaMustCompile" in str(loop._scheduler.calls.function.graph.as_graph_def())) == xla
+        assert ("_XlaMustCompile" in str(loop._scheduler.function.graph.as_graph_def())) == xla
         loop.train(10)
         assert_exact(loop, 10)

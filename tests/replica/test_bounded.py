@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import assert_exact, make_long_calls_pay, run_config
+from tests.replica.small_runs import assert_exact, run_config
 from tests.replica.test_resume import taken
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.algorithms import AlgorithmConfig
@@ -119,19 +119,6 @@ def test_a_run_with_short_epochs_and_pauses_is_resumed(
     assert_exact(resumed, stopped_at + 500)
     assert max(observer.leads) == 2
     assert resumed.facts()["lead"] == {"max": 2}
-
-
-@pytest.mark.slow
-def test_the_number_of_steps_in_a_call_is_found(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls in flight are waited for when they become longer, and no worker may then wait for another."""
-    config = bounded_config(3, steps_per_execution=None)
-    make_long_calls_pay(monkeypatch, config)
-    loop = async_loop(config, num_ps=1)
-    loop.train(3000)
-    assert_exact(loop, 3000)
-    assert loop._scheduler.is_sized
-    assert loop._scheduler.num_steps > 1
-    assert loop.facts()["lead"]["max"] <= 3
 
 
 def test_updates_that_were_admitted_and_lost_are_made_again(async_loop: MakeLoop) -> None:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import run_config
 from tests.replica.test_downpour import downpour_config
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
@@ -22,7 +22,7 @@ MakeLoop = Callable[..., Any]
 
 def calls_of(loop: Any) -> list[str]:
     """What a call of a worker asks the ps for, in this order, without what is only read for the log."""
-    graph = loop._scheduler.calls.function.graph
+    graph = loop._scheduler.function.graph
     names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
     kinds = {"_pull": "pull", "_push": "push", "push_and_pull": "exchange"}
     return [kind for name in names for function, kind in kinds.items() if name.startswith(f"__inference_{function}_")]
@@ -34,27 +34,11 @@ def test_a_call_fetches_only_after_so_many_batches(async_loop: MakeLoop) -> None
     assert calls_of(async_loop(run_config(steps_per_execution=3), num_ps=1)) == ["pull", "exchange", "exchange", "push"]
 
 
-@pytest.mark.parametrize(("n_fetch", "num_steps"), [(12, 9), (60, 15)])
-def test_calls_on_many_hosts_are_whole_rounds(async_loop: MakeLoop, n_fetch: int, num_steps: int) -> None:
-    """They have 10 steps otherwise."""
+@pytest.mark.parametrize(("n_fetch", "num_steps"), [(12, 3), (60, 15)])
+def test_calls_are_whole_rounds(async_loop: MakeLoop, n_fetch: int, num_steps: int) -> None:
+    """They have 10 steps of one batch otherwise; here a step has 4."""
     config = downpour_config(4, n_fetch, steps_per_execution=None)
-    config.cluster.kind = "hosts"
     assert async_loop(config, num_ps=1)._scheduler.num_steps == num_steps
-
-
-@pytest.mark.slow
-def test_the_size_of_calls_is_found(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one round on, to several of them, but no more than the batches of a call of plain training."""
-    monkeypatch.setattr("tf2dist.training.call_size.TRIAL_SECS", 0.0)
-    monkeypatch.setattr("tf2dist.training.call_size.CALL_SECS", 60.0)
-    monkeypatch.setattr("tf2dist.training.call_size.IDLE_SECS", 60.0)
-    config = downpour_config(2, 6, steps_per_execution=None)
-    config.train.steps = 10_000_000
-    loop = async_loop(config, num_ps=1)
-    assert loop._scheduler.num_steps == 3
-    loop.train(1500)
-    assert_exact(loop, 1500)
-    assert loop._scheduler.num_steps == 24, "of 2 batches each, and a plain call has at most 50"
 
 
 def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:

@@ -197,5 +197,5 @@ def test_a_run_names_few_variables_in_its_calls(async_loop: Callable[..., Any]) 
     loop = async_loop(run_config("dnn", hidden_units=[20, 20, 20, 20]), num_ps=2)
     loop.train(4)
     assert [len(server.stored) for server in loop._graphs.servers] == [1, 1]
-    handles = [one for one in loop._scheduler.calls.function.graph.inputs if one.dtype == tf.resource]
+    handles = [one for one in loop._scheduler.function.graph.inputs if one.dtype == tf.resource]
     assert len(handles) == 1 + 3 * 2  # of the input; of the vector, the counters and the updates admitted on each ps

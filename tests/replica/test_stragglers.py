@@ -61,7 +61,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[RunConfig], None]]:
 
 def calls_of(loop: Any) -> list[str]:
     """The nodes that sleep in the graph of a call."""
-    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
+    nodes = loop._scheduler.function.graph.as_graph_def().node
     return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN]
 
 
@@ -114,7 +114,7 @@ def test_a_pause_occurs_once(
 def test_calls_do_not_make_a_delay_longer(async_loop: MakeLoop) -> None:
     config = run_config(steps_per_execution=None)
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
-    assert async_loop(config)._graphs.stragglers.max_steps == CALL_SECS / 0.1
+    assert async_loop(config)._scheduler.num_steps == CALL_SECS / 0.1
 
 
 def timed(worker: SyncWorker, config: RunConfig, steps: int) -> tuple[dict[str, Any], float]:

@@ -48,7 +48,7 @@ def steps_of(run_dir: Path, worker: int) -> np.ndarray:
 
 def nodes_of(loop: Any) -> int:
     """How many nodes of a call record something."""
-    nodes = loop._scheduler.calls.function.graph.as_graph_def().node
+    nodes = loop._scheduler.function.graph.as_graph_def().node
     return sum(node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN for node in nodes)
 
 

@@ -21,7 +21,7 @@ from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import asked_to_stop
 from tf2dist.process.tf_internals import publish_functions
-from tf2dist.training.call_size import MAX_STEPS, steps_of_a_call
+from tf2dist.training.call_size import MAX_STEPS, steps_in_call_secs
 from tf2dist.training.timeline import Recorded
 
 TOKEN = "tf2dist.straggle"
@@ -138,7 +138,7 @@ class SimulatedStragglers(NoStragglers):
     def __init__(self, simulated: SimulateConfig, offsets: list[int]) -> None:
         self._offsets = offsets
         longest_secs = max(simulated.delay_secs, default=0.0)
-        self.max_steps = steps_of_a_call(longest_secs) if longest_secs else MAX_STEPS
+        self.max_steps = steps_in_call_secs(longest_secs) if longest_secs else MAX_STEPS
 
     def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         with tf.device("CPU:0"):

@@ -29,7 +29,6 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
-    config_of_calls,
     exchange,
     keep_threads_from_spinning,
     limit_gpu_memory,
@@ -46,7 +45,6 @@ __all__ = [
     "as_one_node",
     "build_metrics",
     "config_of",
-    "config_of_calls",
     "count_updates_in",
     "exchange",
     "fix_learning_rate",

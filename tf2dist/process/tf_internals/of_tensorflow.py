@@ -126,13 +126,6 @@ def as_one_node(function: Callable[..., Any]) -> Any:
         return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
 
 
-def config_of_calls() -> bytes:
-    """The configuration with which this process calls functions, for nodes that are not made by calling one."""
-    options = attribute(tf, this_context(), "function_call_options", object)
-    serialized: bytes = attribute(tf, options, "config_proto_serialized", bytes)
-    return serialized
-
-
 def publish_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Makes functions of this process callable from graphs, by ``tf.raw_ops.PyFunc`` with their names as tokens.
 

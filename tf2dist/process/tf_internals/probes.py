@@ -31,7 +31,6 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     CONTEXT,
     NO_INLINE,
     as_one_node,
-    config_of_calls,
     keep_threads_from_spinning,
     limit_gpu_memory,
     optimize_graphs_for_cpus,
@@ -86,11 +85,6 @@ def _service_is_there() -> bool:
 def _one_node_is_kept() -> bool:
     traced = as_one_node(lambda: tf.constant(0)).get_concrete_function()
     return bool(traced.function_def.attr[NO_INLINE].b)
-
-
-def _calls_have_a_config() -> bool:
-    found = tf.compat.v1.ConfigProto.FromString(config_of_calls())
-    return isinstance(found, tf.compat.v1.ConfigProto)
 
 
 def _published_is_called() -> bool:
@@ -205,7 +199,6 @@ def _names_begin_again() -> bool:
 # By the package and the private name that the probe stands for, which is what the user reads if it fails.
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
-    (tf, "FunctionCallOptions.config_proto_serialized"): _calls_have_a_config,
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _service_is_there,
     (tf, NO_INLINE): _one_node_is_kept,

@@ -44,7 +44,6 @@ from tf2dist.training.loop import (
     saved_facts,
 )
 
-STEPS_ON_HOSTS = 10  # of a call, on many hosts: a longer one would be a new function; see `prepare`
 FAREWELL_TIMEOUT_SECS = 5.0
 
 
@@ -78,10 +77,8 @@ class AsyncLoop:
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
-        on_hosts = min(STEPS_ON_HOSTS, graphs.stragglers.max_steps)
-        num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
         make_scheduler = scheduler_for(config.algorithm.kind)
-        self._scheduler = make_scheduler(self._coordinator, graphs, cluster, num_steps, config.grace_secs)
+        self._scheduler = make_scheduler(self._coordinator, graphs, cluster, config.grace_secs)
         self._evaluate_function = None
         if config.cluster.kind != "local":  # there no function may be made during the training; see `prepare`
             self._evaluate_function = graphs.evaluate_function()
@@ -161,9 +158,6 @@ class AsyncLoop:
                     server.forget_refused()
                 scheduler.begin_again(applied)
                 admitted = applied
-            last_step = max(until_step, self.target_step)
-            if scheduler.resize(self.progress, admitted, missing, last_step, pause_request):
-                continue
             # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
             scheduler.fill(admitted, until_step - admitted)
             self._read_all()  # is made here at the first time, while the workers prepare their first step

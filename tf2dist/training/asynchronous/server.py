@@ -131,8 +131,7 @@ class ParameterServer:
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         state, added = [cell for cell, _ in changing], self.counters.added
         self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
-        self.push_specs = self._push_layout.specs
-        self._trace(self.push_specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
+        self._trace(self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
         """The variables that may lie in vectors, and which of them are updated alike."""
@@ -176,13 +175,13 @@ class ParameterServer:
         self.push = self.on_device(self._push, *signature)
         self.exchange = self.on_device_later(self.push_and_pull, *signature)
 
-    def on_device_later(self, function: Any, *signature: Any, **how: bool) -> Any:
+    def on_device_later(self, function: Any, *signature: Any) -> Any:
         """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
 
         @functools.cache
         def traced() -> Any:
             with tf.init_scope():
-                return self.on_device(function, *signature, **how)
+                return self.on_device(function, *signature)
 
         return lambda *args: traced()(*args)
 

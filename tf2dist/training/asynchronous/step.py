@@ -5,13 +5,10 @@ within a call, what one step pushes and the next one pulls is one exchange with 
 costs a call, so small variables are packed (see `vectors`).
 
 A loop across devices costs messages in every iteration, a millisecond or two of all cores, so the steps of a call are
-unrolled. But then a call of another length is another function, and with a deep model each worker takes seconds to
-prepare it. So the steps of a deep model are executed in a loop (see `exchanges`), unless they are so short that those
-seconds pay.
+unrolled. How many there are is decided before the first step: a call of another length would be another function.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,14 +28,13 @@ from tf2dist.process.parts import all_parts
 from tf2dist.training.asynchronous.algorithms import algorithm_of
 from tf2dist.training.asynchronous.computation import Computation
 from tf2dist.training.asynchronous.counters import TOTALS
-from tf2dist.training.asynchronous.exchanges import Exchange
 from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import Parcel
+from tf2dist.training.call_size import unrolled_steps
 from tf2dist.training.stragglers import stragglers_of
 
-LOOPED_OPERATIONS = 1000  # of a step: with more, a function of several steps takes more than a second to prepare
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 
 
@@ -52,9 +48,7 @@ class AsyncStep(Computation):
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
-        may_loop: whether the steps of a call are all alike.
-        in_loop: whether they are first executed by `train_loop`, and not by a `train_function`.
-        exchange_secs: how long it may take to trace what the steps of a call exchange with the ps between them.
+        steps_per_call: how many steps a call has.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -65,8 +59,6 @@ class AsyncStep(Computation):
         plan: of the epochs.
         earlier_updates: that the optimizer has applied before this run.
     """
-
-    may_loop = True
 
     def __init__(
         self,
@@ -108,16 +100,19 @@ class AsyncStep(Computation):
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
         self._compute = self.traced_compute()
-        self.in_loop = self.may_loop and len(self._compute.graph.get_operations()) >= LOOPED_OPERATIONS
-        began_at = time.monotonic()
+        self.steps_per_call = config.train.steps_per_execution or self._whole_rounds(
+            min(unrolled_steps(len(self._compute.graph.get_operations())), self.stragglers.max_steps)
+        )
         for server in self.servers:
             server.trace_push(self.decays)
-        # An exchange does what a push and a pull do.
-        self.exchange_secs = 2 * (time.monotonic() - began_at)
 
     def _new_server(self, number: int, *arguments: Any) -> ParameterServer:
         """The ps with this number, from 0; `arguments`: those of `ParameterServer`."""
         return ParameterServer(*arguments)
+
+    def _whole_rounds(self, num_steps: int) -> int:
+        """The number of steps that a call may have in place of this one; other algorithms override this."""
+        return num_steps
 
     def facts(self) -> dict[str, Any]:
         """For the summary of the run: what the ps know beside the counters."""
@@ -154,42 +149,6 @@ class AsyncStep(Computation):
 
         signature = self.feed.signature(num_steps)
         return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
-
-    def train_loop(self) -> Any:
-        """``function(*source, num_steps, limit)``: as `train_function`, for any number of steps.
-
-        `source`: of `feed` for one step.
-        """
-
-        def steps(*arguments: Any) -> None:
-            *source, num_steps, limit = arguments
-            worker, before, indices = self._begin()
-            local_steps = before[TOTALS.index("steps")]
-
-            def batch_of(number: tf.Tensor) -> list[tf.Tensor]:
-                with tf.device("CPU:0"):
-                    before_it = tf.cast(local_steps, tf.int64) + number
-                    (batch,) = self.feed.batches(tuple(source), worker, before_it, 1)
-                return on_device(batch)
-
-            exchange = Exchange(self.servers, worker, indices, limit)
-
-            def step(number: tf.Tensor, losses: tf.Tensor, batch: list[tf.Tensor], given: list[Parcel]) -> Any:
-                more = number + 1 < num_steps
-                # The next one is on its way while this step computes.
-                following = tf.cond(more, lambda: batch_of(number + 1), lambda: batch)
-                pushes, loss = self._computed(exchange.pulled(given), batch, worker, local_steps, number + 1)
-                return number + 1, losses + loss, following, exchange.next(pushes, more)
-
-            first = tf.zeros([], tf.int64)
-            start = first, tf.zeros([]), batch_of(first), exchange.first()
-            _, losses, _, given = tf.while_loop(lambda number, *_: number < num_steps, step, start)
-            after = exchange.end(given)
-            self._log(worker, before, after, losses / tf.cast(num_steps, tf.float32))
-
-        scalar = tf.TensorSpec([], tf.int64)
-        signature = self.feed.signature(1)
-        return tf.function(steps, autograph=False).get_concrete_function(*signature, scalar, scalar)
 
     def _begin(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The worker that executes this call, its totals, and where its updates are counted."""

@@ -2,14 +2,13 @@
 
 from tf2dist.training.asynchronous.bounded.scheduler import BoundedScheduler
 from tf2dist.training.asynchronous.bounded.step import BoundedStep
-from tf2dist.training.asynchronous.downpour.scheduler import DownpourScheduler
 from tf2dist.training.asynchronous.downpour.step import DownpourStep
 from tf2dist.training.asynchronous.scheduler import Scheduler
 from tf2dist.training.asynchronous.step import AsyncStep
 
 # By the names of the option algorithm.
 STEPS: dict[str, type[AsyncStep]] = {"bounded": BoundedStep, "downpour": DownpourStep}
-SCHEDULERS: dict[str, type[Scheduler]] = {"bounded": BoundedScheduler, "downpour": DownpourScheduler}
+SCHEDULERS: dict[str, type[Scheduler]] = {"bounded": BoundedScheduler}
 
 
 def step_for(algorithm: str) -> type[AsyncStep]:

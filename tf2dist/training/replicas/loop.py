@@ -51,9 +51,7 @@ class ReplicasLoop:
         self._random_states = step.random_states
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
-        self._scheduler = Scheduler(
-            prepared.coordinator, graphs, cluster.num_workers, prepared.num_steps, config.grace_secs
-        )
+        self._scheduler = Scheduler(prepared.coordinator, graphs, cluster.num_workers, config.grace_secs)
         is_local = config.cluster.kind == "local"
         self._evaluate_function = None if is_local else graphs.evaluate_function()
 
@@ -116,20 +114,8 @@ class ReplicasLoop:
             is_stalled = seen == before
             if is_stalled:
                 deciding.wake()
-            size = scheduler.worthwhile(counts, max(until_step, self.target_step) - counts.step)
-            if size is not None:
-                self._resize(size, missing, until_step, pause_request)
-                continue
             scheduler.fill(counts, missing, is_stalled)
             time.sleep(scheduler.secs_to_next_look(missing))
-
-    def _resize(self, num_steps: int, missing: int, until_step: int, pause_request: PauseRequests) -> None:
-        """Makes the calls longer. The new input begins after the last gradient, so no call may be in flight."""
-        use = self._scheduler.trace(num_steps, missing)
-        self._graphs.deciding.close()
-        self._scheduler.finish(pause_request)
-        use(self._graphs.deciding.counts())
-        self._graphs.deciding.open(until_step)
 
     def _align_servers(self) -> None:
         """Brings the last step to all ps: the worker that knew of it may be lost."""

@@ -18,7 +18,6 @@ from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.asynchronous.loop import STEPS_ON_HOSTS
 from tf2dist.training.loop import target_step
 from tf2dist.training.replicas.origin import Origin
 from tf2dist.training.replicas.step import ReplicasStep
@@ -36,7 +35,6 @@ class Prepared:
         origin: where the run begins.
         named: the variables of the model and of the optimizers by their names in a snapshot.
         restored_from: a line for the user about what was restored; empty for nothing.
-        num_steps: of a call; None to find the best number.
     """
 
     coordinator: tf.distribute.coordinator.ClusterCoordinator
@@ -48,7 +46,6 @@ class Prepared:
     graphs: ReplicasStep
     named: Named
     restored_from: str
-    num_steps: int | None
 
 
 def prepare(
@@ -106,8 +103,6 @@ def prepare(
         graphs.deciding.close()
         graphs.deciding.counts()
     step.metrics.results(np.zeros(step.metrics.size))
-    on_hosts = min(STEPS_ON_HOSTS, graphs.stragglers.max_steps)
-    num_steps = config.train.steps_per_execution or (None if config.cluster.kind == "local" else on_hosts)
     return Prepared(
         coordinator=coordinator,
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
@@ -118,7 +113,6 @@ def prepare(
         graphs=graphs,
         named=named,
         restored_from=restored_from,
-        num_steps=num_steps,
     )
 
 

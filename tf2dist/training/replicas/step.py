@@ -22,6 +22,7 @@ from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.step import ACCELERATOR
 from tf2dist.training.asynchronous.vectors import Parcel
+from tf2dist.training.call_size import unrolled_steps
 from tf2dist.training.replicas.feeds import SharedArrayFeed
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.servers import DecidingServer, FollowingServer
@@ -37,6 +38,7 @@ class ReplicasStep:
         feed: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
+        steps_per_call: how many steps a call has.
 
     Args:
         step: of a model whose variables lie on parameter servers.
@@ -89,6 +91,9 @@ class ReplicasStep:
         self.feed = SharedArrayFeed(step.layout, sharding, offsets, lambda worker: self.deciding.pushed_by(worker)[0])
         step.loss_scale = first.loss_scale
         self._compute = self._traced_compute()
+        self.steps_per_call = config.train.steps_per_execution or min(
+            unrolled_steps(len(self._compute.graph.get_operations())), self.stragglers.max_steps
+        )
 
     def train_function(self, num_steps: int) -> Any:
         """``function(*source)``: the gradients of `num_steps` steps; `source`: of `feed`."""

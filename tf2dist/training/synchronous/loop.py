@@ -19,7 +19,7 @@ from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_siz
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
-from tf2dist.training.call_size import steps_of_a_call
+from tf2dist.training.call_size import steps_in_call_secs
 from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
     PauseRequest,
@@ -115,7 +115,7 @@ class SyncLoop:
         """The same number on all workers, because it follows from the mean of their times."""
         if self._config.train.steps_per_execution:
             return self._config.train.steps_per_execution
-        measured = steps_of_a_call(self._secs_per_step) if self._secs_per_step else 1
+        measured = steps_in_call_secs(self._secs_per_step) if self._secs_per_step else 1
         return min(measured, self._graphs.stragglers.max_steps)
 
     def combine(self, request: PauseRequest) -> PauseRequest:

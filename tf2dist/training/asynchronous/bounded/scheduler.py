@@ -11,7 +11,7 @@ from tf2dist.cluster.reachability import PROBE_SECS, ask_all, why_unreachable
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait
 from tf2dist.training.asynchronous.bounded.step import BoundedStep
-from tf2dist.training.asynchronous.scheduler import Calls, Scheduler
+from tf2dist.training.asynchronous.scheduler import Scheduler
 from tf2dist.training.loop import PauseRequest, PauseRequests
 
 # The slowest worker has not moved for so long, and another one waits: is it still there?
@@ -26,13 +26,12 @@ class BoundedScheduler(Scheduler):
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         graphs: BoundedStep,
         cluster: Cluster,
-        num_steps: int | None,
         grace_secs: float,
     ) -> None:
         self._gated, self._cluster, self._bound = graphs.gated, cluster, graphs.bound
         self._is_open = False
         self._slowest, self._looked_at = -math.inf, 0.0
-        super().__init__(coordinator, graphs, cluster, num_steps, grace_secs)
+        super().__init__(coordinator, graphs, cluster, grace_secs)
 
     def begin(self, until_step: int) -> None:
         self._until_step = until_step
@@ -59,11 +58,6 @@ class BoundedScheduler(Scheduler):
     def release(self) -> None:
         self._gated.close()
         self._is_open = False
-
-    def _begin_longer(self, longer: Calls, request: PauseRequests) -> None:
-        # All would wait at the gate for the one that prepares it.
-        self.finish(request)
-        self.calls = longer
 
     def _watch(self) -> None:
         """Looks for the slowest worker, if others wait for it and it does not move."""

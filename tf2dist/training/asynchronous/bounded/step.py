@@ -20,7 +20,6 @@ class BoundedStep(AsyncStep):
         bound: how many steps a worker may be ahead of the slowest.
     """
 
-    may_loop = False  # after the last step of a call a worker must not wait at the gate
     gated: GatedServer
     bound: int
 

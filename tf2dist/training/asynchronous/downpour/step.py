@@ -22,12 +22,16 @@ class DownpourStep(AsyncStep):
     Each call begins with a pull, and it has no others than those after every `n_fetch` batches in it.
     """
 
-    may_loop = False
     servers: list[DownpourServer]  # type: ignore[assignment]
     _pushed: list[tf.Tensor]  # what the last push to each ps returns, in the graph that is being made
 
     def _new_server(self, number: int, *arguments: Any) -> DownpourServer:
         return DownpourServer(self.config.algorithm.n_push, self.config.train.batch_size_per_worker, *arguments)
+
+    def _whole_rounds(self, num_steps: int) -> int:
+        # Each call begins with a fetch. A worker holds the examples of all its batches in memory.
+        round_of = self.config.algorithm.updates_per_fetch
+        return max(1, num_steps // self.config.algorithm.n_push // round_of) * round_of
 
     def facts(self) -> dict[str, Any]:
         algorithm = self.config.algorithm
