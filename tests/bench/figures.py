@@ -28,7 +28,7 @@ def peer_rate(contender: str, mode: str, model: str, num_workers: int, steps: in
 def our_rate(
     mode: str, model: str, num_workers: int, steps: int, *more: str, optimizer: str = "sgd", plugin: str = ""
 ) -> float:
-    """Our own global steps per second, after as many steps to warm up, in which a run finds the size of its calls."""
+    """Our own global steps per second, after as many steps to warm up."""
     overrides = [f"mode={mode}", *model_of(model), f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
 

@@ -43,7 +43,7 @@ DEEP = """
 from tf2dist.model import packing
 from tf2dist.training import call_size
 
-packing.LARGE_BYTES, call_size.MAX_OPERATIONS = 256, 0
+packing.LARGE_BYTES, call_size.UNROLLED_OPERATIONS = 256, 0
 """
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}

@@ -53,7 +53,7 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Sequential([*first, *(layers.Dense(8, "tanh") for _ in range(60)), layers.Dense(num_classes)])
 
 
-@pytest.mark.parametrize(("model", "given", "num_steps"), [("cnn", None, 10), ("deep", None, 1), ("deep", 3, 3)])
+@pytest.mark.parametrize(("model", "given", "num_steps"), [("cnn", None, 18), ("deep", None, 3), ("deep", 2, 2)])
 def test_deep_models_take_one_step_a_call(async_loop: MakeLoop, model: str, given: int | None, num_steps: int) -> None:
     loop = async_loop(run_config(model, steps_per_execution=given), num_workers=1)
     assert loop._scheduler.num_steps == num_steps
@@ -236,7 +236,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["10 set()"]), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["20 set()"]), done.stderr
 
 
 def test_the_first_copies_of_several_threads_move_no_table() -> None:

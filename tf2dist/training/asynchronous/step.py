@@ -100,9 +100,8 @@ class AsyncStep(Computation):
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
         self._compute = self.traced_compute()
-        self.steps_per_call = config.train.steps_per_execution or self._whole_rounds(
-            min(unrolled_steps(len(self._compute.graph.get_operations())), self.stragglers.max_steps)
-        )
+        chosen = min(unrolled_steps(self._compute, step.model), self.stragglers.max_steps)
+        self.steps_per_call = config.train.steps_per_execution or self._whole_rounds(chosen)
         for server in self.servers:
             server.trace_push(self.decays)
 

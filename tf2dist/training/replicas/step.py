@@ -91,9 +91,8 @@ class ReplicasStep:
         self.feed = SharedArrayFeed(step.layout, sharding, offsets, lambda worker: self.deciding.pushed_by(worker)[0])
         step.loss_scale = first.loss_scale
         self._compute = self._traced_compute()
-        self.steps_per_call = config.train.steps_per_execution or min(
-            unrolled_steps(len(self._compute.graph.get_operations())), self.stragglers.max_steps
-        )
+        chosen = min(unrolled_steps(self._compute, step.model), self.stragglers.max_steps)
+        self.steps_per_call = config.train.steps_per_execution or chosen
 
     def train_function(self, num_steps: int) -> Any:
         """``function(*source)``: the gradients of `num_steps` steps; `source`: of `feed`."""
