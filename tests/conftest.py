@@ -23,6 +23,11 @@ pytest_plugins = ["tf2dist.testing"]
 REPOSITORY = Path(__file__).parents[1]
 PREPARED = REPOSITORY.parent / "shared" / "tensorflow_datasets"
 COMMAND = [sys.executable, "-m", "tf2dist"]
+# The text of each page for users and contributors, by its path in the repository.
+PAGES = {
+    str(path.relative_to(REPOSITORY)): path.read_text()
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+}
 
 # For TensorFlow in the tests' own process, and against every network.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

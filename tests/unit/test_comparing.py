@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compared import compared, contenders, usual_secs
-from tests.conftest import REPOSITORY
+from tests.conftest import PAGES
 from tf2dist import compare
 from tf2dist.comparing.matrix import Contender, runs_of
 from tf2dist.comparing.options import READERS
@@ -271,11 +271,11 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
     assert "no run has come to the target" in (tmp_path / "report.html").read_text()
 
 
-LINES = re.findall(r"^\$ python -m tf2dist\.compare(.*)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+LINES = re.findall(r"^\$ python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_commands_of_the_readme_are_accepted(line: str) -> None:
+def test_the_commands_of_the_pages_are_accepted(line: str) -> None:
     assert len(contenders(*shlex.split(line))[1]) > 2
 
 

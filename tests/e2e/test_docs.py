@@ -1,0 +1,106 @@
+"""What README.md and the pages in docs/ show is what happens."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PAGES, Command
+from tf2dist.config.load import load
+from tf2dist.config.source import Source
+from tf2dist.config.sweeps import sweep_of
+
+TEXT = "\n".join(PAGES.values()).replace("\\\n", "")  # a command may be continued on the next line
+
+
+def blocks(language: str) -> list[str]:
+    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
+# By the name in the first line of each.
+PROGRAMS = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python")}
+
+
+def run_program(name: str, folder: Path) -> str:
+    """What a program of the pages prints, run in a folder of its own."""
+    (folder / name).write_text(PROGRAMS[name])
+    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_program_is_run() -> None:
+    """By the tests below, or by those of the page about the four ideas."""
+    assert len(PROGRAMS) == len(blocks("python")), "each has a name of its own"
+    elsewhere = {name for name in PROGRAMS if name.startswith("docs/four_ideas/")}
+    assert set(PROGRAMS) - elsewhere == {
+        "train.py",
+        "table.py",
+        "stream.py",
+        "mine.py",
+        "conftest.py",
+        "test_example.py",
+    }
+
+
+@pytest.mark.slow
+def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
+    """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
+    for name in ("conftest.py", "test_example.py"):
+        (tmp_path / name).write_text(PROGRAMS[name])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_example_of_a_plugin(command: Command) -> None:
+    (command.folder / "mine.py").write_text(PROGRAMS["mine.py"])
+    line = "'plugins=[mine.py]' model=wide +model.width=128 mode=sync"
+    assert f"python -m tf2dist {line}\n" in TEXT
+    finished = command(*shlex.split(line), "data=digits", "train.steps=20")
+    assert finished.code == 0, finished
+
+
+@pytest.mark.parametrize("name", ["train.py", "table.py"])
+def test_the_examples_of_a_call_from_python(name: str, tmp_path: Path) -> None:
+    mae, steps = run_program(name, tmp_path).splitlines()[0].split()
+    # What a model that always answers 0 gets is 1.4; how far below it an asynchronous run comes varies with its timing.
+    assert float(mae) < 0.5
+    assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
+    (model,) = tmp_path.rglob("model.keras")
+    assert model.with_name("training.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_example_of_a_stream(tmp_path: Path) -> None:
+    assert len(json.loads(run_program("stream.py", tmp_path))) == 5, "a loss for each epoch"
+
+
+def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
+    assert "`conf/experiment/wide.yaml`" in TEXT
+    assert "`python -m tf2dist --config-dir conf experiment=wide`" in TEXT
+    (tmp_path / "experiment").mkdir()
+    (experiment,) = blocks("yaml")
+    (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
+    made = load(["experiment=wide"], None, Source(str(tmp_path)))
+    assert made.model["hidden_units"] == [1000, 500]
+    assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
+
+
+LINES = [line for line in re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT) if "--config-dir" not in line]
+LINES += re.findall(r'make train ARGS="(.*?)"', TEXT)
+
+
+@pytest.mark.parametrize("line", sorted(set(LINES)))
+def test_every_command_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    own = [argument for argument in shlex.split(line) if "=" in argument]
+    if line.startswith("-m "):
+        assert len(sweep_of(own, None, Source(), lambda config: None).jobs) > 1
+    else:
+        load(own, "{}" if "cluster=tf_config" in line else None)

@@ -1,0 +1,128 @@
+"""The pages agree with the code: options and their defaults, links, commands, and the names in the walks."""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.conftest import PAGES, REPOSITORY
+from tf2dist.config.choices import PLUGIN_GROUPS, groups, public, values
+from tf2dist.config.schema import OPTIONS
+from tf2dist.data.location import DEFAULT_EPOCHS
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGES["docs/options.md"].splitlines()
+    if line.startswith("| `")
+]
+CHOSEN = {
+    group: name
+    for entry in yaml.safe_load((REPOSITORY / "conf/config.yaml").read_text())["defaults"]
+    if isinstance(entry, dict)
+    for group, name in entry.items()
+}
+
+
+def in_code(text: str) -> list[str]:
+    return re.findall(r"`([^`]*)`", text)
+
+
+LISTED = {  # by option: the default and the description
+    name: (default, row[2])
+    for row in ROWS
+    if in_code(row[0])[0] not in groups()
+    for name, default in zip(in_code(row[0]), in_code(row[1]), strict=True)
+}
+
+
+def defaults() -> dict[str, str]:
+    """By option: as in the file of the default choice, or else in the schema, or else in the first file that has it."""
+    declared = {name: option.shown for name, option in OPTIONS.items() if not option.is_choice}
+    files = [(group, name) for group in PLUGIN_GROUPS for name in public(group)]
+    chosen = [(group, name) for group, name in files if CHOSEN[group] == name]
+    return written(files[::-1]) | declared | written(chosen)
+
+
+def written(files: list[tuple[str, str]]) -> dict[str, str]:
+    """The defaults in files of ``conf/``, as written there; the last one counts."""
+    return {
+        f"{group}.{key}": value for group, name in files for key, value in values(group, name).items() if key != "name"
+    }
+
+
+def test_every_option_is_listed_with_its_default() -> None:
+    assert {name: default for name, (default, _) in LISTED.items()} == defaults()
+
+
+def test_the_choices_are_those_in_conf() -> None:
+    rows = {in_code(row[0])[0]: row[1] for row in ROWS if in_code(row[0])[0] in groups()}
+    for group, shown in rows.items():
+        listed = set(in_code(shown)) | ({"local2", "local3"} if "`local1` ... `local4`" in shown else set())
+        assert listed == set(public(group))
+        assert re.findall(r"\*\*`(.*?)`\*\*", shown) == ([CHOSEN[group]] if group in CHOSEN else [])
+    assert set(rows) == set(groups())
+
+
+def test_the_default_length_of_a_training() -> None:
+    text = f"{DEFAULT_EPOCHS['mnist']:g} passes over MNIST, {DEFAULT_EPOCHS['digits']:g} over digits"
+    assert text in LISTED["train.epochs"][1]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """Those of the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+LINKS = [
+    (page, link)
+    for page, text in PAGES.items()
+    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", without_code(text))
+    if "://" not in link
+]
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_every_link_leads_somewhere(page: str, link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = (REPOSITORY / page).parent / path if path else REPOSITORY / page
+    assert target.resolve().is_file()
+    assert not anchor or anchor in anchors(target.read_text())
+
+
+def test_the_front_page_leads_to_every_page() -> None:
+    linked = {link.partition("#")[0] for page, link in LINKS if page == "README.md"}
+    assert {page for page in PAGES if page.startswith("docs/")} <= linked
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:tests|tf2dist|docs)/[\w/]+\.(?:py|md))`", "\n".join(PAGES.values()))
+    assert [path for path in named if not (REPOSITORY / path).is_file()] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"python -m (tf2dist\.\w+)", "\n".join(PAGES.values())))))
+def test_every_command_exists(name: str) -> None:
+    assert importlib.util.find_spec(name)
+
+
+def defined(nodes: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """The names of functions, classes and methods."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+            yield from defined(node.body, f"{prefix}{node.name}.")
+
+
+WALKED = re.findall(r"\]\(\.\./(tf2dist/[\w/]+\.py)\) \| `([\w.]+)` \|", PAGES["docs/inside.md"])
+
+
+@pytest.mark.parametrize(("path", "name"), WALKED)
+def test_the_walks_name_what_is_there(path: str, name: str) -> None:
+    assert name in defined(ast.parse((REPOSITORY / path).read_text()).body)
