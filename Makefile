@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
-# Side by side, the fast ones first. The tests of a file stay in one process of pytest, which shares what takes long.
+# Side by side, the fast ones first. The tests of a file stay in one process of pytest, sharing slow setup.
 # Most tests wait for much of their time, so three processes suit two cores as well; but those of whole commands have
 # deadlines that a busy machine would miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
 # If one of the processes is lost, that ends the tests: pytest-xdist may wait for its successor for ever.
@@ -22,7 +22,7 @@ test: lint
 	$(BIN)/python -m pytest -n 3 $(SIDE_BY_SIDE) tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 $(SIDE_BY_SIDE) tests/e2e $(ARGS) || [ $$? = 5 ]
 
-# Whole hosts cut off for good, frozen tasks, the second of two similar runs: what takes long, one after another.
+# Whole hosts cut off for good, frozen tasks, the second of two similar runs: slow tests, one after another.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/unit tests/replica tests/process tests/e2e $(ARGS)
 

@@ -138,7 +138,7 @@ def is_impatient(first: int, number: int, secs: float) -> bool:
     """Whether a later signal asks to stop at once, instead of the orderly stop that the first one began.
 
     At a time limit SLURM sends SIGTERM twice within 30 ms, and systemd sends SIGHUP right after SIGTERM:
-    such repetitions by programs do not count. A person who sees that the stop takes long sends a signal later,
+    such repetitions by programs do not count. A person who loses patience sends a signal later,
     or chooses another one.
 
     Args:

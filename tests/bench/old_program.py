@@ -1,4 +1,4 @@
-"""The program that tf2dist replaces, written anew: sessions, feed_dict, Supervisor, SyncReplicasOptimizer."""
+"""The program that tf2dist replaces, rewritten: sessions, feed_dict, Supervisor, SyncReplicasOptimizer."""
 
 import os
 import sys

@@ -111,7 +111,7 @@ def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: s
 
 @pytest.mark.slow
 def test_replicas_go_on_without_a_worker_while_enough_remain(command: Command) -> None:
-    """Two of three make a step: while the third stands still, steps are made, and afterwards it takes part again."""
+    """Two of three make a step: while the third is frozen, steps are made, and afterwards it takes part again."""
     process = start(command, "sync_replicas", "sync_replicas.replicas_to_aggregate=2", "train.steps=8000")
     wait_for_step(command, process, 200)
     victim = task_process(command.folder / "run", "worker-2")

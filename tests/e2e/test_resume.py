@@ -1,4 +1,4 @@
-"""The same command with the same run_dir goes on; nothing of a run is begun anew by accident."""
+"""The same command with the same run_dir continues the run; nothing starts over by accident."""
 
 import json
 import re

@@ -87,7 +87,7 @@ def test_a_signal_while_the_command_begins(command: Command, number: signal.Sign
 
 
 def test_a_signal_between_the_imports_and_the_tasks() -> None:
-    """What takes long there, such as a download, gets the chance to clean up."""
+    """A slow operation there, such as a download, gets the chance to clean up."""
     code = """if True:
         import os, signal, sys
         from tf2dist import cli

@@ -168,7 +168,7 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
 
 @registry.register_optimizer("slow_to_apply")
 class SlowToApply(keras.optimizers.SGD):
-    """SGD whose update takes long on a ps."""
+    """SGD whose update is slow on a ps."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         tf.numpy_function(lambda: time.sleep(1.0), [], [])

@@ -94,7 +94,7 @@ def test_the_bound_holds_with_a_straggler(
 def test_a_run_with_short_epochs_and_pauses_is_resumed(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None]
 ) -> None:
-    """Calls are longer than the epochs and the bound, and the clocks begin anew with each start."""
+    """Calls are longer than the epochs and the bound, and the clocks restart with each start."""
     config = bounded_config(2, 0.01, optimizer="adam", steps_per_execution=10)
     publishing(config)
     loop = async_loop(config)

@@ -30,7 +30,7 @@ class Twice(keras.layers.Layer):  # type: ignore[misc]
 
 
 def nameless() -> keras.Model:
-    """Layers without explicit names, which Keras numbers anew for each model; and a model within the model."""
+    """Layers without explicit names, which Keras numbers separately for each model; and a model within the model."""
     layers = keras.layers
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization(), layers.Dropout(0.5)])
     model = keras.Sequential([keras.Input((6,)), inner, layers.Dense(5), layers.Dense(3)])

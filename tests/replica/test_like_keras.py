@@ -293,7 +293,7 @@ def step_of(model: str) -> tuple[ModelStep, data.Splits]:
 
 
 def loss_of(step: ModelStep, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
-    """The loss of a step, which is traced anew; `place` is the worker and the number of its step."""
+    """The loss of a step, which is traced again; `place` is the worker and the number of its step."""
     place_tensor = tf.constant(place, tf.int64)
     traced = tf.function(lambda: step(*step.values(), leaves, place_tensor), autograph=False)
     return float(traced().sums[0])

@@ -220,7 +220,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(quick: list[dict[str,
 
 @pytest.mark.slow
 def test_a_run_changes_its_algorithm_and_its_mode(long: list[dict[str, Any]], async_loop: Any) -> None:
-    """What only the outer optimizer has is left out, and begins anew."""
+    """What only the outer optimizer has is left out, and starts over."""
     _, local, plain_begun, plain, begun, again = long[0]["changes"]
     outer = {f"outer/{name}/momentums" for name in OF_NORMED}
     assert outer == {name for name in local.arrays if name.startswith("outer/")}

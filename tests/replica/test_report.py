@@ -57,7 +57,7 @@ def test_tensorboard_shows_more_than_the_loss(
 
 
 def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the training stands still from the last update before an evaluation to its end."""
+    """The clock of the training stops from the last update before an evaluation to its end."""
     clock = [1000.0]
     monkeypatch.setattr("tf2dist.training.report.time.time", lambda: clock[0])
     evaluation = Evaluation({"loss": 0.5, "accuracy": 0.9}, 100)

@@ -95,7 +95,7 @@ def test_the_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> Non
         now[0] = 600.0
         saver.save(lambda: frozen(1))
         now[0] = 1200.0
-        assert not saver.due(), "the training would stand still until the disk is done"
+        assert not saver.due(), "training would pause until the disk is done"
         assert sent == []
         disk.may_write.set()
         saver.save(lambda: frozen(2), stopping=True)

@@ -170,7 +170,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path)
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         truncate(checkpoints.save(snapshot(step)) / ARRAYS)
-    with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged.*begin anew"):
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged.*start over"):
         checkpoints.newest(lambda text: None)
 
 

@@ -52,7 +52,7 @@ class NoSaver:
 class Saver(NoSaver):
     """Saves at the configured interval; the training goes on meanwhile, and if that fails.
 
-    The training stands still while it is frozen, and not while the snapshot is fetched and written. There is one
+    Training pauses while the state is frozen, and not while the snapshot is fetched and written. There is one
     snapshot at a time, so that it takes the memory of one: the next one waits for it, and none is due by time as long
     as it is written.
 

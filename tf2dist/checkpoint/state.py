@@ -73,7 +73,7 @@ def _slots(
         for owner, slot in zip(owners, slots, strict=True):
             yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
     for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
-        # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps anew.
+        # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps from 0.
         yield f"{number}/{re.sub(UNNAMED, 'variable', slot.name)}", slot, None
 
 

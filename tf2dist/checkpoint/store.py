@@ -133,7 +133,7 @@ class Checkpoints:
             notify: takes a line about every damaged one.
 
         Raises:
-            CheckpointError: all checkpoints are damaged. Beginning anew would look like success, and lose the run.
+            CheckpointError: all checkpoints are damaged. Starting over would look like success, and lose the run.
         """
         damaged = []
         try:
@@ -154,7 +154,7 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: all {len(damaged)} checkpoints are damaged ({damaged[0]}); restore one from a copy, "
-                "or remove the folder to begin anew"
+                "or remove the folder to start over"
             )
         return None
 

@@ -1,7 +1,7 @@
 """Runs the contenders one after the other, and shows how far the whole comparison is.
 
 A run that fails does not affect the others. The same comparison in the same folder is resumed: runs that are done are
-not run again. One that was interrupted begins anew, since the times of a run in two parts compare with nothing.
+not run again. One that was interrupted starts over, since the times of a run in two parts cannot be compared.
 """
 
 import contextlib

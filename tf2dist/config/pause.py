@@ -10,7 +10,7 @@ FORM = re.compile(r"((?:chief|worker)-[0-9]{1,9}) at ([0-9]{1,15}) for ([0-9]{1,
 
 @dataclass(frozen=True)
 class Pause:
-    """A worker that stands still once.
+    """A worker that freezes once.
 
     Attributes:
         task: its name, such as "worker-2".

@@ -214,7 +214,7 @@ class SimulateConfig:
     distribution: str = option(
         "constant",
         one_of("constant", "exponential"),
-        help="constant, or exponential: delays are drawn anew for each step, with simulate.delay_secs as their means",
+        help="constant, or exponential: a new delay is drawn for each step, with simulate.delay_secs as the means",
     )
     pause: str | None = option(
         None, IS_PAUSE, help="one pause: a worker, its own step, and seconds, as in 'worker-2 at 300 for 5'"

@@ -219,7 +219,7 @@ class Reader:
     """Gives one worker's batches by their numbers, and fetches the next ones meanwhile.
 
     What was given is kept until a later batch is asked for: the updates of asynchronous workers may be refused, and
-    then the same batches are asked for again. A number before that is read anew, by skipping.
+    then the same batches are asked for again. An earlier number is reached by reading from the start and skipping.
     """
 
     def __init__(self, stream: Stream, index: int) -> None:

@@ -20,7 +20,7 @@ def saved_variables(model: keras.Model) -> Named:
 def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], step: int) -> None:
     """Puts the arrays of a run into a model and its built optimizer, and sets the optimizer's count of updates.
 
-    Keras numbers layers without a name anew in each process, and may put the name of the model in front:
+    Keras numbers unnamed layers separately in each process, and may put the name of the model in front:
     "sequential_1/dense_3/kernel" there can be "dense/kernel" here. So variables are matched by their order.
 
     Args:

@@ -75,7 +75,7 @@ class Mirror:
 
     def keep_outside(self) -> None:
         """Gives the variables that are not the model's what they held in this process before the training."""
-        # A task that imports the user's module makes them anew, and does not know what the user has assigned since.
+        # A task that imports the user's module creates its own, and does not know what the user has assigned since.
         for name, array in self._outside_values.items():
             self._outside[name].assign(array)
 
@@ -158,7 +158,7 @@ def _named(model: keras.Model, twin: keras.Model) -> dict[str, keras.Variable]:
             each.optimizer.build(each.trainable_variables)
     names = {name: variables[0] for name, variables in named_variables(twin, twin.weights, [twin.optimizer]).items()}
     theirs = {id(variable): name for name, variable in names.items()}
-    # Paired by position: Keras numbers layers without a name anew in each process, so only the order is the same.
+    # Paired by position: Keras numbers unnamed layers separately in each process, so only the order is the same.
     pairs = [*zip(twin.weights, model.weights, strict=True)]
     pairs += zip(twin.optimizer.variables, model.optimizer.variables, strict=True)
     return {theirs[id(one)]: other for one, other in pairs if id(one) in theirs}

@@ -65,7 +65,7 @@ def of_plugins(config: RunConfig) -> Iterator[Finding]:
         printed = json.loads(done.stdout.strip().splitlines()[-1])  # plugins may print before it
     except subprocess.TimeoutExpired:
         text = f"not loaded within {PLUGINS_TIMEOUT_SECS:.0f} s"
-        yield Finding("warn", "plugins", text, "move what takes long into the registered functions")
+        yield Finding("warn", "plugins", text, "move slow code into the registered functions")
         return
     except (ValueError, IndexError):
         yield Finding("fail", "plugins", f"loading them ends the process, exit code {done.returncode}", "correct them")

@@ -23,7 +23,7 @@ MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in 
 
 
 class Source(Protocol):
-    """What is trained, made anew in every task's process.
+    """What is trained; every task's process builds it for itself.
 
     Attributes:
         name: of the model, for messages.

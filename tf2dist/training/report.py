@@ -94,7 +94,7 @@ class NoReporter:
         """Takes the progress of the run; called whenever the loop has some."""
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
-        """Takes the result of an evaluation, during which the training has stood still.
+        """Takes the result of an evaluation, during which training was paused.
 
         Args:
             is_told: whether the user is told the metrics anyway.

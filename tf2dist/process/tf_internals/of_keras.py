@@ -88,7 +88,7 @@ def scale_learning_rate(optimizer: keras.Optimizer, factor: Callable[[], Any]) -
         return current() if by is None else current() * by
 
     # Not `learning_rate`, which callbacks read and set and which may be a schedule. The updates of Keras's optimizers
-    # and the decay of weights both read the rate here.
+    # and weight decay both read the rate here.
     optimizer._get_current_learning_rate = scaled
 
 

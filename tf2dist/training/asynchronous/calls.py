@@ -124,7 +124,7 @@ def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, q
 
     threading.Thread(target=fetch, name="results", daemon=True).start()
     for number in range(len(values)):
-        # Every value that comes counts as progress, so the wait for each one begins anew.
+        # Every value counts as progress, so the wait for each one starts over.
         patience = Patience(pause_request, functools.partial(int, number), quiet_secs)
         while True:
             try:

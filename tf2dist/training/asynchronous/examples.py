@@ -1,7 +1,7 @@
 """The examples of this process, for the graphs that a coordinator runs in it.
 
 A worker takes them from the arrays that it has loaded itself, which are mapped from a file where the data allow it. As
-a tensor in the graph, they would be copied for each worker, and again whenever its pipeline is made anew.
+a tensor in the graph, they would be copied for each worker, and again whenever its pipeline is rebuilt.
 """
 
 from collections.abc import Iterable

@@ -40,7 +40,7 @@ class ArrayFeed:
     """Batches of the arrays that each worker has published; see `Feed`.
 
     They come from an iterator, which gathers the next ones while a call computes. Where a call has run past the end of
-    an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator begins anew.
+    an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator is restarted.
 
     Attributes:
         sharding: how the training set is cut into batches.
@@ -80,17 +80,17 @@ class ArrayFeed:
         first_step = _position(self._offsets, worker, local_steps)
         number, block = next(iterator)
 
-        def begin_anew() -> Any:
+        def restart() -> Any:
             (resource,) = tf.nest.flatten(iterator, expand_composites=True)
             dataset = self._pipeline(num_steps)(worker, first_step)
             with tf.control_dependencies([tf.raw_ops.MakeIterator(dataset=dataset, iterator=resource)]):
                 return next(iterator)[1]
 
-        return tuple(tf.cond(number == first_step, lambda: block, begin_anew))
+        return tuple(tf.cond(number == first_step, lambda: block, restart))
 
     def _dataset(self, num_steps: int) -> tf.data.Dataset:
         """The batches of `num_steps` steps an element; runs on each worker, over the arrays of its own process."""
-        # The coordinator makes the pipeline anew on a worker that comes back, so its position is read here, on the
+        # The coordinator rebuilds the pipeline on a worker that rejoins, so its position is read here, on the
         # worker, and not when the graph is made.
         worker = tf.distribute.coordinator.experimental_get_current_worker_index()
         dataset = self._pipeline(num_steps)(worker, _position(self._offsets, worker, self._local_steps(worker)))
@@ -104,7 +104,7 @@ class ArrayFeed:
             def pipeline(worker: tf.Tensor, first_step: tf.Tensor) -> tf.Tensor:
                 return tf.data.experimental.to_variant(blocks(take, self.sharding, worker, num_steps, first_step))
 
-            # Traced once, for the first iterator and for those that begin anew: it takes as long as a whole step.
+            # Traced once, for the first iterator and for restarted ones: it takes as long as a whole step.
             scalar = tf.TensorSpec([], tf.int64)
             function = tf.function(pipeline, autograph=False)
             self._pipelines[num_steps] = function.get_concrete_function(scalar, scalar)

@@ -99,7 +99,7 @@ def prepare(
     for server in graphs.servers:
         server.restore(origin.counts)
 
-    # TensorFlow sends each new function to all hosts, and the whole process stands still if one of them is cut off.
+    # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.
     # So on many hosts every function is made before the training; with `identity` also one of TensorFlow's own, which
     # copies what workers return, and those that a metric's result takes.
     with tf.device(f"/job:{task.job}"):

@@ -2,7 +2,7 @@
 
 The learning rate of an update is divided by its staleness, if that is more than 1: W. Zhang, S. Gupta, X. Lian, J. Liu:
 Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016. The rate is divided and not the gradient: Adam and
-its kin divide by the size of the gradients, which would cancel it. The decay of weights, which is a multiple of the
+its kin divide by the size of the gradients, which would cancel it. Weight decay, which is a multiple of the
 rate, becomes smaller with it.
 """
 

@@ -11,7 +11,7 @@ batches for each step, and the worker cuts them. In the last step of a pass ther
 The optimizer of the ps gets the sum, as in the paper, not the mean. With SGD an update so moves the weights as far as
 its batches would one by one; of a worker that is alone, the run is that of plain SGD. Optimizers that divide by the
 size of the gradients, such as Adam, make a step of the same size for a sum as for a mean: for them an update of
-several batches is one of a larger batch. Schedules and the decay of weights go by updates.
+several batches is one of a larger batch. Schedules and weight decay are applied once per update.
 
 What belongs to a single gradient is done on the worker for each batch: all clipping, random numbers, and the state of
 layers. A recurrence ``new = decay * old + term``, such as a moving average, is pushed as that of all its batches
