@@ -65,7 +65,7 @@ def test_the_example_of_a_plugin(command: Command) -> None:
     assert finished.code == 0, finished
 
 
-@pytest.mark.parametrize("name", ["train.py", "table.py"])
+@pytest.mark.parametrize("name", ["train.py", pytest.param("table.py", marks=pytest.mark.slow)])
 def test_the_examples_of_a_call_from_python(name: str, tmp_path: Path) -> None:
     mae, steps = run_program(name, tmp_path).splitlines()[0].split()
     # What a model that always answers 0 gets is 1.4; how far below it an asynchronous run comes varies with its timing.
