@@ -53,9 +53,19 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Sequential([*first, *(layers.Dense(8, "tanh") for _ in range(60)), layers.Dense(num_classes)])
 
 
-@pytest.mark.parametrize(("model", "given", "num_steps"), [("cnn", None, 18), ("deep", None, 3), ("deep", 2, 2)])
-def test_deep_models_take_one_step_a_call(async_loop: MakeLoop, model: str, given: int | None, num_steps: int) -> None:
-    loop = async_loop(run_config(model, steps_per_execution=given), num_workers=1)
+@pytest.mark.parametrize(
+    ("model", "given", "num_steps"),
+    [
+        ({"model": "softmax"}, None, 20),
+        ({"model": "deep"}, None, 3),
+        ({"model": "deep"}, 2, 2),
+        ({"model": "dnn", "hidden_units": [1500, 1500]}, None, 5),
+    ],
+)
+def test_deep_and_large_models_get_short_calls(
+    async_loop: MakeLoop, model: dict[str, Any], given: int | None, num_steps: int
+) -> None:
+    loop = async_loop(run_config(**model, steps_per_execution=given), num_workers=1)
     assert loop._scheduler.num_steps == num_steps
     loop.train(5)
     assert_exact(loop, 5)
