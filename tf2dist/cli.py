@@ -1,10 +1,12 @@
 """Entry of the command: reads the request, refuses it in a line or runs it, and exits with the right code."""
 
+import contextlib
 import os
 import shutil
 import sys
 from dataclasses import replace
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from tf2dist import __version__
 from tf2dist.cluster import parsing
@@ -18,11 +20,10 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.config.show import configuration, information
 from tf2dist.config.sweeps import sweep_of
 from tf2dist.data import location
-from tf2dist.errors import TfDistError
-from tf2dist.launch.command import run_command
+from tf2dist.errors import RequestError, TfDistError
+from tf2dist.launch.command import report, run_command
 from tf2dist.launch.console import Console, result_lines
-from tf2dist.launch.drawing import draw_result
-from tf2dist.launch.start import check_alone, check_place, run_in_folder
+from tf2dist.launch.start import check_alone, check_place, draw_training, run_in_folder
 from tf2dist.launch.streams import say
 from tf2dist.launch.sweep import run_sweep
 from tf2dist.signals import Signals
@@ -93,13 +94,26 @@ def train(config: RunConfig, host_task: HostTask | None, started_at: float, sign
         config.data = location.resolve(config.data, console.warn)
     check_alone(config, host_task)  # again: it may be another data set now
 
-    # The run.
-    run_dir, summary = run_in_folder(config, host_task, console, started_at, signals)
-    if summary:
-        try:
-            say(result_lines(summary, str(run_dir)), sys.stdout)
-        except BrokenPipeError:
-            pass  # the reader has left; the run has ended well all the same
-        except OSError as error:
-            console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
-        draw_result(config, run_dir, console)
+    # The run, and its picture after all that the user waits for.
+    code = 0
+    try:
+        run_dir, summary = run_in_folder(config, host_task, console, started_at, signals)
+        if summary:
+            show_result(summary, run_dir, console)
+    except RequestError:
+        raise  # nothing was trained
+    except TfDistError as error:
+        code = report(error)
+    with contextlib.suppress(KeyboardInterrupt):
+        draw_training(config, host_task, console)
+    if code:
+        sys.exit(code)
+
+
+def show_result(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
+    try:
+        say(result_lines(summary, str(run_dir)), sys.stdout)
+    except BrokenPipeError:
+        pass  # the reader has left; the run has ended well all the same
+    except OSError as error:
+        console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")

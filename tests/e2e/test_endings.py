@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import COMMAND, Command, our_processes, task_process, wait_until
+from tests.conftest import COMMAND, REPOSITORY, Command, our_processes, task_process, wait_until
 from tf2dist.signals import name_of
 
 
@@ -42,7 +42,7 @@ LONG = ["data=digits", "train.steps=100000000", "train.log_every_steps=10"]
 )
 def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.Signals) -> None:
     """Also a signal that comes twice at once, as from SLURM at a time limit."""
-    process = command.start(f"mode={mode}", *LONG)
+    process = command.start(f"mode={mode}", *LONG, "figure=true")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     for pause_secs in (0.02, 0.0):
         process.send_signal(signum)
@@ -52,6 +52,33 @@ def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.S
     assert f"stopped by {name_of(signum)}; saved at step " in finished.stderr, finished
     assert finished.stderr.endswith(f"; add run_dir={finished.run_dir} to go on\n"), finished
     assert "Traceback" not in finished.stderr
+    assert (finished.run_dir / "training.png").is_file(), "what there is of the run is drawn"
+
+
+@pytest.mark.parametrize("ending", ["done", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_the_picture_comes_last_and_can_be_left_out(command: Command, ending: str) -> None:
+    """The user has read how the run has ended before matplotlib, here one that hangs, is imported."""
+    (command.folder / "matplotlib.py").write_text("import time; time.sleep(600)")
+    path = os.pathsep.join([str(command.folder), str(REPOSITORY)])
+    options = ["mode=sync", "cluster=local1", *(LONG if ending == "stopped" else ["data=digits", "train.steps=20"])]
+    process = command.start(*options, "figure=true", env={"PYTHONPATH": path})
+    assert process.stdout
+    assert process.stderr
+    if ending == "stopped":
+        wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+        process.send_signal(signal.SIGINT)
+    else:
+        wait_until(lambda: process.stdout.readline() == f"{command.folder}/run\n", process)  # type: ignore[union-attr]
+    note = "drawing training.png\n"
+    said: list[str] = []
+    while (line := process.stderr.readline()) and line != note:
+        said.append(line)
+    # A second Ctrl-C within two seconds of the first would count as the same.
+    process.send_signal(signal.SIGINT)
+    finished = command.finish(process, timeout_secs=10)
+    assert (finished.code, finished.stderr) == (130 if ending == "stopped" else 0, "")
+    assert said[-1].startswith("tf2dist: error: stopped by Ctrl-C; saved at " if ending == "stopped" else "step 20/20")
+    assert not (finished.run_dir / "training.png").exists()
 
 
 @pytest.mark.slow

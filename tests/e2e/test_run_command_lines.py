@@ -1,4 +1,4 @@
-"""The command lines of export, predict and evaluate: what is refused before TensorFlow is imported, and --help."""
+"""The command lines for finished runs: what is refused before TensorFlow is imported, and --help."""
 
 from pathlib import Path
 
@@ -32,6 +32,9 @@ from tests.e2e.test_run_commands import typed
             "split (tests): must be one of test, validation, train; did you",
         ),
         ("evaluate", ["RUN", "step=last"], "step (last): must be the step of a checkpoint, such as 1000"),
+        ("plot", ["nowhere"], "RUN_DIR (nowhere): there is no such folder; name the directory of a run"),
+        ("plot", ["RUN", "step=1"], "step: there is no such option; the options are none"),
+        ("plot", ["RUN"], "): has no metrics.jsonl; name the directory of a run"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(
@@ -47,7 +50,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(
     assert words in finished.stderr
 
 
-@pytest.mark.parametrize("module", ["export", "predict", "evaluate"])
+@pytest.mark.parametrize("module", ["export", "predict", "evaluate", "plot"])
 def test_help_shows_the_command_line(module: str, tmp_path: Path) -> None:
     finished = typed(module, "--help", folder=tmp_path)
     assert (finished.code, finished.stderr) == (0, "")

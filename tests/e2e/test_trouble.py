@@ -24,8 +24,10 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
     assert command(f"mode={mode}", *SMALL, "optimizer=sgd", "train.steps=20").code == 0
-    finished = command(f"mode={mode}", *SMALL, "optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000")
+    worse = ["optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000", "figure=true"]
+    finished = command(f"mode={mode}", *SMALL, *worse)
     assert finished.code == 3, finished
+    assert (finished.run_dir / "training.png").exists(), "how the loss grew can be seen"
     assert "try a lower learning rate" in finished.stderr
     assert "Traceback" not in finished.stderr
     newest = max((command.folder / "run" / "checkpoints").iterdir())

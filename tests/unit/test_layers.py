@@ -32,12 +32,12 @@ FLOORS: list[set[str]] = [
     {"comparing", "finished", "fitting"},
     {"run"},
     {"task"},
-    {"cli", "compare", "doctor", "evaluate", "export", "predict", "testing"},
+    {"cli", "compare", "doctor", "evaluate", "export", "plot", "predict", "testing"},
     {"__main__"},
 ]
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "control", "launch", "cli", "doctor"),
-    *("compare", "comparing", "evaluate", "export", "predict", "__main__", ""),
+    *("compare", "comparing", "evaluate", "export", "plot", "predict", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
 TWINS = ("training.synchronous", "training.asynchronous", "training.replicas")

@@ -98,6 +98,11 @@ class HostTask(NamedTuple):
         """Whether the cluster lists the task; an evaluator that it does not list meets nobody and only reads files."""
         return self.task in self.cluster.tasks
 
+    @property
+    def leads(self) -> bool:
+        """Whether the task is the one that saves and makes the result."""
+        return self.task == self.cluster.leader
+
 
 def can_lose(mode: str, job: str) -> bool:
     """Whether a run goes on without a task of this job."""

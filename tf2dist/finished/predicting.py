@@ -9,11 +9,11 @@ import numpy as np
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, reason_of
-from tf2dist.finished import pictures
 from tf2dist.finished.classes import Classifier, class_numbers, confusion, confusion_text
 from tf2dist.finished.inputs import read
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
+from tf2dist.launch import plotting
 from tf2dist.launch.streams import say
 
 BATCH_SIZE = 256
@@ -40,6 +40,9 @@ def predict(request: Request) -> None:
     outputs = _outputs(model, test.x, f"data ({name})")
     if classifier is None:
         _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
+        columns = [test.x, test.y, outputs]
+        if all(isinstance(one, np.ndarray) and one.size == len(test) for one in columns):
+            say(str(plotting.draw_regression(request.run_dir, *(one.reshape(-1) for one in columns))), sys.stdout)
     else:
         _show(request.run_dir, test, classifier.probabilities(outputs))
 
@@ -91,7 +94,7 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     say(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
     if num_classes <= MOST_CLASSES:
         say(confusion_text(counts), sys.stdout)
-    say(str(pictures.draw_confusion(run_dir, counts)), sys.stdout)
-    if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
-        drawn = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
+    say(str(plotting.draw_confusion(run_dir, counts)), sys.stdout)
+    if isinstance(test.x, np.ndarray) and plotting.are_images(test.x):
+        drawn = plotting.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
         say(str(drawn), sys.stdout)

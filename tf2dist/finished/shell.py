@@ -70,7 +70,7 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
             data += [argument] if found[1].partition(".")[0] == "data" else []
         else:
             # Without "data.": the options that it stands for depend on the data.
-            its = ", ".join(name for name in known if not name.endswith("."))
+            its = ", ".join(name for name in known if not name.endswith(".")) or "none"
             raise ConfigError(f"{found[1]}: there is no such option; the options are {its}{nearest(found[1], known)}")
     if not operands:
         raise ConfigError("RUN_DIR: is missing; name the directory of a run, see --help")

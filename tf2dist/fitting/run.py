@@ -25,7 +25,7 @@ from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
 from tf2dist.fitting.result import History, Result
 from tf2dist.launch.console import Console, result_lines
-from tf2dist.launch.start import check_place, check_size, run_in_folder
+from tf2dist.launch.start import check_place, check_size, draw_training, run_in_folder
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
@@ -81,7 +81,7 @@ class Run:
         copies_of(own, name)
         with private_folder() as job:
             copy = shipping.ship(job, self.model, name, self.splits, self.plan)
-            if self.host_task is None or self.host_task.task == self.host_task.cluster.leader:
+            if self.host_task is None or self.host_task.leads:
                 return self._lead(own, copy, job)
             return self._follow(job, self.host_task)
 
@@ -148,10 +148,13 @@ class Run:
         def run(requests: StopRequests) -> Outcome:
             return run_in_folder(self.config, self.host_task, console, self.started_at, requests, conversation)
 
-        folder, summary = conversation.follow(run, console)
-        if summary:
-            console.note(result_lines(summary, str(folder)))
-        return folder, summary
+        try:
+            folder, summary = conversation.follow(run, console)
+            if summary:
+                console.note(result_lines(summary, str(folder)))
+            return folder, summary
+        finally:
+            draw_training(self.config, self.host_task, console)
 
 
 def leave_gpus_to_tasks() -> None:

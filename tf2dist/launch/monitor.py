@@ -9,6 +9,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
+from tf2dist.launch.caller import Caller, Heard
 from tf2dist.launch.clock import Clock
 from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
@@ -35,7 +36,7 @@ class Monitor:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
         on_begun: called when the leader has restored the run or made a new one, so that training can begin.
         received: the signals that this process has got, in order; they appear while it runs.
-        hear: takes all messages of the tasks too; must not wait.
+        caller: of `fit`, which hears some of the messages too; None for the command line.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class Monitor:
         meeting: Meeting | None,
         received: list[int],
         on_begun: Callable[[], None],
-        hear: Callable[[Event], None] = lambda _: None,
+        caller: Caller | None = None,
         clock: Clock = time,
     ) -> None:
         self._launcher, self._console, self._meeting, self._clock = launcher, console, meeting, clock
-        self._mode, self._on_begun, self._hear = config.mode, on_begun, hear
+        self._mode, self._on_begun, self._caller = config.mode, on_begun, caller
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._shutdown = Shutdown(launcher, meeting, received, config.grace_secs, console.status, clock)
         self._watchdog = Watchdog(launcher, config, console.status, clock)
@@ -128,7 +129,8 @@ class Monitor:
 
     def _on_event(self, event: Event) -> None:
         self._watchdog.heard(event)
-        self._hear(event)
+        if self._caller and isinstance(event, Heard):
+            self._caller.hear(event)
         match event:
             case Progress():
                 self._console.progress(event)

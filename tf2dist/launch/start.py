@@ -1,7 +1,13 @@
-"""The steps before the tasks of a run are started, for the command line and for `fit`."""
+"""The steps before the tasks of a run are started and after they have ended, for the command line and for `fit`."""
 
+import contextlib
 import json
+import logging
 import os
+import shlex
+import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
 from tf2dist.data import location
-from tf2dist.errors import ConfigError, Interrupted
+from tf2dist.errors import ConfigError, Interrupted, first_line
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
@@ -23,6 +29,7 @@ from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes one
 MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
 
 
@@ -95,3 +102,37 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
     if config.cluster.check_address:
         check_no_alias(cluster, task)
         check_own_address(cluster, task)
+
+
+def draw_training(config: RunConfig, host_task: HostTask | None, console: Console) -> None:
+    """Draws training.png from what a run has left, whether it is done or not; if that fails, warns and goes on."""
+    leads = host_task is None or host_task.leads
+    if not (config.figure and leads and config.run_dir and Path(config.run_dir, "metrics.jsonl").exists()):
+        return
+    note = threading.Timer(SILENT_SECS, console.note, ["drawing training.png"])
+    note.start()
+    try:
+        with quiet_matplotlib():
+            from tf2dist.launch import plotting  # importing matplotlib takes longer than all that a run imports before
+
+            plotting.draw_run(Path(config.run_dir))
+    except Exception as error:  # a damaged installation of matplotlib may raise anything
+        again = shlex.join(["python", "-m", "tf2dist.plot", config.run_dir])
+        reason = getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__
+        console.warn(f"training.png could not be drawn ({reason}); {again} draws it")
+    finally:
+        note.cancel()
+
+
+@contextlib.contextmanager
+def quiet_matplotlib() -> Iterator[None]:
+    """Keeps from the user that a font lacks a character, or that matplotlib has no folder for its cache."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -16,12 +16,10 @@ from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import as_json, write_whole
-from tf2dist.launch.caller import Caller, Heard
+from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.environment import environment_of
-from tf2dist.launch.figure import PICTURE, Figure
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.messages import Event
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
 from tf2dist.launch.run_state import Tasks
@@ -70,7 +68,7 @@ def supervise(
     # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
     environment = environment_of(config)
     launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment, grace_secs=0.0)
-    leads = host_task is None or host_task.task == host_task.cluster.leader
+    leads = host_task is None or host_task.leads
     with contextlib.ExitStack() as whole:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
         lock = whole.enter_context(locked(run_dir)) if leads else None
@@ -78,14 +76,8 @@ def supervise(
         # would leave some of them running.
         received = whole.enter_context(signals.held())
         whole.enter_context(console)
-        figure = whole.enter_context(Figure(run_dir, is_wanted=config.figure and leads))
         with launcher:
-            summary = run_tasks(
-                config, run_dir, host_task, launcher, lock, console, started_at, received, figure, caller
-            )
-        if summary:
-            figure.write(summary, lock, console, received)
-        return summary
+            return run_tasks(config, run_dir, host_task, launcher, lock, console, started_at, received, caller)
 
 
 def run_tasks(
@@ -97,16 +89,9 @@ def run_tasks(
     console: Console,
     started_at: float,
     received: list[int],
-    figure: Figure,
     caller: Caller | None,
 ) -> dict[str, Any]:
     """Runs the tasks of this host to their end, and writes the summary; see `supervise`."""
-
-    def hear(event: Event) -> None:
-        figure.hear(event)
-        if caller and isinstance(event, Heard):
-            caller.hear(event)
-
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
@@ -114,7 +99,7 @@ def run_tasks(
         meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place else None
         begun = functools.partial(note_begin, config, run_dir, lock, console)
         check = functools.partial(check_signals, received)
-        monitor = Monitor(launcher, console, config, meeting, received, begun, hear)
+        monitor = Monitor(launcher, console, config, meeting, received, begun, caller)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
@@ -207,7 +192,7 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
     if lock:
         lock.check()
     try:
-        for name in ("summary.json", PICTURE):
+        for name in ("summary.json", "training.png"):
             (run_dir / name).unlink(missing_ok=True)
         write_whole(run_dir / "config.yaml", config.to_yaml())
     except OSError as error:
