@@ -154,16 +154,6 @@ def test_one_dnn(command: Command, tmp_path: Path, wanted: str) -> None:
     assert f"oneDNN: {wanted.title()}" in (finished.run_dir / "logs" / "worker-0.log").read_text()
 
 
-def test_every_task_has_the_arenas_that_were_asked_for(command: Command, tmp_path: Path) -> None:
-    """glibc reads the number when a process begins, so it must be there before the tasks are forked."""
-    plugin = tmp_path / "plugin.py"
-    plugin.write_text("print('arenas:', open('/proc/self/environ').read().partition('MALLOC_ARENA_MAX=')[2][:2])")
-    finished = command("data=digits", "train.steps=5", "devices.malloc_arenas=3", f"plugins=[{plugin}]")
-    logs = sorted((finished.run_dir / "logs").glob("*-*.log"))
-    assert len(logs) >= 4
-    assert all("arenas: 3\0" in log.read_text() for log in logs)
-
-
 PLUGIN = """
 import keras
 import numpy as np

@@ -1,6 +1,5 @@
 """What the tasks find in their environment."""
 
-import os
 import platform
 from typing import Any
 
@@ -8,9 +7,9 @@ import pytest
 
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
-from tf2dist.launch.environment import ARENAS, KEPT_PRIMITIVES, ONEDNN, environment_of
+from tf2dist.launch.environment import KEPT_PRIMITIVES, ONEDNN, environment_of
 
-LARGE, HUGE = (f"model.hidden_units={units}" for units in ("[512,512]", "[2048,2048]"))
+LARGE = "model.hidden_units=[512,512]"
 
 
 def found(*overrides: str, name: str = ONEDNN) -> str | None:
@@ -20,9 +19,7 @@ def found(*overrides: str, name: str = ONEDNN) -> str | None:
 @pytest.fixture(autouse=True)
 def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    for name in (ONEDNN, ARENAS):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(ONEDNN, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +38,6 @@ def test_large_dense_layers_are_computed_with_onednn(overrides: list[str], expec
     assert found(*overrides) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["model=dnn", HUGE], "1"),
-        (["model=dnn", LARGE], None),
-        (["model=cnn"], None),
-        (["model=dnn", HUGE, "devices.malloc_arenas=4"], "4"),
-        (["model=cnn", "devices.malloc_arenas=1"], "1"),
-    ],
-)
-def test_with_huge_dense_layers_glibc_keeps_one_arena(overrides: list[str], expected: str | None) -> None:
-    assert found(*overrides, name=ARENAS) == expected
-
-
 @pytest.mark.parametrize("units", [128, None, "small", ["a", "b"], [512, 512]])
 @pytest.mark.parametrize("name", ["wide", "dnn"])
 def test_a_model_of_a_plugin(name: str, units: Any) -> None:
@@ -67,15 +50,6 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
     monkeypatch.setenv(ONEDNN, "0")
     assert found("model=dnn", LARGE) is None, "the tasks inherit it"
     assert found("model=dnn", LARGE, "devices.onednn=true") == "1"
-    monkeypatch.setenv(ARENAS, "2")
-    assert found("model=dnn", HUGE, name=ARENAS) is None
-    assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
-
-
-def test_where_threads_are_many_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    assert found("model=dnn", HUGE, name=ARENAS) is None
-    assert found("model=dnn", HUGE, "devices.malloc_arenas=1", name=ARENAS) == "1"
 
 
 def test_what_onednn_prepares_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

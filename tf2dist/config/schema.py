@@ -181,12 +181,6 @@ class DevicesConfig:
         help="compute with oneDNN on CPUs; null: for models known to have large dense layers, and else as "
         "TF_ENABLE_ONEDNN_OPTS or the processor tells TensorFlow",
     )
-    malloc_arenas: int | None = option(
-        None,
-        *COUNT,
-        help="how many arenas of memory glibc may keep in each task; null: 1 for models known to have huge dense "
-        "layers, and else as MALLOC_ARENA_MAX or glibc has it",
-    )
 
 
 @dataclass(kw_only=True, slots=True)

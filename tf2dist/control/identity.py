@@ -36,7 +36,6 @@ OF_THE_HOST = (
     "data.download_timeout_secs",
     "devices.gpu_memory_fraction",
     "devices.onednn",
-    "devices.malloc_arenas",
 )
 PLACES = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
 MAX_SHOWN_CHARACTERS = 200

@@ -21,12 +21,6 @@ ENVIRONMENT = {
 }
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
-ARENAS = "MALLOC_ARENA_MAX"
-# Weights. Each thread that frees a tensor leaves its memory to the arena of glibc that it came from. With tensors this
-# large that is more memory than all else in a task. With smaller ones, or with many threads, a single arena costs more
-# time than it is worth; measured on two cores.
-HUGE_KERNEL, FEW_CORES = 1 << 22, 4
-
 # By default TensorFlow has oneDNN prepare the backward pass of each convolution anew in every step, an eighth of the
 # processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
 KEPT_PRIMITIVES = ("TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE", "0")
@@ -34,10 +28,8 @@ KEPT_PRIMITIVES = ("TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE", "0")
 
 def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
-    devices = completed(config.devices, _known_kernels(config.model))
-    # TensorFlow reads the one while it is imported, glibc the other when the process begins.
-    chosen = {ONEDNN: devices.onednn, ARENAS: devices.malloc_arenas}
-    found = ENVIRONMENT | {name: str(int(value)) for name, value in chosen.items() if value is not None}
+    onednn = completed(config.devices, _known_kernels(config.model)).onednn
+    found = ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
     name, value = KEPT_PRIMITIVES
     return found if name in os.environ else found | {name: value}
 
@@ -51,7 +43,7 @@ def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
 
 
 def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesConfig:
-    """The options with what suits a model, where neither they nor the environment of this process say anything.
+    """The options with oneDNN where it suits a model, and neither they nor this process's environment say anything.
 
     TensorFlow chooses oneDNN by the processor alone: on one without AVX512-VNNI not even for large products of
     matrices.
@@ -59,11 +51,7 @@ def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesCon
     Args:
         kernel_sizes: the weights of the dense layers, as far as they are known.
     """
-    largest = max(kernel_sizes, default=0)
-    onednn, arenas = devices.onednn, devices.malloc_arenas
-    if onednn is None and ONEDNN not in os.environ and platform.machine() == "x86_64" and largest >= LARGE_KERNEL:
-        onednn = True
-    has_few_cores = len(os.sched_getaffinity(0)) <= FEW_CORES
-    if arenas is None and ARENAS not in os.environ and has_few_cores and largest >= HUGE_KERNEL:
-        arenas = 1
-    return replace(devices, onednn=onednn, malloc_arenas=arenas)
+    is_open = devices.onednn is None and ONEDNN not in os.environ and platform.machine() == "x86_64"
+    if is_open and max(kernel_sizes, default=0) >= LARGE_KERNEL:
+        return replace(devices, onednn=True)
+    return devices
