@@ -1,6 +1,9 @@
 """Checkpoints are complete or invisible, verified before they are used, and reported if they are damaged."""
 
+import hashlib
+import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from tf2dist.checkpoint.facts import Facts, InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, Snapshot, Weights, from_bytes, to_bytes
+from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, Snapshot, Weights, _seal, from_bytes, to_bytes
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.keras_settings import DEFAULTS
 from tf2dist.errors import CheckpointError
@@ -134,7 +137,19 @@ def becomes(text: str) -> Callable[[Path], None]:
     return damage
 
 
-DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+def a_manifest_without_end(path: Path) -> None:
+    os.truncate(path, 1 << 40)
+
+
+def in_its_place(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
     (ARRAYS, truncate),
     (ARRAYS, flip_a_bit),
     (ARRAYS, empty),
@@ -147,12 +162,15 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
     (MANIFEST, replace_in('"step": 2', '"step": 3')),
     (MANIFEST, replace_in("model/hidden1", "model/hidden9")),
     (MANIFEST, becomes('{"format": 99, "step": 2}')),
+    (MANIFEST, lambda path: path.write_bytes(b"\xff\xfe\x00")),
+    (MANIFEST, a_manifest_without_end),
+    *((name, in_its_place(make)) for name in (ARRAYS, MANIFEST) for make in (os.mkfifo, os.mkdir)),
 ]
 
 
 @pytest.mark.parametrize(("file", "damage"), DAMAGES)
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(
-    tmp_path: Path, file: str, damage: Callable[[Path], None]
+    tmp_path: Path, file: str, damage: Callable[[Path], object]
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(1))
@@ -164,6 +182,117 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(
     assert "going back" in told[0]
     checkpoints.save(snapshot(2))  # as a run does when it reaches the step again
     assert_same(checkpoints.newest(fail), snapshot(2))
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
+    """Changes the manifest, and updates every hash and size, as another version or a person could have written it."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest.pop("sha256")
+    arrays = (path / ARRAYS).read_bytes()
+    manifest["files"] = {ARRAYS: {"bytes": len(arrays), "sha256": hashlib.sha256(arrays).hexdigest()}}
+    change(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
+
+
+def not_finite(path: Path) -> None:
+    with io.BytesIO() as file:
+        np.savez(file, **(snapshot(2).arrays | {"totals": np.array([1.0, np.nan])}))  # type: ignore[arg-type]
+        (path / ARRAYS).write_bytes(file.getvalue())
+    reseal(path)
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("unpickled",)
+
+
+def pickled(path: Path) -> None:
+    """As in a run directory from somebody else: loading it would execute what they want."""
+    with io.BytesIO() as file:
+        np.savez(file, **(snapshot(2).arrays | {"totals": np.array([Trap()])}))  # type: ignore[arg-type]
+        (path / ARRAYS).write_bytes(file.getvalue())
+    reseal(path)
+
+
+def larger_than_the_memory(path: Path) -> None:
+    os.truncate(path / ARRAYS, 1 << 43)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest.pop("sha256")
+    manifest["files"][ARRAYS]["bytes"] = 1 << 43
+    (path / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "not finite": (not_finite, "totals is not finite"),
+    "pickled": (pickled, "allow_pickle=False"),
+    "larger than the memory": (larger_than_the_memory, "bytes, and this machine"),
+    "no facts": (lambda path: reseal(path, lambda manifest: manifest.pop("input")), "(input)"),
+    "another array": (
+        lambda path: reseal(path, lambda manifest: manifest["arrays"].pop("totals")),
+        "does not hold the arrays of the manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_undamaged_checkpoint_that_cannot_be_used_is_replaced_too(tmp_path: Path, what: str) -> None:
+    change, reason = UNUSABLE[what]
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(snapshot(1))
+    change(checkpoints.save(snapshot(2)))
+    told: list[str] = []
+    assert_same(checkpoints.newest(told.append), snapshot(1))
+    assert len(told) == 1
+    assert reason in told[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda said: said.pop("examples"), "examples"),
+        (lambda said: said.update(mode=None), "mode"),
+        (lambda said: said.update(examples=1 << 63), "examples"),
+        (lambda said: said["input"].pop("sharding"), "input.sharding"),
+        (lambda said: said["input"]["sharding"].update(batch_size=0), "input.sharding.batch_size"),
+        (lambda said: said["input"].update(positions=[2, -1]), "input.positions"),
+        (lambda said: said["input"].update(positions=[2]), "input.positions"),
+        (lambda said: said["keras"].update(epsilon="small"), "keras.epsilon"),
+    ],
+)
+def test_a_wrong_fact_is_named(change: Callable[[dict[str, Any]], object], where: str) -> None:
+    said = json.loads(json.dumps(facts(2).to_json()))
+    assert Facts.of_json(said) == facts(2)
+    change(said)
+    with pytest.raises(ValueError, match=rf"^does not say what it must \({where}\)$"):
+        Facts.of_json(said)
+
+
+def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    def add(manifest: dict[str, Any]) -> None:
+        for section in (manifest, manifest["input"], manifest["input"]["sharding"], manifest["keras"]):
+            section["more"] = ["of a later version"]
+
+    reseal(checkpoints.save(snapshot(1)), add)
+    assert_same(Checkpoints(tmp_path).newest(fail), snapshot(1))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch, Path.mkdir, lambda path: path.symlink_to("loop")])
+def test_a_file_with_the_name_of_a_checkpoint_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    Checkpoints(tmp_path).save(snapshot(1))
+    make(tmp_path / "step-0000000002")
+    checkpoints = Checkpoints(tmp_path)
+    assert_same(checkpoints.newest(lambda text: None), snapshot(1))
+    checkpoints.save(snapshot(2))
+    assert_same(checkpoints.newest(fail), snapshot(2))
+
+
+def test_a_manifest_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tf2dist.checkpoint.snapshot.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(OSError, match="would have more than 100 bytes"):
+        Checkpoints(tmp_path).save(snapshot(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:

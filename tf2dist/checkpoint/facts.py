@@ -88,9 +88,3 @@ class Facts:
         if found["input"]["sharding"]["replicas_to_aggregate"] is None:
             del found["input"]["sharding"]["replicas_to_aggregate"]
         return found
-
-
-def is_whole(value: Any) -> bool:
-    """Whether the value is an integer from 0 to TensorFlow's largest."""
-    # Not isinstance, for which True is an integer too.
-    return type(value) is int and value in WHOLE_NUMBERS
