@@ -47,7 +47,7 @@ def test_pulled_values_arrive_unchanged(count: int) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int) -> None:
     pull = PullLayout(variables())
-    push = PushLayout(variables(), len(ONES) + 3, pulled=variables()[:1])
+    push = PushLayout(variables(), len(ONES) + 3, variables()[:1])
     values = [variable.value.read_value() for variable in variables()]
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
     buckets = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tf2dist.cluster.listening import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
-from tf2dist.model import eight_bits
 from tf2dist.training.synchronous import mesh
 from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
 from tf2dist.training.synchronous.peers import LostWorkerError
@@ -114,27 +113,6 @@ def test_narrow_floats_are_summed_as_float32_and_rounded_once(
     for result in at_once([partial(worker, own) for worker, own in zip(workers, vectors, strict=True)]):
         assert result.dtype == dtype
         np.testing.assert_array_equal(result.astype(np.float32), expected.astype(dtype).astype(np.float32))
-    for worker in workers:
-        worker.close()
-
-
-@pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
-@pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("num_blocks", [1, 40, 4_001])
-def test_blocks_of_eight_bits_are_summed_alike_on_all_workers(
-    num_workers: int, num_blocks: int, with_memory: bool
-) -> None:
-    workers, random = connected(num_workers, with_memory), np.random.default_rng(num_blocks)
-    arrays = random.normal(size=[num_workers, num_blocks, eight_bits.SIZE]).astype(np.float32)
-    spec = tf.TensorSpec(arrays.shape[1:], tf.float32)
-    blocks = [np.array(eight_bits.encode(tf.constant(one))) for one in arrays]
-    exact = np.sum([eight_bits.decode(tf.constant(one), spec) for one in blocks], axis=0)
-    first, *others = at_once([partial(worker, own) for worker, own in zip(workers, blocks, strict=True)])
-    assert (first.dtype, first.shape) == (np.uint8, blocks[0].shape)
-    for other in others:
-        np.testing.assert_array_equal(first, other)
-    steps = np.abs(exact).max(axis=1, keepdims=True) * eight_bits.STEP
-    assert np.all(np.abs(eight_bits.decode(tf.constant(first), spec) - exact) <= steps * 1.001)
     for worker in workers:
         worker.close()
 

@@ -161,15 +161,7 @@ BAD = [
         ["algorithm=downpour", "cluster.transfer_dtype=float16"],
         "cluster.transfer_dtype (float16): is not for algorithm=downpour; leave it out",
     ),
-    (
-        ["mode=sync", "cluster.transfer_dtype=int8", "cluster.all_reduce=tensorflow"],
-        "cluster.transfer_dtype (int8): is not for cluster.all_reduce=tensorflow; leave that out, or give bfloat16",
-    ),
-    (
-        ["algorithm=delay_compensated", "cluster.transfer_dtype=int8"],
-        "cluster.transfer_dtype (int8): is not for algorithm=delay_compensated, which squares gradients; give bfloat16",
-    ),
-    (["cluster.transfer_dtype=int4"], "cluster.transfer_dtype (int4): must be one of float32, bfloat16, float16, int8"),
+    (["cluster.transfer_dtype=int8"], "cluster.transfer_dtype (int8): must be one of float32, bfloat16, float16"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],
         "learning_rate (choice(0.1,0.2)): is a function, and a run takes one",

@@ -112,23 +112,7 @@ def _transfers(config: RunConfig) -> list[Rule]:
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
     what = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
     holds = dtype == "float32" or (config.mode != "sync_replicas" and algorithm not in ("downpour", "local_sgd"))
-    all_reduce = config.cluster.all_reduce
-    return [
-        ("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out"),
-        (
-            "cluster.transfer_dtype",
-            dtype,
-            dtype != "int8" or all_reduce in ("auto", "tf2dist"),
-            f"is not for cluster.all_reduce={all_reduce}; leave that out, or give bfloat16",
-        ),
-        # The squares of gradients that are rounded at random are too large on average.
-        (
-            "cluster.transfer_dtype",
-            dtype,
-            dtype != "int8" or algorithm != "delay_compensated",
-            f"is not for algorithm={algorithm}, which squares gradients; give bfloat16",
-        ),
-    ]
+    return [("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out")]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:

@@ -81,9 +81,8 @@ class ClusterConfig:
     )
     transfer_dtype: str = option(
         "float32",
-        one_of("float32", "bfloat16", "float16", "int8"),
-        help="modes sync and async; how the gradients of large variables travel, and with async their values, too, "
-        "where int8 stands for bfloat16",
+        one_of("float32", "bfloat16", "float16"),
+        help="modes sync and async; how the gradients of large variables travel, and with async their values, too",
     )
     placement: str = option(
         "round_robin",

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_parts
-from tf2dist.model.packing import NOT_NARROWED, Transfers
 from tf2dist.process.tf_internals import (
     count_updates_in,
     fix_learning_rate,
@@ -56,7 +55,7 @@ class ParameterServer:
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         algorithm: None for the plain one.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
-        transfers: how large floats travel in training.
+        narrow: the type in which large floats travel in training; None for their own.
     """
 
     pulled_others: tuple[int, ...] = ()
@@ -73,7 +72,7 @@ class ParameterServer:
         keeps_rate: bool = True,
         earlier_updates: int = 0,
         algorithm: Algorithm | None = None,
-        transfers: Transfers = NOT_NARROWED,
+        narrow: tf.DType | None = None,
     ) -> None:
         for variable in trainable:
             if variable.constraint is not None:
@@ -85,9 +84,9 @@ class ParameterServer:
         self.on_device = functools.partial(on_device, device)
         self.trainable, self.state = trainable, state
         self.variables = [*trainable, *state]
-        self._transfers = transfers
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, transfers=transfers)
-        self.exact_layout = PullLayout(self.variables) if transfers.values else self.pull_layout
+        self._narrow = narrow
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=narrow)
+        self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.counters = Counters(num_workers, num_metrics)
@@ -114,7 +113,7 @@ class ParameterServer:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout(self.trainable, self.counters.added, changing, pulled, self._transfers)
+        return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
 
     def trace_push(self, decays: dict[int, float]) -> None:
         """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
@@ -129,8 +128,8 @@ class ParameterServer:
         changing = [(cell, decays[first]) for cell in self.stored if (first := id(cell.members[0])) in decays]
         self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
-        state, added = [cell for cell, _ in changing], self.counters.added
-        self._push_layout = PushLayout(self._trained, added, state, pulled, self._transfers)
+        changed, added = [*self._trained, *(cell for cell, _ in changing)], self.counters.added
+        self._push_layout = PushLayout(changed, added, pulled, self._narrow)
         self._trace(self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
@@ -146,8 +145,8 @@ class ParameterServer:
         """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
         with tf.device(self.device):
             self.stored = cells_of(self.variables, kinds)
-        self.stored_layout = PullLayout(self.stored, *self.pulled_others, transfers=self._transfers)
-        self._stored_exactly = PullLayout(self.stored) if self._transfers.values else self.stored_layout
+        self.stored_layout = PullLayout(self.stored, *self.pulled_others, narrow=self._narrow)
+        self._stored_exactly = PullLayout(self.stored) if self._narrow else self.stored_layout
         self.pull = self.on_device_later(self._pull)
         is_same = self._stored_exactly is self.stored_layout
         self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)

@@ -20,7 +20,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.pipeline import Sharding
 from tf2dist.model.evaluate import chunk_size
-from tf2dist.model.packing import transfers_of
+from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep
@@ -92,7 +92,7 @@ class AsyncStep(Computation):
                 not (plan and plan.has_hooks),
                 earlier_updates,
                 algorithm_of(config.algorithm),
-                transfers_of(config.cluster.transfer_dtype),
+                narrow_dtype(config.cluster.transfer_dtype),
             )
             for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
         ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf2dist.model.packing import NOT_NARROWED, Buckets, Shaped, Transfers
+from tf2dist.model.packing import Buckets, Shaped
 from tf2dist.training.asynchronous.counters import ONES
 
 Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
@@ -79,11 +79,11 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         others: the sizes of what is pulled beside them.
-        transfers: see `Buckets`.
+        narrow: see `Buckets`.
     """
 
-    def __init__(self, variables: Sequence[Shaped], *others: int, transfers: Transfers = NOT_NARROWED) -> None:
-        self._buckets = Buckets([], variables, COUNT + sum(others), transfers=transfers)
+    def __init__(self, variables: Sequence[Shaped], *others: int, narrow: tf.DType | None = None) -> None:
+        self._buckets = Buckets(variables, COUNT + sum(others), narrow=narrow)
         self._others = others
         self.specs = self._buckets.specs
 
@@ -104,27 +104,24 @@ class PushLayout:
     """How the buckets of a push are made and read.
 
     Attributes:
-        variables: whose changes are pushed: `trainable`, then `state`.
+        variables: whose changes are pushed.
         pulled: whose pulled values are sent back.
         specs: the types of the buckets.
 
     Args:
-        trainable: whose gradients are pushed.
         added: how many numbers an update adds to the counters.
-        state: whose terms are pushed.
-        transfers: see `Buckets`.
+        narrow: see `Buckets`.
     """
 
     def __init__(
         self,
-        trainable: Sequence[Shaped],
+        variables: Sequence[Shaped],
         added: int,
-        state: Sequence[Shaped] = (),
         pulled: Sequence[Shaped] = (),
-        transfers: Transfers = NOT_NARROWED,
+        narrow: tf.DType | None = None,
     ) -> None:
-        self.variables, self.pulled, self._added = [*trainable, *state], list(pulled), added
-        self._buckets = Buckets(trainable, [*state, *pulled], COUNT + added, transfers=transfers)
+        self.variables, self.pulled, self._added = list(variables), list(pulled), added
+        self._buckets = Buckets([*variables, *pulled], COUNT + added, narrow=narrow)
         self.specs = self._buckets.specs
 
     def pack(

@@ -42,7 +42,7 @@ class PullLayout:
     """
 
     def __init__(self, variables: list[keras.Variable], num_workers: int) -> None:
-        self._buckets, self._num_workers = Buckets([], variables, COUNT + num_workers), num_workers
+        self._buckets, self._num_workers = Buckets(variables, COUNT + num_workers), num_workers
         self.specs = self._buckets.specs
 
     def pack(self, pulled: Pulled) -> Parcel:
@@ -70,7 +70,7 @@ class PushLayout:
 
     def __init__(self, variables: list[keras.Variable], num_sums: int) -> None:
         self._num_sums = num_sums
-        self._buckets = Buckets([], variables, 1 + num_sums + COUNT, tf.float32)
+        self._buckets = Buckets(variables, 1 + num_sums + COUNT, tf.float32)
         self.specs = self._buckets.specs
         first, *large = self.specs
         self.added = [tf.TensorSpec([first.shape[0] - COUNT], first.dtype), *large]

@@ -12,17 +12,14 @@ copied by the sender and by the receiver.
 
 import itertools
 import socket
-from collections.abc import Iterator
 
 import numpy as np
 
-from tf2dist.model import eight_bits
-from tf2dist.model.eight_bits import BLOCK
 from tf2dist.training.synchronous.peers import LostWorkerError, Peers
 from tf2dist.training.synchronous.shared_memory import ALIGNMENT, SharedMemory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
-PIECE = 128 * 1024  # floats of a piece; those of a few workers fit into the cache of a core
+PIECE = 128 * 1024  # elements of a piece; those of a few workers fit into the cache of a core
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -33,22 +30,9 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def _aligned(size: int, dtype: np.dtype) -> np.ndarray:
     """A new array [size] that TensorFlow uses without a copy."""
-    num_bytes = size * dtype.itemsize
-    room = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT
-    return room[first : first + num_bytes].view(dtype)
-
-
-def _floats(dtype: np.dtype) -> int:
-    """How many floats an item of this type holds."""
-    return eight_bits.SIZE if dtype == BLOCK else 1
-
-
-def _pieces(vector: np.ndarray) -> Iterator[slice]:
-    """The pieces of a vector, of PIECE floats each."""
-    size = PIECE // _floats(vector.dtype)
-    for begin in range(0, len(vector), size):
-        yield slice(begin, begin + size)
+    room = np.empty(size + ALIGNMENT // dtype.itemsize, dtype)
+    first = -room.ctypes.data % ALIGNMENT // dtype.itemsize
+    return room[first : first + size]
 
 
 class AllReduce:
@@ -77,15 +61,12 @@ class AllReduce:
         """The sum of all arrays, of their shape and type, in the order of the workers, so that all get the same bits.
 
         Args:
-            array: float32, or narrower floats, whose sum is rounded once; or floats in blocks, as bytes (see
-                `eight_bits`).
+            array: float32, or narrower floats, whose sum is rounded once.
 
         Raises:
             LostWorkerError: a worker is gone.
         """
         vector = array.reshape(-1)
-        if array.dtype == np.uint8:
-            vector = vector.view(BLOCK)
         # A new array, since TensorFlow may use this one while the next call is made.
         result = _aligned(len(vector), vector.dtype)
         if not self._is_read:
@@ -100,7 +81,7 @@ class AllReduce:
         else:
             self._in_two_hops(vector, result)
         self._peers.flush()
-        return result.view(array.dtype).reshape(array.shape)
+        return result.reshape(array.shape)
 
     def _in_one_hop(self, vector: np.ndarray, result: np.ndarray) -> None:
         self._peers.send(_bytes(vector), *self._peers.indices)
@@ -145,14 +126,15 @@ class AllReduce:
         return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
     def _add_pieces(self, summands: list[np.ndarray], into: np.ndarray) -> None:
-        for piece in _pieces(into):
+        for begin in range(0, len(into), PIECE):
+            piece = slice(begin, begin + PIECE)
             self._add([summand[piece] for summand in summands], into[piece])
 
     def _sum(self, mine: np.ndarray, result: np.ndarray, receivers: tuple[int, ...] = ()) -> None:
         """Sums `mine` and what the others send, and sends the sum to `receivers`."""
-        for piece in _pieces(mine):
-            own, into = mine[piece], result[piece]
-            summands = [room.view(np.uint8)[: own.nbytes].view(own.dtype) for room in self._received]
+        for begin in range(0, len(mine), PIECE):
+            own, into = mine[begin : begin + PIECE], result[begin : begin + PIECE]
+            summands = [room.view(own.dtype)[: len(own)] for room in self._received]
             self._peers.receive({peer: _bytes(summands[peer]) for peer in self._peers.indices})
             # In the order of the workers, whoever came first: float sums depend on it, and all workers must get the
             # same bits.
@@ -168,10 +150,7 @@ class AllReduce:
                 into += summand
             return
         # numpy computes with narrow floats one by one, and would round each partial sum.
-        total, wide = self._widened[:, : len(into) * _floats(into.dtype)]
-        if into.dtype == BLOCK:
-            eight_bits.add(summands, into, total, wide)
-            return
+        total, wide = self._widened[:, : len(into)]
         np.copyto(total, first)
         for summand in (second, *others):
             np.copyto(wide, summand)

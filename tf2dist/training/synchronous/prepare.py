@@ -12,7 +12,6 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import Named, counter_of, earlier_updates, named_variables, restore, take_over
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
-from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
@@ -20,7 +19,6 @@ from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import stragglers_of
-from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
@@ -82,7 +80,6 @@ def prepare(
     origin = Origin.of(resumed, sharding, workers.count)
     last_step = target_step(config, source.plan, sharding, resumed)
     all_reduce = workers.all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
-    _check_transfers(config, all_reduce, replicas)
 
     # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
     # all that it does in a single process. What must be equal everywhere is made so here and in each step.
@@ -129,15 +126,6 @@ def prepare(
         restored_from=restored_from,
         graphs=graphs,
     )
-
-
-def _check_transfers(config: RunConfig, all_reduce: AllReduce | None, num_replicas: int) -> None:
-    """Raises ConfigError for gradients that travel in a way in which TensorFlow's all-reduce cannot add them."""
-    if config.cluster.transfer_dtype == "int8" and all_reduce is None and num_replicas > 1:
-        raise ConfigError(
-            "cluster.transfer_dtype (int8): is for tf2dist's own all-reduce, and here it is another, for the reason in "
-            "the logs; give bfloat16"
-        )
 
 
 def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError
 from tf2dist.model.aggregation import apply, contribution
-from tf2dist.model.packing import Buckets, transfers_of
+from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
@@ -60,8 +60,9 @@ class SyncStep:
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self.num_sums = 2 + step.metrics.size + SHARED
-        transfers, num_more = transfers_of(config.cluster.transfer_dtype), self.num_sums + feed.num_extra
-        self._buckets = Buckets(step.trainable, step.state, num_more, tf.float32, transfers)
+        variables, num_more = [*step.trainable, *step.state], self.num_sums + feed.num_extra
+        narrow = narrow_dtype(config.cluster.transfer_dtype)
+        self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:

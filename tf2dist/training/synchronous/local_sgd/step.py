@@ -32,7 +32,7 @@ class LocalSgdStep(SyncStep):
         self._outer = Outer(config.algorithm, step) if config.algorithm.has_outer_steps else None
         # All that a step changes, the trainable variables first.
         self._averaged = [*step.variables, *slots_of(optimizer)]
-        self._values = Buckets([], self._averaged, self.num_sums, tf.float32)
+        self._values = Buckets(self._averaged, self.num_sums, tf.float32)
         # As they were when the round began, and what this worker has added up since then: see `StepOutput.sums`, with
         # the loss multiplied by the number of examples.
         self._begun = [tf.Variable(tf.convert_to_tensor(v.value), trainable=False) for v in self._averaged]
