@@ -165,6 +165,44 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         np.testing.assert_array_equal(new.numpy(), old)
 
 
+@registry.register_model("sleeping")
+def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    def sleep(images: Any) -> Any:
+        tf.numpy_function(lambda: time.sleep(0.3), [], [])
+        return images
+
+    layers = keras.layers
+    slow = layers.Lambda(sleep, output_shape=input_shape)
+    return keras.Sequential([keras.Input(input_shape), slow, layers.Flatten(), layers.Dense(num_classes)])
+
+
+def test_a_stop_does_not_wait_for_long_calls(async_loop: MakeLoop) -> None:
+    """With 20 steps of 0.3 s each call takes 6 s, and two of each worker are in flight."""
+    loop = async_loop(run_config("sleeping", steps_per_execution=20), num_workers=3)
+    begun = 0.0
+
+    def stop_soon() -> PauseRequest:
+        nonlocal begun
+        if loop.progress.global_step < 3:
+            return PauseRequest.NOTHING
+        begun = begun or time.monotonic()
+        return PauseRequest.STOP
+
+    assert loop.train(1000, stop_soon) is PauseRequest.STOP
+    took, stopped_at = time.monotonic() - begun, loop.progress.global_step
+    assert not loop._coordinator.done(), "the calls are in flight"
+    assert took < 3
+    assert stopped_at < 20
+    saved = loop.snapshot()
+    loop._coordinator.join()
+    assert_exact(loop, stopped_at)
+    after = loop.snapshot()
+    for name, array in saved.arrays.items():
+        np.testing.assert_array_equal(after.arrays[name], array, name)
+    loop.train(stopped_at + 3)
+    assert_exact(loop, stopped_at + 3)
+
+
 def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
     """This happens if the last worker pushes to one ps and dies before it pushes to the other."""
     loop = async_loop(run_config())

@@ -198,4 +198,4 @@ def test_a_run_names_few_variables_in_its_calls(async_loop: Callable[..., Any]) 
     loop.train(4)
     assert [len(server.stored) for server in loop._graphs.servers] == [1, 1]
     handles = [one for one in loop._scheduler.function.graph.inputs if one.dtype == tf.resource]
-    assert len(handles) == 1 + 3 * 2  # of the input; of the vector, the counters and the updates admitted on each ps
+    assert len(handles) == 1 + 4 * 2  # of the input; of the vector and three counters on each ps

@@ -82,6 +82,35 @@ def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
     return [(int(count[0]), int(count[1])) for count in counts]
 
 
+def cut(coordinator: Any, servers: list[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
+    """Makes all ps stop at the same update soon, while calls are in flight.
+
+    Returns:
+        Whether they have. If not, no call is in flight.
+
+    Args:
+        ahead: how many updates the ps may admit while they are told one after the other.
+        limit: the update at which they stop anyway.
+        quiet_secs: how long they may apply none.
+
+    Raises:
+        WorkersAway: the workers make no progress.
+    """
+    last = min(limit, max(admitted for admitted, _ in counts_of(servers)) + ahead)
+    for server in servers:
+        server.stop_at.assign(last)
+    seen, since = [-1], time.monotonic()
+    while (applied := [count for _, count in counts_of(servers)]) != [last] * len(servers):
+        if applied != seen:
+            seen, since = applied, time.monotonic()
+        elif coordinator.done():
+            return False
+        elif time.monotonic() - since > quiet_secs:
+            raise WorkersAway
+        time.sleep(POLL_SECS)
+    return True
+
+
 def shut(servers: list[ParameterServer], limit: int) -> None:
     """Makes all ps refuse further updates while calls are in flight, even from a worker that comes back.
 
@@ -92,7 +121,7 @@ def shut(servers: list[ParameterServer], limit: int) -> None:
         TaskLostError: the last push has reached only some of the ps, and no worker is left to take it to the others.
     """
     # A ps applies an update some time after it has admitted it; a snapshot in between would hold half of it.
-    admitted = [min(server.refuse_all(), limit) for server in servers]
+    admitted = [min(server.refuse_all(), limit, int(server.stop_at)) for server in servers]
     give_up_at = time.monotonic() + SETTLE_SECS
     while True:
         applied = [count for _, count in counts_of(servers)]

@@ -31,6 +31,7 @@ from tf2dist.training.asynchronous.origin import STALENESS_ARRAY, TOTALS_ARRAY
 from tf2dist.training.asynchronous.prepare import Prepared, prepare
 from tf2dist.training.asynchronous.reading import PackedRead
 from tf2dist.training.asynchronous.scheduler import POLL_SECS
+from tf2dist.training.asynchronous.server import NEVER
 from tf2dist.training.asynchronous.serving import say_farewell
 from tf2dist.training.asynchronous.twins import scheduler_for
 from tf2dist.training.hooks import Change
@@ -137,6 +138,8 @@ class AsyncLoop:
         self._changed_at = time.monotonic()
         # The last call of an evaluation may have returned its result and still count as in flight.
         scheduler.finish(pause_request)
+        for server in self._graphs.servers:
+            server.stop_at.assign(NEVER)
         while True:
             # Asked before the counters are read: if all calls were done then, the counters hold all their updates.
             idle = scheduler.all_done()
@@ -162,7 +165,10 @@ class AsyncLoop:
             scheduler.fill(admitted, until_step - admitted)
             self._read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
-        # The calls still in flight: at the end they have nothing left to do, at a request they run to their own end.
+        # A stop has not the time to wait for the calls in flight, which may have many slow steps.
+        if PauseRequest.STOP in requested and missing > 0 and scheduler.cut():
+            return requested
+        # At the end they have nothing left to do, at another request they run to their own end.
         return requested | scheduler.finish(pause_request)
 
     def _align_servers(self) -> None:

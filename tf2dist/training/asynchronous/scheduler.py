@@ -6,11 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster
-from tf2dist.training.asynchronous.calls import counts_of, quiet_secs, wait_for_calls
+from tf2dist.training.asynchronous.calls import counts_of, cut, quiet_secs, wait_for_calls
 from tf2dist.training.asynchronous.step import AsyncStep
 from tf2dist.training.loop import PauseRequest, PauseRequests
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
+CUT_SECS = 0.2  # all ps are told where to stop in less time than this
 
 
 class Scheduler:
@@ -86,6 +87,11 @@ class Scheduler:
     def finish(self, request: PauseRequests) -> PauseRequest:
         """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
         return wait_for_calls(self._coordinator, request, lambda: counts_of(self._graphs.servers), self.quiet_secs())
+
+    def cut(self) -> bool:
+        """Ends the training after a few more steps, though calls are in flight; see `calls.cut`."""
+        ahead = self._num_workers + int(CUT_SECS * self.steps_per_sec)
+        return cut(self._coordinator, self._graphs.servers, ahead, int(self._limit), self.quiet_secs())
 
     def release(self) -> None:
         """Lets no call in flight wait for others; here none does."""

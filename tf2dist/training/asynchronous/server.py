@@ -39,6 +39,7 @@ class ParameterServer:
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
+        stop_at: every update beyond so many is refused, also that of a call with a higher limit.
         pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
         exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
@@ -89,6 +90,7 @@ class ParameterServer:
         self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
         with tf.device(device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
+            self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
             self.counters = Counters(num_workers, num_metrics)
             self._make_optimizer = make_optimizer
             self.optimizer = make_optimizer()
@@ -218,7 +220,7 @@ class ParameterServer:
         return self._pull()
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """Applies one update, unless `limit` updates have been admitted already; returns whether it was applied.
+        """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
         push at once, and pushes repeated after a worker's death cannot carry the count beyond the limit.
@@ -235,7 +237,7 @@ class ParameterServer:
             # Under the lock, one push at a time: no other update may be half done meanwhile.
             return self._lock.execute(lambda: self._apply(pushed, indices, number))
 
-        return tf.cond(number < limit, apply, lambda: tf.constant(False))
+        return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, lambda: tf.constant(False))
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)

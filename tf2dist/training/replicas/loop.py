@@ -90,9 +90,11 @@ class ReplicasLoop:
             self._scheduler.begin(self._graphs.deciding.counts())
             requested |= self._train(until_step, requests)
             self._graphs.deciding.close()
-            requested |= self._scheduler.finish(requests)
+            # The calls in flight can change nothing any more, and a stop has not the time to wait for slow ones.
+            if PauseRequest.STOP not in requested:
+                requested |= self._scheduler.finish(requests)
         except WorkersAway:
-            requested = PauseRequest.STOP  # their calls stay in flight, and can change nothing
+            requested = PauseRequest.STOP
         except NotFiniteError:
             self._graphs.deciding.close()
             raise

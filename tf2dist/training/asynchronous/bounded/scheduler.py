@@ -51,6 +51,10 @@ class BoundedScheduler(Scheduler):
         # may wait for it with a call that it has taken.
         super().fill(admitted, missing + (self._cluster.num_workers - 1) * self.num_steps)
 
+    def cut(self) -> bool:
+        # Each worker gives up the rest of its call at the gate, which is no later.
+        return False
+
     def finish(self, request: PauseRequests) -> PauseRequest:
         self.release()
         return super().finish(request)
