@@ -142,8 +142,7 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
     secs = min(MAX_SECS, max(FAST_STEPS * min(typical), SLOW_STEPS * max(typical)), last - begin)
     if secs <= 0:
         return None
-    # Evaluations interrupt the training, and so does the preparation of longer calls: the first window that has nearly
-    # as many steps of each worker as any.
+    # Evaluations interrupt the training: the first window that has nearly as many steps of each worker as any.
     begins = np.linspace(begin, last - secs, NUM_WINDOWS)
     counts = np.array([[sum(at <= start < at + secs for start, _ in one) for one in steps] for at in begins])
     parts = (counts / np.maximum(1, counts.max(axis=0))).min(axis=1)

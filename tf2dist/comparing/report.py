@@ -143,8 +143,8 @@ def how_it_was_measured(options: Options, results: Sequence[Result]) -> list[str
     found = [
         "The contenders took turns, every second round in reverse order. Each run is a command of its own; its "
         "directory is in runs/, and its output in logs/.",
-        "The clock starts at the first step. Evaluations and the pauses for them are not counted; preparing "
-        "longer calls of TensorFlow in the first seconds is. Rates leave out the first quarter of the steps.",
+        "The clock starts at the first step. Evaluations and the pauses for them are not counted. Rates leave out "
+        "the first quarter of the steps.",
         f"All contenders train with {some.get('optimizer', config.optimizer['name'])}, a learning rate of {rate} "
         f"and {config.train.batch_size_per_worker} examples in the batch of a worker. A step of sync is one "
         "update with the batches of all workers; a rate that is tuned for one mode may be too high or too low "
