@@ -21,7 +21,7 @@ ENVIRONMENT = {
 }
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
-# By default TensorFlow has oneDNN prepare the backward pass of each convolution anew in every step, an eighth of the
+# By default TensorFlow has oneDNN prepare the backward pass of each convolution again in every step, an eighth of the
 # processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
 KEPT_PRIMITIVES = ("TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE", "0")
 

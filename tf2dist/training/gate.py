@@ -13,7 +13,7 @@ class Gate:
 
     A waiting worker takes a token from a queue, which costs no thread and no time, and then looks again. Tokens say
     no more than "look": one too many does no harm. Should one be missing, because the call of a lost worker has taken
-    it, `wake` gives more; the coordinator calls it whenever the step stands still.
+    it, `wake` gives more; the coordinator calls it whenever the step makes no progress.
 
     Args:
         num_workers: that may wait at once.

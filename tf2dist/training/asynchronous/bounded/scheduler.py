@@ -38,7 +38,7 @@ class BoundedScheduler(Scheduler):
         super().begin(until_step)
 
     def fill(self, admitted: int, missing: int) -> None:
-        # Every further update is refused. Some were lost after they had been admitted, so the clocks stand still: the
+        # Every further update is refused. Some were lost after they had been admitted, so the clocks stop: the
         # calls have to end before the rest of the training can begin again.
         if admitted >= self._until_step:
             self.release()
