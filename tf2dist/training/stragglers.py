@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -21,8 +21,8 @@ from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import asked_to_stop
 from tf2dist.process.tf_internals import publish_functions
+from tf2dist.training import timeline
 from tf2dist.training.call_size import MAX_STEPS, steps_in_call_secs
-from tf2dist.training.timeline import Recorded
 
 TOKEN = "tf2dist.straggle"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
@@ -93,14 +93,23 @@ class Sleeper:
         return secs
 
 
-class Stragglers(Protocol):
+class Stragglers:
     """What the graph of a step has around its computation: the simulated delays, and the recording of its times.
+
+    Each worker must have called `publish`, and `timeline.publish`.
 
     Attributes:
         max_steps: of a call, so that no worker takes much longer for it than `call_size.CALL_SECS`.
+
+    Args:
+        offsets: for each worker, the number of its next batch less the steps that are counted for it. So the number of
+            a step is that of its batch, which goes on where a run is resumed, also with another number of workers.
     """
 
-    max_steps: int
+    def __init__(self, config: RunConfig, offsets: list[int]) -> None:
+        self._is_simulated, self._is_recorded, self._offsets = config.simulate.is_on, config.timeline, offsets
+        longest_secs = max(config.simulate.delay_secs, default=0.0)
+        self.max_steps = steps_in_call_secs(longest_secs) if longest_secs else MAX_STEPS
 
     def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
         """The inputs of a step's computation, after the delay of this step, which begins when all of them are there.
@@ -110,37 +119,10 @@ class Stragglers(Protocol):
             counted: the steps that are counted for it before this call.
             number: of the step among those of this call, from 1.
         """
-
-    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
-        """The outputs of a step's computation, before they are sent."""
-
-
-class NoStragglers:
-    """Nothing is simulated; see `Stragglers`."""
-
-    max_steps = MAX_STEPS
-
-    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
-        return inputs
-
-    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
-        return outputs
-
-
-class SimulatedStragglers(NoStragglers):
-    """The delays of the options; see `Stragglers`. Each worker must have called `publish`.
-
-    Args:
-        offsets: for each worker, the number of its next batch less the steps that are counted for it. So the number of
-            a step is that of its batch, which goes on where a run is resumed, also with another number of workers.
-    """
-
-    def __init__(self, simulated: SimulateConfig, offsets: list[int]) -> None:
-        self._offsets = offsets
-        longest_secs = max(simulated.delay_secs, default=0.0)
-        self.max_steps = steps_in_call_secs(longest_secs) if longest_secs else MAX_STEPS
-
-    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
+        if self._is_recorded:
+            inputs = timeline.recorded(inputs, worker, has_ended=False)
+        if not self._is_simulated:
+            return inputs
         with tf.device("CPU:0"):
             first = tf.gather(tf.constant(self._offsets, tf.int64), worker)
             step = first + tf.cast(counted, tf.int64) + number
@@ -150,11 +132,9 @@ class SimulatedStragglers(NoStragglers):
                 found: Tensors = tf.nest.map_structure(tf.identity, inputs)
                 return found
 
-
-def stragglers_of(config: RunConfig, offsets: list[int]) -> Stragglers:
-    """See `SimulatedStragglers`, and `Recorded` for the option timeline."""
-    made: Stragglers = SimulatedStragglers(config.simulate, offsets) if config.simulate.is_on else NoStragglers()
-    return Recorded(made) if config.timeline else made
+    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
+        """The outputs of a step's computation, before they are sent."""
+        return timeline.recorded(outputs, worker, has_ended=True) if self._is_recorded else outputs
 
 
 def publish(config: RunConfig, cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,9 +18,6 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.files import APPEND, open_to_write
 from tf2dist.process.tf_internals import publish_functions
-
-if TYPE_CHECKING:
-    from tf2dist.training.stragglers import Stragglers
 
 FOLDER = "timeline"
 TOKEN = "tf2dist.timeline"
@@ -76,27 +73,14 @@ class Recorder:
         return file
 
 
-class Recorded:
-    """Stragglers whose steps are recorded too; see `Stragglers`. Each worker must have called `publish`."""
-
-    def __init__(self, inner: "Stragglers") -> None:
-        self._inner, self.max_steps = inner, inner.max_steps
-
-    def delayed(self, inputs: Tensors, worker: Any, counted: tf.Tensor, number: int) -> Tensors:
-        return self._inner.delayed(_marked(inputs, worker, False), worker, counted, number)
-
-    def computed(self, outputs: Tensors, worker: Any) -> Tensors:
-        return _marked(self._inner.computed(outputs, worker), worker, True)
-
-
-def _marked(tensors: Tensors, worker: Any, has_ended: bool) -> Tensors:
-    """The tensors, once it is recorded that all of them are there."""
+def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
+    """The tensors, once it is recorded that all of them are there. Each worker must have called `publish`."""
     with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
         inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
-        recorded = tf.raw_ops.PyFunc(input=inputs, token=TOKEN, Tout=[tf.int64])
-    with tf.control_dependencies(recorded):
-        marked: Tensors = tf.nest.map_structure(tf.identity, tensors)
-        return marked
+        noted = tf.raw_ops.PyFunc(input=inputs, token=TOKEN, Tout=[tf.int64])
+    with tf.control_dependencies(noted):
+        found: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        return found
 
 
 def publish(config: RunConfig, run_dir: Path) -> None:

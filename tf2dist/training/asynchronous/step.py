@@ -33,7 +33,7 @@ from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import Parcel
 from tf2dist.training.call_size import unrolled_steps
-from tf2dist.training.stragglers import stragglers_of
+from tf2dist.training.stragglers import Stragglers
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 
@@ -74,7 +74,7 @@ class AsyncStep(Computation):
     ) -> None:
         self.earlier_updates = earlier_updates
         self.config, self.sharding = config, sharding
-        self.stragglers = stragglers_of(config, offsets)
+        self.stragglers = Stragglers(config, offsets)
         self.step = step
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)

@@ -27,7 +27,7 @@ from tf2dist.training.replicas.feeds import SharedArrayFeed
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.servers import DecidingServer, FollowingServer
 from tf2dist.training.replicas.vectors import Pulled
-from tf2dist.training.stragglers import stragglers_of
+from tf2dist.training.stragglers import Stragglers
 
 
 class ReplicasStep:
@@ -65,7 +65,7 @@ class ReplicasStep:
     ) -> None:
         self.earlier_updates, self.sharding, self.replicas = earlier_updates, sharding, replicas
         self._config, self._step = config, step
-        self.stragglers = stragglers_of(config, offsets)
+        self.stragglers = Stragglers(config, offsets)
         self.evaluated_at_once = chunk_size(sharding.batch_size, step, plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.

@@ -18,7 +18,7 @@ from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import target_step
 from tf2dist.training.sharding import sharding_of
-from tf2dist.training.stragglers import stragglers_of
+from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.origin import Origin
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
@@ -109,7 +109,7 @@ def prepare(
 
     # The graph of the steps.
     feed = twin.feed_of(workers, splits, sharding, origin.position)
-    stragglers = stragglers_of(config, [origin.position - origin.step] * workers.count)
+    stragglers = Stragglers(config, [origin.position - origin.step] * workers.count)
     graphs = twin.make_graphs(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
     graphs.restore(resumed.arrays if resumed else {})
     return Prepared(
