@@ -10,7 +10,7 @@ import pytest
 from tests.replica.local_sgd_runs import INTERRUPTED, LONG, local_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.training.synchronous.local_sgd.checks import check
+from tf2dist.training.synchronous.local_sgd import LocalSgdStep
 
 layers = keras.layers
 
@@ -73,7 +73,8 @@ def checked(
     optimizer.build(model.trainable_variables)
     step: Any = SimpleNamespace(model=model, sums_losses=sums, state=[], trace=SimpleNamespace(decays={}))
     workers: Any = SimpleNamespace(num_replicas=replicas, count=2)
-    check("given", config, workers, SimpleNamespace(stream=stream), step, optimizer)  # type: ignore[arg-type]
+    splits: Any = SimpleNamespace(stream=stream)
+    LocalSgdStep.check("given", config, workers, splits, step, optimizer)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -160,8 +160,10 @@ class StreamFeed:
         return sizes[0]
 
 
-def feed_of(workers: Workers, splits: Splits, sharding: Sharding, begin: int) -> Feed:
-    """See `ArrayFeed` and `StreamFeed`."""
+def feed_of(
+    workers: Workers, splits: Splits, sharding: Sharding, begin: int, make_stream_feed: type[StreamFeed]
+) -> Feed:
+    """See `ArrayFeed`, and `StreamFeed` for `make_stream_feed`."""
     if splits.stream:
-        return StreamFeed(workers, splits.stream, begin)
+        return make_stream_feed(workers, splits.stream, begin)
     return ArrayFeed(workers, splits.train, sharding, begin)

@@ -9,7 +9,16 @@ import keras
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import Named, counter_of, earlier_updates, named_variables, restore, take_over
+from tf2dist.checkpoint.state import (
+    Named,
+    counter_of,
+    earlier_updates,
+    input_positions,
+    named_variables,
+    restore,
+    take_over,
+)
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
@@ -19,11 +28,39 @@ from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
-from tf2dist.training.synchronous.origin import Origin
+from tf2dist.training.synchronous.feeds import feed_of
+from tf2dist.training.synchronous.local_sgd import LocalSgdStep
 from tf2dist.training.synchronous.same_start import begin_equally
 from tf2dist.training.synchronous.step import SyncStep
-from tf2dist.training.synchronous.twins import twin_for
 from tf2dist.training.synchronous.workers import Workers
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run begins: its counts, and the position of the input of all replicas.
+
+    Attributes:
+        step: the updates that were applied before.
+        examples: the examples that all workers had seen before.
+        position: the number of the first batch of each replica's shard.
+        earlier_steps: the updates in `step` that were not applied by synchronous workers of this number.
+    """
+
+    step: int
+    examples: int
+    position: int
+    earlier_steps: int
+
+    @classmethod
+    def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "Origin":
+        # Synchronous replicas take their steps together, so all of them have the same position.
+        position = input_positions(start, sharding)[0]
+        if start is None:
+            return cls(0, 0, position, 0)
+        # The local steps of another mode or number of workers do not belong to the workers of this run.
+        local_steps = start.facts.local_steps if start.facts.mode == "sync" else ()
+        earlier_steps = start.step - (local_steps[0] if len(local_steps) == num_workers else 0)
+        return cls(start.step, start.facts.examples, position, earlier_steps)
 
 
 @dataclass(frozen=True)
@@ -91,8 +128,8 @@ def prepare(
     optimizer = new_optimizer()
     check_init_from(optimizer, isinstance(start, Weights))
     optimizer.build(step.trainable)
-    twin = twin_for(config.algorithm)
-    twin.check(source.name, config, workers, splits, step, optimizer)
+    graph_class = step_class(config.algorithm)
+    graph_class.check(source.name, config, workers, splits, step, optimizer)
     # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
     step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
@@ -108,9 +145,9 @@ def prepare(
     counter_of(optimizer).assign(origin.step + earlier)
 
     # The graph of the steps.
-    feed = twin.feed_of(workers, splits, sharding, origin.position)
+    feed = feed_of(workers, splits, sharding, origin.position, graph_class.make_stream_feed)
     stragglers = Stragglers(config, [origin.position - origin.step] * workers.count)
-    graphs = twin.make_graphs(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
+    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
     graphs.restore(resumed.arrays if resumed else {})
     return Prepared(
         workers=workers,
@@ -126,6 +163,12 @@ def prepare(
         restored_from=restored_from,
         graphs=graphs,
     )
+
+
+def step_class(algorithm: AlgorithmConfig) -> type[SyncStep]:
+    """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer."""
+    is_local = algorithm.kind == "local_sgd" and (algorithm.local_steps > 1 or algorithm.has_outer_steps)
+    return LocalSgdStep if is_local else SyncStep
 
 
 def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:

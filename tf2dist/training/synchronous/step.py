@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
 from tf2dist.errors import TaskLostError
 from tf2dist.model.aggregation import apply, contribution
 from tf2dist.model.packing import Buckets, narrow_dtype
@@ -19,7 +20,7 @@ from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
-from tf2dist.training.synchronous.feeds import Feed
+from tf2dist.training.synchronous.feeds import Feed, StreamFeed
 from tf2dist.training.synchronous.workers import Workers
 
 SHARED = len(PauseRequest) + 1  # how many numbers every worker shares with the others in each step
@@ -41,6 +42,8 @@ class SyncStep:
         feed: the input of this worker.
         begin_step: the updates that were applied before.
     """
+
+    make_stream_feed: type[StreamFeed] = StreamFeed
 
     def __init__(
         self,
@@ -64,6 +67,20 @@ class SyncStep:
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
+
+    @staticmethod
+    def check(
+        name: str, config: RunConfig, workers: Workers, splits: Splits, step: ModelStep, optimizer: keras.Optimizer
+    ) -> None:
+        """Refuses what this algorithm cannot train, beyond what no synchronous training can.
+
+        Args:
+            name: of the model.
+            optimizer: already built for `step.trainable`.
+
+        Raises:
+            ConfigError: says what, and the way out.
+        """
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.

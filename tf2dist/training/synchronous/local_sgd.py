@@ -1,4 +1,25 @@
-"""The graph of algorithm=local_sgd: rounds of steps on the worker's own copy, and one all-reduce at the end of each."""
+"""algorithm=local_sgd: synchronous workers that train copies of their own and average them now and then.
+
+T. Lin, S. U. Stich, K. K. Patel, M. Jaggi: Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217, 2018. In a
+round each worker takes `algorithm.local_steps` steps on its own batches with its own optimizer. Then all of them take
+over the mean of their variables, each weighted by the examples that it has seen in the round (as in B. McMahan, E.
+Moore, D. Ramage, S. Hampson, B. Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
+Data, AISTATS 2017). With one step and an optimizer that is linear in the gradient, such as SGD and momentum, that is
+plain synchronous training. With any other optimizer it is not, since the mean of Adam's updates is not Adam's update
+for the mean gradient; so `prepare.step_class` takes the graph of plain training for rounds of one step.
+
+The mean is that of all variables: the weights, other state such as moving averages, and the slots of the optimizer,
+which the authors above leave as they are on each worker. After a round all workers are therefore equal, and a
+checkpoint of one of them continues the run exactly. A constraint of Keras is applied in each step, as always, and to
+the mean. Gradients are clipped by each worker for itself.
+
+An outer optimizer may move the weights further than to their mean (DiLoCo: A. Douillard, Q. Feng, A. A. Rusu, R.
+Chhaparia, Y. Donchev, A. Kuncoro, M. Ranzato, A. Szlam, J. Shen: DiLoCo: Distributed Low-Communication Training of
+Language Models, arXiv 2311.08105, 2023); see `OuterOptimizer`.
+
+A run evaluates, saves, calls callbacks and stops only after a round. A round that would go beyond such a step, or the
+end of an epoch, is shorter. So the rounds follow from the options alone, also in a run that was stopped and resumed.
+"""
 
 from typing import Any
 
@@ -6,16 +27,75 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.checkpoint.state import COUNTERS, Named, assign, finalizes, named_variables, values
+from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.data.stream import Stream
+from tf2dist.errors import ConfigError
+from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
-from tf2dist.training.synchronous.local_sgd.outer import Outer
-from tf2dist.training.synchronous.local_sgd.slots import slots_of
+from tf2dist.training.stragglers import Stragglers
+from tf2dist.training.synchronous.all_reduce import AllReduce
+from tf2dist.training.synchronous.feeds import Feed, Part, StreamFeed
 from tf2dist.training.synchronous.step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
+MAX_EXAMPLES = 1 << 24  # up to here float32, in which workers add up what they have seen, holds every whole number
 PATIENCE = 2.0  # while a worker waits for slower ones, its watchdog allows for so many times the last round's time
+PREFIX = "outer/"  # of the momenta of the outer optimizer in a snapshot
+
+
+class OwnStreamFeed(StreamFeed):
+    """Batches of the worker's own stream, of which it takes each for the same share of a step; see `StreamFeed`."""
+
+    num_extra = 0
+
+    def __init__(self, workers: Workers, stream: Stream, begin: int) -> None:
+        super().__init__(workers, stream, begin)
+        self._count = workers.count
+
+    def part(self, element: Any) -> Part:
+        leaves, _ = element
+        return Part(leaves, tf.constant(1 / self._count))
+
+    def extra(self, element: Any) -> list[tf.Tensor]:
+        return []
+
+    def take_back(self, sums: tf.Tensor) -> None:
+        pass
+
+
+class OuterOptimizer:
+    """Takes the way from the last weights to their new mean for a gradient, as DiLoCo does.
+
+    It is Keras' SGD with Nesterov momentum; a learning rate of 1 without momentum gives the mean itself.
+
+    Args:
+        step: of the model whose trainable variables it moves.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, step: ModelStep) -> None:
+        rate, momentum = algorithm.outer_learning_rate, algorithm.outer_momentum
+        self.optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=True)
+        self.optimizer.build(step.trainable)
+        slots = named_variables(step.model, step.variables, [self.optimizer])
+        of_optimizer = "optimizer/"
+        self._named: Named = {
+            f"{PREFIX}{name.removeprefix(of_optimizer)}": variables
+            for name, variables in slots.items()
+            if name.startswith(of_optimizer)
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The momenta by name, for a snapshot."""
+        return values(self._named)
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Restores the momenta; those that a snapshot of another mode or algorithm lacks remain zero."""
+        assign(self._named, {name: arrays[name] for name in self._named if name in arrays})
 
 
 class LocalSgdStep(SyncStep):
@@ -24,14 +104,24 @@ class LocalSgdStep(SyncStep):
     The all-reduce of a round carries the changes of all variables since the last one, and the sums for the log.
     """
 
+    make_stream_feed = OwnStreamFeed
+
     def __init__(
-        self, config: RunConfig, workers: Workers, step: ModelStep, optimizer: keras.Optimizer, *more: Any
+        self,
+        config: RunConfig,
+        workers: Workers,
+        step: ModelStep,
+        optimizer: keras.Optimizer,
+        all_reduce: AllReduce | None,
+        feed: Feed,
+        begin_step: int,
+        stragglers: Stragglers,
     ) -> None:
-        super().__init__(config, workers, step, optimizer, *more)
+        super().__init__(config, workers, step, optimizer, all_reduce, feed, begin_step, stragglers)
         self._length = config.algorithm.local_steps
-        self._outer = Outer(config.algorithm, step) if config.algorithm.has_outer_steps else None
+        self._outer = OuterOptimizer(config.algorithm, step) if config.algorithm.has_outer_steps else None
         # All that a step changes, the trainable variables first.
-        self._averaged = [*step.variables, *slots_of(optimizer)]
+        self._averaged = [*step.variables, *_slots_of(optimizer)]
         self._values = Buckets(self._averaged, self.num_sums, tf.float32)
         # As they were when the round began, and what this worker has added up since then: see `StepOutput.sums`, with
         # the loss multiplied by the number of examples.
@@ -40,6 +130,27 @@ class LocalSgdStep(SyncStep):
         self._begin = tf.function(self._begin_round, autograph=False)
         self._take_rounds = tf.function(self._rounds, autograph=False)
         self._allowance_secs = heartbeat.START_SECS
+
+    @staticmethod
+    def check(
+        name: str, config: RunConfig, workers: Workers, splits: Splits, step: ModelStep, optimizer: keras.Optimizer
+    ) -> None:
+        if workers.num_replicas > workers.count:
+            raise ConfigError(
+                "algorithm (local_sgd): the GPUs of a worker share its variables and cannot take steps of their own; "
+                "use a worker for each GPU"
+            )
+        _check_length(config, workers.count)
+        if workers.count > 1:
+            check_aggregation(name, step, "algorithm=local_sgd")
+        check_unsynchronized(name, step.model, "algorithm=local_sgd", "algorithm=plain")
+        # From its own batch a worker can estimate the sum over those of a step only if it knows the others' sizes.
+        if splits.stream and step.sums_losses:
+            raise ConfigError(
+                f"model ({name}): has a loss with reduction=sum, and with algorithm=local_sgd no worker knows how "
+                "large the batches of the others' streams are; use sum_over_batch_size, or algorithm=plain"
+            )
+        _check_optimizer(config, optimizer)
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """See `SyncStep.take`; takes whole rounds, of which the last before a pause is shorter if need be."""
@@ -169,3 +280,34 @@ class LocalSgdStep(SyncStep):
         for old, variable in zip(self._begun, self._averaged, strict=True):
             old.assign(tf.convert_to_tensor(variable.value))
         self._own.assign(tf.zeros_like(self._own))
+
+
+def _check_length(config: RunConfig, num_workers: int) -> None:
+    length = config.algorithm.local_steps
+    most = MAX_EXAMPLES // (config.train.batch_size_per_worker * num_workers)
+    if length > most:
+        raise ConfigError(
+            f"algorithm.local_steps ({length}): a round would have more than {MAX_EXAMPLES:,} examples, up to which "
+            f"they are counted exactly; give at most {most:,}"
+        )
+
+
+def _check_optimizer(config: RunConfig, optimizer: keras.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    # What workers add up are differences, and these types have no negative ones.
+    odd = [slot for slot in _slots_of(optimizer) if slot.dtype == "bool" or slot.dtype.startswith("uint")]
+    if odd:
+        raise ConfigError(
+            f"optimizer ({kind}): {odd[0].path} is of type {odd[0].dtype}, of which several workers have no mean; make "
+            "it float32 or int32, or use algorithm=plain"
+        )
+    if config.algorithm.has_outer_steps and finalizes(optimizer):
+        raise ConfigError(
+            f"optimizer ({kind}): its final weights are averages over the steps of the workers, which leave out those "
+            "of the outer optimizer; leave out algorithm.outer_momentum and algorithm.outer_learning_rate"
+        )
+
+
+def _slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The variables that differ between workers: all but its counters, which are the same everywhere."""
+    return [variable for variable in optimizer.variables if variable.name not in COUNTERS]
