@@ -14,7 +14,6 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import TaskLostError
-from tf2dist.model.aggregation import apply, contribution
 from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
@@ -177,7 +176,7 @@ class SyncStep:
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         changes = [
-            contribution(v, self._decay(v), new, old, share, replica)
+            contributed_change(v, self._decay(v), new, old, share, replica)
             for v, new, old in zip(self.step.state, output.state, state, strict=True)
         ]
         return self.reduced(
@@ -195,7 +194,38 @@ class SyncStep:
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
         for variable, change in zip(self.step.state, changes, strict=True):
-            apply(variable, self._decay(variable), change)
+            apply_change(variable, self._decay(variable), change)
         self.optimizer.apply(gradients, self.step.trainable)
         self.applied.assign_add(1)
         return sums
+
+
+def contributed_change(
+    variable: keras.Variable, decay: float, new: tf.Tensor, old: tf.Tensor, share: tf.Tensor, replica: tf.Tensor
+) -> tf.Tensor:
+    """What a replica adds to the change of a variable, float32, by the variable's `aggregation` in Keras.
+
+    none, mean            the mean of the changes, weighted by the workers' shares of the examples
+    sum                   the sum of what the workers add
+    only_first_replica    the change on the first replica
+
+    Args:
+        decay: the constant factor of the old value in the new one, see `recurrence`.
+        share: of the replica's batch in the step; 0 if it is padding.
+    """
+    if variable.aggregation == "sum":
+        term = new - tf.cast(decay, new.dtype) * old if decay else new
+        return tf.where(share > 0, tf.cast(term, tf.float32), 0.0)
+    change = tf.cast(new - old, tf.float32)
+    if variable.aggregation == "only_first_replica":
+        return tf.where(replica == 0, change, 0.0)
+    return change * share
+
+
+def apply_change(variable: keras.Variable, decay: float, total: tf.Tensor) -> None:
+    """Changes a variable by the sum of what all replicas contribute."""
+    value = variable.value
+    if variable.aggregation == "sum" and decay != 1:
+        value.assign(tf.cast(decay, value.dtype) * value + total if decay else total)
+    else:
+        value.assign_add(total)
