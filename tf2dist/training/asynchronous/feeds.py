@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
-from tf2dist.data.pipeline import Sharding, blocks
-from tf2dist.model.batch import batches_without_padding
+from tf2dist.data.pipeline import Sharding, batches_without_padding, blocks
 from tf2dist.training.asynchronous.examples import remote_batches, remote_examples
 
 LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # takes the index of a worker, returns its steps as the ps count them
@@ -70,7 +69,7 @@ class ArrayFeed:
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
         element = self.element(source, worker, local_steps, num_steps)
-        return list(batches_without_padding(element, num_steps))
+        return list(batches_without_padding(element))
 
     def element(
         self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int

@@ -4,8 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf2dist.data.pipeline import Sharding
-from tf2dist.model.batch import batches_without_padding
+from tf2dist.data.pipeline import Sharding, batches_without_padding
 from tf2dist.training.asynchronous.feeds import ArrayFeed
 
 Batches = list[tuple[list[tf.Tensor], tf.Tensor]]  # the leaves and the share of each batch
@@ -23,7 +22,7 @@ class SharedArrayFeed(ArrayFeed):
     ) -> Batches:
         """In the graph of a call: its batches, each with its share, float32 []: 1 for a full one, 0 for padding."""
         element = self.element(source, worker, local_steps, num_steps)
-        leaves = batches_without_padding(element, num_steps)
+        leaves = batches_without_padding(element)
         return list(zip(leaves, shares(element[-1], self.sharding), strict=True))
 
 

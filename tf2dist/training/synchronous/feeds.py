@@ -10,7 +10,6 @@ from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.pipeline import Sharding, batches, of_arrays
 from tf2dist.data.stream import Reader, Stream
 from tf2dist.errors import ConfigError
-from tf2dist.model.batch import Batch, without_padding
 from tf2dist.process import heartbeat
 from tf2dist.training.synchronous.workers import Workers
 
@@ -77,8 +76,11 @@ class ArrayFeed:
 
     def part(self, element: Any) -> Part:
         *leaves, weights = element
-        batch = without_padding(Batch(leaves, weights))
-        return Part(batch.leaves, tf.reduce_sum(batch.weights))
+        # Without the padding that gives all batches one shape: some layers look at the whole batch, and in Keras, too,
+        # the last one of an epoch is shorter. If all is padding, one example of weight 0 stays, since the mean of none
+        # would be NaN, in moving averages for good.
+        count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
+        return Part([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
