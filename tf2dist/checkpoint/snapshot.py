@@ -68,22 +68,32 @@ class Snapshot:
 Frozen = Callable[[], Snapshot]
 
 
+def pack(head: Any, arrays: dict[str, np.ndarray]) -> bytes:
+    """A value of JSON and arrays by name, for another task; reading them can run no code, as unpickling could."""
+    with io.BytesIO() as buffer:
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        return json.dumps(head).encode() + b"\n" + buffer.getvalue()
+
+
+def unpack(packed: bytes) -> tuple[Any, dict[str, np.ndarray]]:
+    """What `pack` has packed."""
+    # JSON escapes line breaks, so the first one ends the head, whatever bytes follow.
+    head, _, body = packed.partition(b"\n")
+    with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
+        return json.loads(head), dict(arrays)
+
+
 def to_bytes(start: Snapshot | Weights) -> bytes:
     """Packs a snapshot or weights for a task that cannot read the run directory."""
     # The facts tell a snapshot from weights: only a snapshot has any.
     head = [start.step, start.facts.to_json()] if isinstance(start, Snapshot) else [0, {}]
-    with io.BytesIO() as buffer:
-        np.savez(buffer, **start.arrays)  # type: ignore[arg-type]
-        return json.dumps(head).encode() + b"\n" + buffer.getvalue()
+    return pack(head, start.arrays)
 
 
 def from_bytes(packed: bytes) -> Snapshot | Weights:
     """Unpacks the result of `to_bytes`."""
-    # JSON escapes line breaks, so the first one ends the head, whatever bytes follow.
-    head, _, body = packed.partition(b"\n")
-    step, facts = json.loads(head)
-    with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
-        return Snapshot(step, dict(arrays), Facts.of_json(facts)) if facts else Weights(dict(arrays))
+    (step, facts), arrays = unpack(packed)
+    return Snapshot(step, arrays, Facts.of_json(facts)) if facts else Weights(arrays)
 
 
 def folder_name(step: int) -> str:

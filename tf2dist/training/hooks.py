@@ -1,12 +1,12 @@
 """The interface to what follows a run, and may change it between two steps: the callbacks of `fit`."""
 
-import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+
+from tf2dist.checkpoint.snapshot import pack, unpack
 
 NamedArrays = dict[str, np.ndarray]
 
@@ -31,18 +31,12 @@ class Change:
 
     def to_bytes(self) -> bytes:
         """For the other synchronous workers, which save no checkpoints and so need no state of the callbacks."""
-        head = [self.stop, self.is_interrupted, self.learning_rate]
-        with io.BytesIO() as buffer:
-            # JSON and arrays without objects: reading them can run no code, as unpickling could.
-            np.savez(buffer, **self.arrays)  # type: ignore[arg-type]
-            return json.dumps(head).encode() + b"\n" + buffer.getvalue()
+        return pack([self.stop, self.is_interrupted, self.learning_rate], self.arrays)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Change":
-        head, _, body = packed.partition(b"\n")  # JSON in one line holds no line break of its own
-        stop, is_interrupted, learning_rate = json.loads(head)
-        with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
-            return cls(stop, is_interrupted, learning_rate, dict(arrays))
+        (stop, is_interrupted, learning_rate), arrays = unpack(packed)
+        return cls(stop, is_interrupted, learning_rate, arrays)
 
 
 class Hooks(Protocol):

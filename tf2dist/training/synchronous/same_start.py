@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import Weights, from_bytes, to_bytes
+from tf2dist.checkpoint.snapshot import pack, unpack
 from tf2dist.checkpoint.state import Named, assign, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -64,7 +64,7 @@ def begin_equally(
     # Weights alone may differ, if a builder draws them where the seed does not reach: all workers take worker 0's. The
     # broadcast is left out if they are equal, since it costs time with a large model.
     if differs[:, -1].any():
-        arrays = from_bytes(broadcast(to_bytes(Weights(values(of_model))))).arrays
+        arrays = unpack(broadcast(pack(None, values(of_model))))[1]
         assign(of_model, arrays)
 
 
