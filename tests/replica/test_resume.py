@@ -138,7 +138,6 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
 
 def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:
     now = keras_settings.DEFAULTS
-    check_keras(None, now, "run_dir")  # an older checkpoint does not have these settings
     check_keras(KerasConfig(epsilon=1e-7, image_data_format="channels_last"), now, "run_dir")
     with pytest.raises(CheckpointError, match=r"run_dir: was trained with keras\.epsilon=0\.001, and it is 1e-07 now"):
         check_keras(KerasConfig(epsilon=1e-3), now, "run_dir")

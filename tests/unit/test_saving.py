@@ -5,7 +5,6 @@ import io
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def facts(step: int) -> Facts:
         local_steps=(step, step),
         target_step=20,
         examples=10 * step,
-        input=InputFacts(ShardingFacts(1257, 5, 2, seed=0, whole_batch_loss=True), (step, step)),
+        input=InputFacts(ShardingFacts(1257, 5, 2, seed=0, whole_batch_loss=True, shuffle=True), (step, step)),
         data="digits",
         model={"name": "dnn", "hidden_units": [300, 50]},
         optimizer={"name": "sgd", "learning_rate": 0.01, "clipnorm": None},
@@ -35,7 +34,7 @@ def facts(step: int) -> Facts:
     )
 
 
-# The facts of `facts(3)` in a file, in every version since `shuffle` exists.
+# The facts of `facts(3)` in a file, in every version.
 IN_THE_FILE = (
     '"mode": "sync", "local_steps": [3, 3], "target_step": 20, "examples": 30, '
     '"input": {"sharding": {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, '
@@ -44,9 +43,6 @@ IN_THE_FILE = (
     '"optimizer": {"name": "sgd", "learning_rate": 0.01, "clipnorm": null}, "seed": 0, '
     '"keras": {"floatx": "float32", "image_data_format": "channels_last", "epsilon": 1e-07}'
 )
-
-
-OF_SHUFFLED = b', "shuffle": true'
 
 
 def snapshot(step: int) -> Snapshot:
@@ -88,14 +84,6 @@ def test_a_snapshot_is_unchanged_after_conversion_to_bytes() -> None:
     assert isinstance(found, Snapshot)
     assert_same(found, snapshot(7))
     assert to_bytes(snapshot(3)).partition(b"\n")[0].decode() == f"[3, {{{IN_THE_FILE}}}]"
-
-
-def test_facts_without_shuffle_mean_shuffled_data() -> None:
-    packed = to_bytes(snapshot(7))
-    assert packed.count(OF_SHUFFLED) == 1
-    found = from_bytes(packed.replace(OF_SHUFFLED, b""))
-    assert isinstance(found, Snapshot)
-    assert_same(found, snapshot(7))
 
 
 def test_weights_are_unchanged_after_conversion_to_bytes() -> None:
@@ -341,44 +329,3 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, keep: int, lef
     assert_same(checkpoints.newest(lambda text: None), snapshot(2))
     checkpoints.save(snapshot(5))
     assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
-
-
-def in_previous_format(path: Path) -> Path:
-    """Rewrites a checkpoint in the previous format: without a hash of the manifest, a target and Keras's settings."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    for name in ("target_step", "keras", "sha256"):
-        del manifest[name]
-    (path / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
-    return path
-
-
-def test_the_previous_format_is_read(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    in_previous_format(checkpoints.save(snapshot(1)))
-    older = replace(snapshot(1), facts=replace(facts(1), target_step=None, keras=None))
-    assert_same(checkpoints.newest(fail), older)
-
-
-@pytest.mark.parametrize("word", ['"step"', '"files"', '"arrays"', '"bytes"', '"model/hidden1/kernel"', "2"])
-def test_damage_in_the_previous_format_is_noticed(tmp_path: Path, word: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(snapshot(1))
-    replace_in(f"{word}", word.replace(word.strip('"')[0], "9"))(
-        in_previous_format(checkpoints.save(snapshot(2))) / MANIFEST
-    )
-    told: list[str] = []
-    assert_same(checkpoints.newest(told.append), snapshot(1))
-    assert len(told) == 1
-
-
-STEPS: list[Any] = [None, [2], "2", 3, 2.5]
-
-
-@pytest.mark.parametrize(("sealed", "said"), [(True, {"format": 1}), *((False, {"step": step}) for step in STEPS)])
-def test_a_changed_format_does_not_switch_the_checks_off(tmp_path: Path, sealed: bool, said: dict[str, Any]) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(snapshot(1))
-    path = checkpoints.save(snapshot(2))
-    manifest = (path if sealed else in_previous_format(path)) / MANIFEST
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | said))
-    assert_same(checkpoints.newest(lambda text: None), snapshot(1))

@@ -20,7 +20,7 @@ class ShardingFacts:
     num_shards: Size
     seed: int
     whole_batch_loss: bool
-    shuffle: bool = True  # older checkpoints lack it; all their runs shuffled
+    shuffle: bool
     replicas_to_aggregate: Size | None = None
 
 
@@ -42,23 +42,23 @@ class Facts:
 
     Attributes:
         local_steps: the steps of each worker that are part of the global step.
-        target_step: the step at which the run ends; the oldest checkpoints lack it.
+        target_step: the step at which the run ends.
         examples: how many all workers have seen in the whole run.
         data: the name of the data set.
         model, optimizer: name and arguments.
-        keras: Keras's settings; older checkpoints have none.
+        keras: Keras's settings.
     """
 
     mode: str
     local_steps: tuple[Count, ...]
-    target_step: Count | None = None
+    target_step: Count
     examples: Count
     input: InputFacts
     data: str
     model: dict[str, Any]
     optimizer: dict[str, Any]
     seed: int
-    keras: KerasConfig | None = None
+    keras: KerasConfig
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> "Facts":
@@ -82,8 +82,8 @@ class Facts:
         return self.examples / self.input.sharding.num_examples
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, without those that are None."""
-        found = {name: value for name, value in asdict(self).items() if value is not None}
+        """The fields as JSON values."""
+        found = asdict(self)
         # Left out where it is that of the workers, so that all modes write the same.
         if found["input"]["sharding"]["replicas_to_aggregate"] is None:
             del found["input"]["sharding"]["replicas_to_aggregate"]

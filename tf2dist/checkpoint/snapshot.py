@@ -25,7 +25,6 @@ from tf2dist.files import open_to_read
 
 FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 24  # enough for a hundred thousand arrays; a reader allocates no more for a damaged file
-UNSEALED = 1  # the previous format, without a hash of the manifest
 EARLIER_ARRAY = "earlier_updates"  # the updates that the optimizer had applied before the run began; absent for none
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 
@@ -163,12 +162,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
     manifest = json.loads(text.decode())
-    if not isinstance(manifest, dict) or manifest.get("format") not in (UNSEALED, FORMAT):
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
-    seal = manifest.pop("sha256", None)
-    # A manifest of the previous format has no hash. One that has is checked, so that changing the format in a new
-    # manifest does not switch the check off.
-    if (seal is not None or manifest["format"] != UNSEALED) and seal != _seal(manifest):
+    if manifest.pop("sha256", None) != _seal(manifest):
         raise ValueError(f"{MANIFEST} has been changed: it does not match its hash")
     return manifest
 

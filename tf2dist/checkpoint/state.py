@@ -135,18 +135,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def check_keras(before: KerasConfig | None, settings: KerasConfig, option: str) -> None:
+def check_keras(before: KerasConfig, settings: KerasConfig, option: str) -> None:
     """Refuses a checkpoint made with other settings of Keras, with which the same weights make another model.
 
     Args:
-        before: the settings in the checkpoint; older ones have none.
+        before: the settings in the checkpoint.
         option: the one that names the checkpoint, for the message.
 
     Raises:
         CheckpointError: names the first setting that differs.
     """
     for name, now in asdict(settings).items():
-        then = getattr(before, name, None)
+        then = getattr(before, name)
         if None not in (then, now) and then != now:
             raise CheckpointError(
                 f"{option}: was trained with keras.{name}={then}, and it is {now} now; give keras.{name}={then}, or "

@@ -75,8 +75,7 @@ class Evaluator:
         Raises:
             CheckpointError: it belongs to another model or data set.
         """
-        target_step = snapshot.facts.target_step or snapshot.step
-        named = self._variables_of_last(target_step) if is_last else self._named
+        named = self._variables_of_last(snapshot.facts.target_step) if is_last else self._named
         # All arrays of the model are kept, so that `check_same` notices those that this model does not have.
         needed = {name: array for name, array in snapshot.arrays.items() if name in named or name.startswith("model/")}
         check_same(named, replace(snapshot, arrays=needed), self._data, self._keras)
@@ -113,7 +112,7 @@ def follow(
             time.sleep(POLL_SECS)
             continue
         done = snapshot.step
-        is_last = done >= max(snapshot.facts.target_step or 0, asked_steps or 0)
+        is_last = done >= max(snapshot.facts.target_step, asked_steps or 0)
         on_evaluation(split, done, evaluator.evaluate(snapshot, split, is_last))
         if is_last:
             if split != "test":
