@@ -1,4 +1,4 @@
-"""The figures of every comparison: accuracy against time and examples, staleness, and the steps of the workers."""
+"""The figures of a comparison: accuracy, staleness, steps of the workers, backup workers, and which mode is first."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-from tf2dist.comparing.look import Look, new_figure, set_legend, set_title
+from tf2dist.comparing.look import INK, PALE, PAPER, color_of, new_figure, set_legend, set_title
 from tf2dist.comparing.options import Until
-from tf2dist.comparing.results import Measured, Point, Result, typical_secs
+from tf2dist.comparing.results import Measured, Point, Result, Spread, typical_secs
 
 MAX_PANELS = 12
 BELOW_TARGET = 0.3  # how much of the accuracy below the target is shown
@@ -21,6 +22,7 @@ LONG_PART = 0.01  # of the width
 AFTER = 0.3  # the part of the recorded time after which the time line begins
 
 Value = Callable[[Point], float]
+Cells = dict[tuple[int, float], Result]  # by the parameters of the model and the delay: who is first at the target
 
 
 def ways_of(results: Sequence[Result]) -> list[str]:
@@ -36,11 +38,11 @@ def has_accuracy(results: Sequence[Result]) -> bool:
     return any(point.accuracy is not None for one in results for run in one.measured for point in run.points)
 
 
-def draw_accuracy(results: Sequence[Result], until: Until, look: Look) -> Figure:
+def draw_accuracy(results: Sequence[Result], until: Until, is_narrow: bool) -> Figure:
     """Against the time and against the examples, a row for each situation."""
     names, ways = situations_of(results), ways_of(results)
-    columns = 1 if look.is_narrow else 2
-    figure, grid = new_figure(look, 2.6, len(names) * 2 // columns, columns)
+    columns = 1 if is_narrow else 2
+    figure, grid = new_figure(is_narrow, 2.6, len(names) * 2 // columns, columns)
     flat = [axes for row in grid for axes in row]
     of_y: Value = (
         (lambda point: math.nan if point.accuracy is None else point.accuracy)
@@ -54,17 +56,17 @@ def draw_accuracy(results: Sequence[Result], until: Until, look: Look) -> Figure
             (flat[2 * number + 1], "training examples", lambda point: point.examples),
         ):
             for one in its:
-                _draw_line(axes, one, of_x, of_y, look.color(ways.index(one.contender.way)))
+                _draw_line(axes, one, of_x, of_y, color_of(ways.index(one.contender.way)))
             axes.set_xlabel(label)
             axes.set_ylabel("validation accuracy" if has_accuracy(results) else "validation loss")
             axes.set_xlim(left=0)
-            axes.xaxis.set_major_locator(MaxNLocator(4 if look.is_narrow else 6))
+            axes.xaxis.set_major_locator(MaxNLocator(4 if is_narrow else 6))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if "examples" in label else "{x:,g}"))
             if until.kind == "accuracy":
-                axes.axhline(until.value, color=look.ink, lw=0.8, ls=":")
+                axes.axhline(until.value, color=INK, lw=0.8, ls=":")
                 axes.set_ylim(max(0.0, until.value - BELOW_TARGET), min(1.0, until.value + 0.04))
-            set_title(axes, name, look, columns)
-    set_legend(figure, _fullest(flat), look)
+            set_title(axes, name, is_narrow, columns)
+    set_legend(figure, _fullest(flat), is_narrow)
     return figure
 
 
@@ -92,28 +94,28 @@ def stale_results(results: Sequence[Result]) -> list[Result]:
     return [one for one in results if sum(one.staleness_counts())][:MAX_PANELS]
 
 
-def draw_staleness(results: Sequence[Result], look: Look) -> Figure:
+def draw_staleness(results: Sequence[Result], is_narrow: bool) -> Figure:
     """How many updates had each staleness, for each asynchronous contender."""
     its, ways = stale_results(results), ways_of(results)
-    columns = 1 if look.is_narrow or len(its) == 1 else 2
-    figure, grid = new_figure(look, 2.3, math.ceil(len(its) / columns), columns)
+    columns = 1 if is_narrow or len(its) == 1 else 2
+    figure, grid = new_figure(is_narrow, 2.3, math.ceil(len(its) / columns), columns)
     flat = [axes for row in grid for axes in row]
     longest = max(len(one.staleness_counts()) for one in its)
     for axes, one in zip(flat, its, strict=False):
         counts = np.array(one.staleness_counts())
-        color = look.color(ways.index(one.contender.way))
+        color = color_of(ways.index(one.contender.way))
         axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=color, baseline=0.7)
         axes.set_yscale("log")
         axes.set_ylim(0.7, counts.max() * 2)
         axes.set_xlim(-0.6, max(longest, 10) - 0.4)
-        axes.xaxis.set_major_locator(MaxNLocator(6 if look.is_narrow else 8, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6 if is_narrow else 8, integer=True))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("staleness")
         axes.set_ylabel("updates")
         title = f"{one.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
-        set_title(axes, title, look, columns)
+        set_title(axes, title, is_narrow, columns)
     for axes in flat[len(its) :]:
         axes.set_axis_off()
     return figure
@@ -150,25 +152,114 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
     return at, at + secs
 
 
-def draw_timeline(results: Sequence[Result], look: Look) -> Figure:
+def draw_timeline(results: Sequence[Result], is_narrow: bool) -> Figure:
     """A row for each worker: when it computed, and between its steps when it waited."""
     its, ways = lined_results(results), ways_of(results)
-    figure, grid = new_figure(look, 1.5, len(its), 1)
+    figure, grid = new_figure(is_narrow, 1.5, len(its), 1)
     for (axes,), (one, run, (begin, end)) in zip(grid, its, strict=True):
-        color = look.color(ways.index(one.contender.way))
+        color = color_of(ways.index(one.contender.way))
         for worker, steps in enumerate(run.steps):
             shown = [step for step in steps if step[1] > begin and step[0] < end]
-            axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=look.pale, lw=0)
+            axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=PALE, lw=0)
             bars = [(1000 * (start - begin), 1000 * (stop - start)) for start, stop in shown]
             # An edge in the colour of the paper tells a step from the next one, and would cover a short one.
             for is_long in (False, True):
                 some = [bar for bar in bars if (bar[1] > LONG_PART * 1000 * (end - begin)) == is_long]
-                edge = look.paper if is_long else "none"
+                edge = PAPER if is_long else "none"
                 axes.broken_barh(some, (worker - 0.36, 0.72), facecolor=color, edgecolor=edge, lw=0.6 * is_long)
         axes.set_xlim(0, 1000 * (end - begin))
         axes.set_ylim(len(run.steps) - 0.5, -0.5)
         axes.set_yticks(range(len(run.steps)), [f"worker {number}" for number in range(len(run.steps))])
         axes.grid(visible=False)
         axes.set_xlabel("ms")
-        set_title(axes, one.contender.name, look)
+        set_title(axes, one.contender.name, is_narrow)
+    return figure
+
+
+def backup_numbers(results: Sequence[Result]) -> list[int]:
+    return sorted({one.contender.backups for one in results if one.contender.backups is not None and one.measured})
+
+
+def draw_backups(results: Sequence[Result], is_narrow: bool) -> Figure:
+    """The time of a step and the time to the target against the number of backup workers, a line a situation."""
+    columns = 1 if is_narrow else 2
+    figure, grid = new_figure(is_narrow, 2.8, 2 // columns, columns)
+    by_step, by_target = (axes for row in grid for axes in row)
+    its = [one for one in results if one.contender.backups is not None]
+    rates = {id(one): one.step_rate for one in its}
+    for number, name in enumerate(dict.fromkeys(one.contender.situation for one in its)):
+        of_name = sorted(
+            (one for one in its if one.contender.situation == name), key=lambda one: one.contender.backups or 0
+        )
+        times = [
+            (one.contender.backups or 0, Spread(tuple(1000 / value for value in rate.values)))
+            for one in of_name
+            if (rate := rates[id(one)])
+        ]
+        _draw_spreads(by_step, times, name, color_of(number))
+        _draw_spreads(
+            by_target,
+            [(one.contender.backups or 0, secs) for one in of_name if (secs := one.secs)],
+            name,
+            color_of(number),
+        )
+    by_step.set_ylabel("ms a step")
+    by_target.set_ylabel("seconds to the target")
+    for axes in (by_step, by_target):
+        axes.set_xlabel("backup workers")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    set_title(by_step, "Time of a step", is_narrow, columns)
+    set_title(by_target, "Time to the target", is_narrow, columns)
+    set_legend(figure, by_step, is_narrow)
+    return figure
+
+
+def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, color: str) -> None:
+    if not points:
+        return
+    x = [number for number, _ in points]
+    axes.plot(x, [spread.mean for _, spread in points], "o-", ms=4, lw=1.6, color=color, label=label)
+    axes.vlines(x, [spread.low for _, spread in points], [spread.high for _, spread in points], color=color, lw=1.2)
+
+
+def first_by_size(results: Sequence[Result]) -> Cells:
+    """Who is first for each size of the model and each delay; empty unless both have several values."""
+    cells: Cells = {}
+    for one in results:
+        # All are equally fast if a time is the end; then accuracies are compared, in the words of the report.
+        if not one.measured or one.secs is None or one.until.kind == "secs":
+            continue
+        place = (int(one.measured[0].summary.get("parameters", 0)), one.contender.delay_secs)
+        best = cells.get(place)
+        if best is None or best.secs is None or one.secs.mean < best.secs.mean:
+            cells[place] = one
+    sizes, delays = ({place[axis] for place in cells} for axis in (0, 1))
+    return cells if len(sizes) > 1 and len(delays) > 1 else {}
+
+
+def draw_map(results: Sequence[Result], is_narrow: bool) -> Figure:
+    """The delay of the slowest worker against the size of the model, each cell in the colour of who is first."""
+    cells, ways = first_by_size(results), ways_of(results)
+    sizes, delays = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    figure, ((axes,),) = new_figure(is_narrow, 0.9 * len(sizes) + 0.9, 1, 1)
+    for row, size in enumerate(map(int, sizes)):
+        for column, delay in enumerate(delays):
+            one = cells.get((size, delay))
+            # Shapes and not an image, so that the colours can be exchanged for the dark ones.
+            color = color_of(ways.index(one.contender.way)) if one else PALE
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=PAPER, lw=2))
+            text = f"{one.secs.mean:.1f} s" if one and one.secs else "none"
+            axes.text(column, row, text, ha="center", va="center", fontsize=10, weight="bold",
+                      color=PAPER if one else INK)  # fmt: skip
+    axes.set_xlim(-0.5, len(delays) - 0.5)
+    axes.set_ylim(-0.5, len(sizes) - 0.5)
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(delays)), [f"{1000 * delay:g} ms" for delay in delays])
+    axes.set_yticks(range(len(sizes)), [f"{size:,}" for size in map(int, sizes)])
+    axes.set_xlabel("delay of the slowest worker in each step")
+    axes.set_ylabel("parameters of the model")
+    won = [way for way in ways if any(one.contender.way == way for one in cells.values())]
+    set_title(axes, "First at the target", is_narrow)
+    set_legend(figure, [Patch(color=color_of(ways.index(way)), label=way) for way in won], is_narrow)
     return figure

@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -12,74 +11,45 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
+INK, GRID, PALE, PAPER = "#24292f", "#e4e7ea", "#d3d8de", "#ffffff"
 # Of the ways of training in their order; told apart also by people who do not see all colours.
-LIGHT_COLORS = ("#2b6ca3", "#c2571a", "#2f7d4f", "#8a4fa0", "#a8324a", "#6b6b00", "#0f7c8c", "#555555")
+COLORS = ("#2b6ca3", "#c2571a", "#2f7d4f", "#8a4fa0", "#a8324a", "#6b6b00", "#0f7c8c", "#555555")
 DARK_COLORS = ("#6fb1ea", "#f2995a", "#6fc88f", "#c795dd", "#ef7f93", "#cfcf5a", "#5ecbdc", "#bbbbbb")
+IN_THE_DARK = {INK: "#d7dce1", GRID: "#333b44", PALE: "#4a535d", PAPER: "#161b22"}
+IN_THE_DARK |= zip(COLORS, DARK_COLORS, strict=True)
 PNG_DPI = 110
 WIDE_CHARS, NARROW_CHARS = 96, 34  # of a title
+Draw = Callable[[bool], Figure]  # takes whether the figure is narrow, for a phone, with the parts below each other
 
 
-@dataclass(frozen=True)
-class Look:
-    """The colours and the width of a figure; `is_narrow`: for a phone, with the parts below each other."""
-
-    is_dark: bool = False
-    is_narrow: bool = False
-
-    @property
-    def width(self) -> float:
-        """In inches."""
-        return 3.7 if self.is_narrow else 9.0
-
-    @property
-    def ink(self) -> str:
-        return "#d7dce1" if self.is_dark else "#24292f"
-
-    @property
-    def grid(self) -> str:
-        return "#333b44" if self.is_dark else "#e4e7ea"
-
-    @property
-    def pale(self) -> str:
-        return "#4a535d" if self.is_dark else "#d3d8de"
-
-    @property
-    def paper(self) -> str:
-        return "#161b22" if self.is_dark else "#ffffff"
-
-    def color(self, number: int) -> str:
-        colors = DARK_COLORS if self.is_dark else LIGHT_COLORS
-        return colors[number % len(colors)]
+def color_of(number: int) -> str:
+    return COLORS[number % len(COLORS)]
 
 
-WIDE, NARROW = Look(), Look(is_narrow=True)
-Draw = Callable[[Look], Figure]
-
-
-def new_figure(look: Look, height: float, rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:
+def new_figure(is_narrow: bool, height: float, rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:
     """An empty figure and its axes, [rows][columns]; `height`: of a row, in inches."""
     figure = Figure(
-        figsize=(look.width, height * rows + 0.35),
+        figsize=(3.7 if is_narrow else 9.0, height * rows + 0.35),
         layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.06),
-        facecolor=look.paper,
+        facecolor=PAPER,
     )
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
-        axes.set_facecolor(look.paper)
-        axes.grid(color=look.grid, lw=0.8)
+        axes.set_facecolor(PAPER)
+        axes.grid(color=GRID, lw=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["bottom", "left"]].set_color(look.pale)
-        axes.tick_params(labelsize=9, colors=look.ink, which="both")
-        axes.xaxis.label.set(color=look.ink, fontsize=9)
-        axes.yaxis.label.set(color=look.ink, fontsize=9)
+        axes.spines[["bottom", "left"]].set_color(PALE)
+        axes.tick_params(labelsize=9, colors=INK, which="both")
+        axes.xaxis.label.set(color=INK, fontsize=9)
+        axes.yaxis.label.set(color=INK, fontsize=9)
     return figure, grid.tolist()
 
 
-def set_title(axes: Axes, text: str, look: Look, columns: int = 1) -> None:
+def set_title(axes: Axes, text: str, is_narrow: bool, columns: int = 1) -> None:
     """A title at the left, on as many lines as it needs beside others; names with dollar signs are no formulas."""
-    folded = _folded(text, NARROW_CHARS if look.is_narrow else WIDE_CHARS // columns)
-    axes.set_title(folded, loc="left", fontsize=10, color=look.ink, parse_math=False)
+    folded = _folded(text, NARROW_CHARS if is_narrow else WIDE_CHARS // columns)
+    axes.set_title(folded, loc="left", fontsize=10, color=INK, parse_math=False)
 
 
 def _folded(text: str, chars: int) -> str:
@@ -92,15 +62,15 @@ def _folded(text: str, chars: int) -> str:
     return "\n".join(lines[:3])
 
 
-def set_legend(figure: Figure, drawn: Axes | Sequence[Patch], look: Look) -> None:
+def set_legend(figure: Figure, drawn: Axes | Sequence[Patch], is_narrow: bool) -> None:
     """The legend of one of the axes, or of patches with labels, below all axes, where it covers nothing."""
     handles: Sequence[Artist] = drawn.get_legend_handles_labels()[0] if isinstance(drawn, Axes) else drawn
     labels = [str(handle.get_label()) for handle in handles]
     found = figure.legend(
-        handles, labels, loc="outside lower left", ncols=1 if look.is_narrow else 3, frameon=False, fontsize=9
+        handles, labels, loc="outside lower left", ncols=1 if is_narrow else 3, frameon=False, fontsize=9
     )
     for text in found.get_texts():
-        text.set(color=look.ink, parse_math=False)
+        text.set(color=INK, parse_math=False)
 
 
 def as_svgs(draw: Draw) -> dict[str, bytes]:
@@ -108,9 +78,9 @@ def as_svgs(draw: Draw) -> dict[str, bytes]:
     found = {}
     # The same on every machine and at each time, whatever the user's matplotlibrc says.
     matplotlib.rcdefaults()
-    for name, look in (("wide", WIDE), ("narrow", NARROW)):
+    for name, is_narrow in (("wide", False), ("narrow", True)):
         with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"}), io.BytesIO() as buffer:
-            draw(look).savefig(buffer, format="svg", metadata={"Date": None})
+            draw(is_narrow).savefig(buffer, format="svg", metadata={"Date": None})
             found[f"{name} light"] = buffer.getvalue()
         found[f"{name} dark"] = _darkened(found[f"{name} light"])
     return found
@@ -118,15 +88,12 @@ def as_svgs(draw: Draw) -> dict[str, bytes]:
 
 def _darkened(svg: bytes) -> bytes:
     """The same figure in dark colours: drawing it again would take ten times as long."""
-    light, dark = Look(), Look(is_dark=True)
-    pairs = [*zip(LIGHT_COLORS, DARK_COLORS, strict=True)]
-    pairs += [(getattr(light, name), getattr(dark, name)) for name in ("ink", "grid", "pale", "paper")]
-    changes = {before.encode(): after.encode() for before, after in pairs}
+    changes = {light.encode(): dark.encode() for light, dark in IN_THE_DARK.items()}
     return re.sub(rb"#[0-9a-f]{6}", lambda found: changes.get(found[0], found[0]), svg)
 
 
 def as_png(draw: Draw) -> bytes:
     matplotlib.rcdefaults()
     with io.BytesIO() as buffer:
-        draw(WIDE).savefig(buffer, format="png", dpi=PNG_DPI)
+        draw(False).savefig(buffer, format="png", dpi=PNG_DPI)
         return buffer.getvalue()

@@ -1,15 +1,19 @@
 """Writes the results of a comparison: compare.json, the pictures and report.html."""
 
-import json
+import os
+import platform
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from tf2dist import __version__
 from tf2dist.comparing.options import Options
-from tf2dist.comparing.record import record_of
-from tf2dist.comparing.results import Result
-from tf2dist.comparing.verdict import verdict_of
+from tf2dist.comparing.results import Measured, Result, Spread
+from tf2dist.comparing.verdict import Verdict, verdict_of
 from tf2dist.files import as_json, write_whole
 
 if TYPE_CHECKING:
@@ -37,15 +41,13 @@ def write_report(options: Options, arguments: list[str], results: Sequence[Resul
     for name, title, caption, draw in _figures(options, its):
         pictures.append(Picture(title, caption, as_svgs(draw)))
         write_whole(folder / f"{name}.png", as_png(draw))
-    # What a program reads of it is what compare.json has, so both come from one record.
-    text = page(json.loads(as_json(record)), verdict, its, pictures, how_it_was_measured(options, its))
-    write_whole(folder / REPORT, text)
+    write_whole(folder / REPORT, page(record, verdict, its, pictures, how_it_was_measured(options, its)))
     return verdict.headline
 
 
 def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
     """The figures for which there are values."""
-    from tf2dist.comparing import figures, figures_of_axes
+    from tf2dist.comparing import figures
 
     seeds = "The band is the range over the seeds. " if options.seeds > 1 else ""
     found: list[Titled] = []
@@ -80,24 +82,24 @@ def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
                 partial(figures.draw_staleness, results),
             )
         )
-    if len(figures_of_axes.backup_numbers(results)) > 1:
+    if len(figures.backup_numbers(results)) > 1:
         found.append(
             (
                 "backups",
                 "Backup workers",
                 "With mode=sync_replicas: the more gradients a step does not wait for, the shorter it is, and "
                 "the less it is worth.",
-                partial(figures_of_axes.draw_backups, results),
+                partial(figures.draw_backups, results),
             )
         )
-    if figures_of_axes.first_by_size(results):
+    if figures.first_by_size(results):
         found.append(
             (
                 "map",
                 "Which mode is first",
                 "For each size of the model and each delay of the slowest worker: the mode that was first at the "
                 "target, and its seconds.",
-                partial(figures_of_axes.draw_map, results),
+                partial(figures.draw_map, results),
             )
         )
     return found
@@ -167,3 +169,92 @@ def how_it_was_measured(options: Options, results: Sequence[Result]) -> list[str
 def _spacing(results: Sequence[Result]) -> str:
     points = next((run.points for one in results for run in one.measured if len(run.points) > 1), None)
     return f"{round(points[1].examples - points[0].examples):,}" if points else "so many"
+
+
+def machine() -> dict[str, Any]:
+    """The machine of this process, as far as it matters to the figures."""
+    return {
+        "processors": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def record_of(
+    options: Options, arguments: list[str], results: list[Result], verdict: Verdict, left_out: list[str]
+) -> dict[str, Any]:
+    """The content of compare.json.
+
+    Args:
+        arguments: of the command.
+        left_out: what the comparison could have shown, and which option it needs.
+    """
+    some = next((one.summary for result in results for one in result.measured), {})
+    return {
+        "tf2dist": __version__,
+        "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "arguments": arguments,
+        "until": str(options.until),
+        "workers": options.workers,
+        "seeds": options.seeds,
+        "data": some.get("data"),
+        "optimizer": some.get("optimizer"),
+        "machine": machine(),
+        "versions": some.get("versions"),
+        "verdict": {
+            "headline": verdict.headline,
+            "situations": [{"situation": name, "sentences": lines} for name, lines in verdict.situations],
+            "claims": [{"claim": one.text, "state": one.state, "figures": one.figures} for one in verdict.claims],
+        },
+        "not_run": left_out,
+        "contenders": [_contender(result) for result in results],
+    }
+
+
+def _contender(result: Result) -> dict[str, Any]:
+    contender = result.contender
+    return {
+        "name": contender.name,
+        "way": contender.way,
+        "mode": contender.mode,
+        "delay_secs": contender.delay_secs,
+        "backups": contender.backups,
+        "options": contender.varying,
+        "secs_to_target": _spread(result.secs),
+        "examples_to_target": _spread(result.examples),
+        "accuracy": _spread(result.accuracy),
+        "steps_per_sec": _spread(result.step_rate),
+        "examples_per_sec": _spread(result.example_rate),
+        "staleness": _spread(result.staleness),
+        "dropped": _spread(result.dropped),
+        "startup_secs": _spread(result.start),
+        "staleness_counts": result.staleness_counts() or None,
+        "runs": [
+            {"seed": one.run.seed, "folder": f"runs/{one.run.folder}", "state": one.state, "exit_code": one.exit_code}
+            | next((_measured(result, done) for done in result.measured if done.run == one.run), {})
+            for one in result.outcomes
+        ],
+    }
+
+
+def _measured(result: Result, one: Measured) -> dict[str, Any]:
+    target = one.reached(result.until)
+    return {
+        "parameters": one.summary.get("parameters"),
+        "global_step": one.summary["global_step"],
+        "training_secs": one.secs,
+        "secs_to_target": target.secs if target else None,
+        "examples_to_target": target.examples if target else None,
+        "test_accuracy": one.summary.get("test_accuracy"),
+        "wall_secs": one.summary["wall_secs"],
+        "workers": one.summary["workers"],
+        "evaluations": [
+            {"step": p.step, "secs": p.secs, "examples": p.examples, "loss": p.loss, "accuracy": p.accuracy}
+            for p in one.points
+        ],
+    }
+
+
+def _spread(spread: Spread | None) -> dict[str, float] | None:
+    return {"mean": spread.mean, "low": spread.low, "high": spread.high} if spread else None

@@ -109,12 +109,10 @@ def _headline(results: list[Result], until: Until) -> str:
 
 
 def _order(results: list[Result], until: Until) -> list[tuple[Result, Spread]]:
-    """The ranking that decides: by time to the accuracy, or by the accuracy at the end."""
-    if until.kind == "accuracy":
-        return ranked(results, lambda one: one.secs)
-    if until.kind == "steps":
-        return ranked(results, lambda one: one.secs)
-    return ranked(results, lambda one: one.accuracy, highest=True)
+    """The ranking that decides: by time to the accuracy or to the steps, or by the accuracy at the end."""
+    if until.kind == "secs":
+        return ranked(results, lambda one: one.accuracy, highest=True)
+    return ranked(results, lambda one: one.secs)
 
 
 def _situation(results: list[Result], until: Until) -> Iterator[str]:
@@ -175,7 +173,7 @@ def _claims(results: list[Result], until: Until) -> Iterator[Claim]:
         for slow in (one for one in uneven if one.contender.config.algorithm.kind == "plain"):
             equal = _same_in(even, slow)
             if equal and slow.step_rate and equal.step_rate:
-                yield _claim_about_a_straggler(slow, equal, slow.step_rate, equal.step_rate)
+                yield _claim_about_a_straggler(slow, slow.step_rate, equal.step_rate)
         yield from _claim_about_the_first(uneven, until, wants_sync=False)
     yield from _claim_about_staleness(even)
     yield from _claim_about_the_first(even, until, wants_sync=True)
@@ -189,7 +187,7 @@ def _same_in(results: list[Result], one: Result) -> Result | None:
     )
 
 
-def _claim_about_a_straggler(slow: Result, equal: Result, slow_rate: Spread, rate: Spread) -> Claim:
+def _claim_about_a_straggler(slow: Result, slow_rate: Spread, rate: Spread) -> Claim:
     one = slow.contender
     share = slow_rate.mean / rate.mean
     figures = (
