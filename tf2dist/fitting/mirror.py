@@ -19,16 +19,18 @@ class Mirror:
 
     Args:
         model: compiled and built, the one that callbacks see.
-        twin: a model made in the same way as those of the tasks, with the same layers as `model` in the same order,
-            so that its variables have the names that the cluster uses; None if `model` itself was made so.
+        worker_model: a model made as the workers make theirs, with the same layers as `model` in the same order, so
+            that its variables have the names that the cluster uses; None if `model` itself was made so.
         layout: of the data; None if the steps of the model read its own variables alone.
     """
 
-    def __init__(self, model: keras.Model, twin: keras.Model | None = None, layout: Layout | None = None) -> None:
+    def __init__(
+        self, model: keras.Model, worker_model: keras.Model | None = None, layout: Layout | None = None
+    ) -> None:
         self.model, self._layout = model, layout
         self._outside: dict[str, keras.Variable] = {}
         self._outside_values: NamedArrays = {}
-        self._named = _named(model, twin or model)
+        self._named = _named(model, worker_model or model)
         self._generators = generators(model)
         self._trainable = {id(variable): variable.path for variable in model.trainable_variables}
         self._cluster_arrays: NamedArrays = {}
@@ -150,17 +152,17 @@ def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
     return read_directly(traced, optimizer.variables)
 
 
-def _named(model: keras.Model, twin: keras.Model) -> dict[str, keras.Variable]:
-    """The variables of the model and of its optimizer, by the names that those of its twin have in checkpoints."""
-    # An optimizer makes its variables only when it is built. If model and twin are one object, it is built once.
-    for each in {id(model): model, id(twin): twin}.values():
+def _named(model: keras.Model, worker_model: keras.Model) -> dict[str, keras.Variable]:
+    """The variables of the model and its optimizer, by the names that those of `worker_model` have in checkpoints."""
+    # An optimizer makes its variables only when it is built. If both models are one object, it is built once.
+    for each in {id(model): model, id(worker_model): worker_model}.values():
         if not each.optimizer.built:
             each.optimizer.build(each.trainable_variables)
-    names = {name: variables[0] for name, variables in named_variables(twin, twin.weights, [twin.optimizer]).items()}
-    theirs = {id(variable): name for name, variable in names.items()}
+    named = named_variables(worker_model, worker_model.weights, [worker_model.optimizer])
+    theirs = {id(variables[0]): name for name, variables in named.items()}
     # Paired by position: Keras numbers unnamed layers separately in each process, so only the order is the same.
-    pairs = [*zip(twin.weights, model.weights, strict=True)]
-    pairs += zip(twin.optimizer.variables, model.optimizer.variables, strict=True)
+    pairs = [*zip(worker_model.weights, model.weights, strict=True)]
+    pairs += zip(worker_model.optimizer.variables, model.optimizer.variables, strict=True)
     return {theirs[id(one)]: other for one, other in pairs if id(one) in theirs}
 
 

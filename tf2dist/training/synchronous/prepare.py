@@ -30,7 +30,7 @@ from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import feed_of
 from tf2dist.training.synchronous.local_sgd import LocalSgdStep
-from tf2dist.training.synchronous.same_start import begin_equally
+from tf2dist.training.synchronous.same_start import synchronize_initial_state
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
@@ -136,7 +136,9 @@ def prepare(
     # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
     # snapshot, which is younger.
     named = named_variables(step.model, step.variables, [optimizer]) | step.outside
-    begin_equally(config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast)
+    synchronize_initial_state(
+        config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast
+    )
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)

@@ -23,7 +23,7 @@ DIGEST_BYTES = 6  # as many as a float64 holds exactly, since digests travel thr
 OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
 
 
-def begin_equally(
+def synchronize_initial_state(
     config: RunConfig,
     splits: Splits,
     named: Named,
@@ -69,7 +69,7 @@ def begin_equally(
 
 
 def _errors(config: RunConfig, others: str) -> list[RequestError]:
-    """The error for each of the descriptions that `begin_equally` compares, if the workers `others` differ in it."""
+    """The error for each of the descriptions that all workers compare, if the workers `others` differ in it."""
     data, model, optimizer = config.data.name, config.model["name"], config.optimizer["name"]
     return [
         DataError(f"data ({data}): not the same examples on {others} as on worker-0; give all of them the same"),
