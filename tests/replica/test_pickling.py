@@ -11,14 +11,14 @@ import pytest
 import tensorflow as tf
 
 from tf2dist.errors import FitError
-from tf2dist.fitting.functions import send_function
+from tf2dist.fitting.pickling import send_function
 
 RAW = {"number": np.arange(8, dtype=np.float32), "text": np.array(["u", "v", "w", "u"] * 2)}
 IN_A_TASK = """
 import sys
 from pathlib import Path
 import numpy as np
-from tf2dist.fitting.functions import load_function
+from tf2dist.fitting.pickling import load_function
 batches = load_function(Path(sys.argv[1]), {"pickle": "f.pickle"})()
 np.save(Path(sys.argv[1], "found.npy"), np.concatenate(list(batches.as_numpy_iterator())))
 """

@@ -1,20 +1,26 @@
-"""Pickles the user's functions and classes by cloudpickle, and the Keras objects in them as Keras saves them.
+"""Sends the user's functions and classes to the tasks: by name if tasks can import them, otherwise by cloudpickle.
 
-Keras's own pickling leaves out the user's classes in an object, and what its `FeatureSpace` makes when it is adapted.
+A name is better where it works: the task then runs the same module as everybody else, with its global variables, and
+nothing is unpickled. Keras objects in what is pickled go as Keras saves them, with the user's classes: Keras's own
+pickling leaves out the user's classes in an object, and what its `FeatureSpace` makes when it is adapted.
 """
 
 import contextlib
+import functools
+import importlib
 import io
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import keras
 
 from tf2dist.errors import FitError, reason_of
+from tf2dist.files import write_whole
 
 # Packages that every task has: their classes and functions in a model need not be sent.
 OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
@@ -46,6 +52,48 @@ def _loaded(load: Callable[..., Any], arguments: tuple[Any, ...], custom: dict[s
     if isinstance(made, keras.utils.FeatureSpace):
         made.get_inputs()
     return made
+
+
+def send_function(folder: Path, function: Callable[..., Any], file: str, what: str) -> dict[str, str]:
+    """Sends a function; returns what `load_function` needs, as a value of JSON.
+
+    Args:
+        folder: that of the job.
+        file: the name of the file in it, for a function that tasks cannot import.
+        what: the argument of `fit` that it is, for messages.
+
+    Raises:
+        FitError: it cannot be sent.
+        OSError: the file cannot be written.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    # The name must lead to this very object: a decorator or a second definition may have replaced what it stands for.
+    if module and is_importable(module) and _attribute(sys.modules[module], name) is function:
+        return {"import": f"{module}:{name}"}
+    write_whole(folder / file, pickled(function, what))
+    return {"pickle": file}
+
+
+def load_function(folder: Path, stored: dict[str, str]) -> Callable[..., Any]:
+    """Returns the function that `send_function` has sent.
+
+    Args:
+        folder: that of the job, of which `shipping.check_private` has made sure that nobody else can write in it.
+    """
+    ((kind, value),) = stored.items()
+    if kind == "pickle":
+        pickle: Callable[..., Any] = cloudpickle.loads((folder / value).read_bytes())
+        return pickle
+    module, _, name = value.partition(":")
+    function: Callable[..., Any] = _attribute(importlib.import_module(module), name)
+    return function
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return functools.reduce(getattr, name.split("."), owner)
+    except AttributeError:  # a function within a function: its name has a part "<locals>"
+        return None
 
 
 def pickled(value: Any, what: str) -> bytes:

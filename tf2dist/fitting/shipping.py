@@ -29,7 +29,7 @@ from tf2dist.data.layout import Layout
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
-from tf2dist.fitting import functions, inputs, mirror, pickling
+from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names, seeds_of, undecayed
 
@@ -54,7 +54,7 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
         if isinstance(model, keras.Model):
             copy, sent = _ship_model(folder, model), {"keras": MODEL}
         else:
-            sent = functions.send_function(folder, model, BUILD, "model")
+            sent = pickling.send_function(folder, model, BUILD, "model")
         stored = {
             "name": name,
             "plan": asdict(plan),
@@ -75,7 +75,7 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
 
 def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
     shared = {"name": stream.name, "count": stream.count, "seed": stream.seed, "batch_size": stream.batch_size}
-    return {**shared, "load": functions.send_function(folder, stream.load, LOAD, "data")}
+    return {**shared, "load": pickling.send_function(folder, stream.load, LOAD, "data")}
 
 
 # Compiled models.
@@ -173,7 +173,7 @@ class Shipped:
         if train:
             return Splits(train, validation, num_classes=None)
         sent = self._job["stream"]
-        load = functions.load_function(self._folder, sent["load"])
+        load = pickling.load_function(self._folder, sent["load"])
         return Stream(sent["name"], load, sent["count"], sent["seed"], sent["batch_size"]).splits(validation)
 
     def _arrays(self, split: str) -> Arrays | None:
@@ -188,7 +188,7 @@ class Shipped:
         sent = self._job["model"]
         if "keras" in sent:
             return load_sent_model(self._folder)
-        return call_builder(functions.load_function(self._folder, sent), self.name, splits.layout)
+        return call_builder(pickling.load_function(self._folder, sent), self.name, splits.layout)
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:
