@@ -45,7 +45,7 @@ def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:
     """Also one that callbacks have set."""
     config = downpour_config(2, 2, optimizer="adam")
     source = Registered(config)
-    source.plan = EpochPlan(has_hooks=True)
+    source.plan = EpochPlan()
     loop = async_loop(config, source=source)
     rates = [float(server.rate(server.pull())[0]) for server in loop._graphs.servers]
     loop.apply(Change(learning_rate=0.125))

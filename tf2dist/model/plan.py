@@ -15,7 +15,6 @@ class EpochPlan:
         validation_batch_size: None: as many examples at once as are fast.
         validation_steps: batches to validate on; None: all.
         shuffle: whether every epoch has a permutation of its own.
-        has_hooks: whether callbacks of the calling process follow the run.
     """
 
     epochs: int = 1
@@ -25,7 +24,6 @@ class EpochPlan:
     validation_batch_size: int | None = None
     validation_steps: int | None = None
     shuffle: bool = True
-    has_hooks: bool = True
 
     def validates(self, epoch: int) -> bool:
         """Whether there is a validation after an epoch, counted from 0."""

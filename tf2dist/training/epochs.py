@@ -179,8 +179,6 @@ class EpochDriver:
         Raises:
             Interrupted: a task was asked to stop meanwhile; the run is saved.
         """
-        if not self._plan.has_hooks:
-            return Change()
         loop, step = self._loop, self._loop.progress.global_step
 
         def arrays() -> NamedArrays:

@@ -89,7 +89,7 @@ class AsyncStep(Computation):
                 config.optimizer["name"],
                 sharding.num_shards,
                 step.metrics.size,
-                not (plan and plan.has_hooks),
+                plan is None,
                 earlier_updates,
                 algorithm_of(config.algorithm),
                 narrow_dtype(config.cluster.transfer_dtype),

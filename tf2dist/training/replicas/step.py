@@ -79,7 +79,7 @@ class ReplicasStep:
                 self.new_optimizer,
                 len(devices) == 1,
                 config.optimizer["name"],
-                not (plan and plan.has_hooks),
+                plan is None,
                 earlier_updates,
             )
             for device in devices
