@@ -39,7 +39,7 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if re.fullmatch(r"step-[0-9]{10,}", path.name)]
-        return sorted(paths, key=_step)
+        return sorted(paths, key=step_of)
 
     def save(self, snapshot: Snapshot, notify_removed: Notify | None = None) -> Path:
         """Writes a checkpoint, and then removes the oldest ones beyond `keep`.
@@ -99,7 +99,7 @@ class Checkpoints:
         """Removes what is older than the last `keep` whole ones up to `newest`."""
         number = 0
         # Later steps are damaged ones that the run went back from. They stay until the run comes by and replaces them.
-        for path in reversed([one for one in self.paths() if _step(one) <= _step(newest)]):
+        for path in reversed([one for one in self.paths() if step_of(one) <= step_of(newest)]):
             if number < self._keep:
                 number += self._is_whole(path)
             else:
@@ -159,7 +159,8 @@ class Checkpoints:
         return None
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, as its name says."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
-from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.finished.names import fill
@@ -80,7 +80,7 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
         CheckpointError: there is none, or it is damaged.
     """
     checkpoints = Checkpoints(folder / "checkpoints")
-    steps = [int(path.name.removeprefix("step-")) for path in checkpoints.paths()]
+    steps = [step_of(path) for path in checkpoints.paths()]
     if not steps:
         raise CheckpointError(
             f"run_dir ({folder}): holds neither {MODEL_FILE} nor a checkpoint; name another directory"

@@ -9,6 +9,7 @@ from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
 from tf2dist.model.checks import check_inputs, check_model
+from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, ModelStep, generators
 from tf2dist.process.tf_internals import build_metrics, learning_rate_of, trained_variables
 from tf2dist.training.hooks import NamedArrays
@@ -187,8 +188,7 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
     check_inputs(name, model, layout)
     # A model without an Input layer learns the shape of its input from its first call.
     if not model.built:
-        x, _, _ = layout.symbolic()
-        model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
+        make_variables(model, layout)
     _build_optimizer(model, name)
     try:
         build_metrics(model, layout.symbolic())

@@ -101,12 +101,12 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     checks.check_model(source.name, model)
     checks.check_inputs(source.name, model, splits.layout)
     if not model.built:
-        _call_symbolically(model, splits.layout)
+        make_variables(model, splits.layout)
     checks.check_trainable(source.name, model)
     return model
 
 
-def _call_symbolically(model: keras.Model, layout: Layout) -> None:
+def make_variables(model: keras.Model, layout: Layout) -> None:
     """Makes the variables of a subclass of `keras.Model` and of its layers, as its first call does."""
     x, _, _ = layout.symbolic()
     model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.state import Named, assign, check_same, finalize, finalizes, named_variables
-from tf2dist.checkpoint.store import Checkpoints, Notify
+from tf2dist.checkpoint.store import Checkpoints, Notify, step_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
@@ -46,7 +46,7 @@ class Evaluator:
             path = checkpoints.paths()[-1]
             # The name is not enough: a run that is restarted may save the same step again, whole this time.
             which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)
-            if which in self._damaged or int(path.name.removeprefix("step-")) <= done:
+            if which in self._damaged or step_of(path) <= done:
                 return None
             return read(path)
         except (IndexError, OSError):  # there is none yet, or the run has removed it to make room for a newer one
