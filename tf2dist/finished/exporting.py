@@ -1,9 +1,6 @@
 """Exports the model of a run to the formats of other programs, with Keras's own `Model.export`."""
 
-import contextlib
 import importlib.util
-import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +60,7 @@ def export(request: Request) -> Path:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".part-export-") as folder:
             part = Path(folder, made.file)
             model.export(part, format=made.in_keras, verbose=False)
-            move_into_place(part, out)
+            part.replace(out)
     except OSError as error:
         raise ConfigError(f"OUT ({out}): cannot be written ({error.strerror or error}); name another place") from None
     except Exception as error:  # the converters raise errors of many types
@@ -82,21 +79,3 @@ def check_free(out: Path) -> None:
         raise ConfigError(f"OUT ({out}): there is no folder {out.parent}; make it first")
     if out.is_symlink() or (out.is_file() and out.stat().st_size) or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"OUT ({out}): exists and is not empty; remove it, or name another one")
-
-
-def move_into_place(part: Path, out: Path) -> None:
-    """Moves the exported file or folder to `out`, without overwriting anything.
-
-    Raises:
-        OSError: it cannot be moved, for example because `out` has been created in the meantime.
-    """
-    # The kernel replaces a folder by a folder only if it is empty. A file it would replace in any case, so a file
-    # gets its name by a link, which fails if the name is taken.
-    if part.is_dir():
-        part.replace(out)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        if not out.stat().st_size:
-            out.unlink()
-    os.link(part, out)
-    shutil.copymode(part, out)
