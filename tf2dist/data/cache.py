@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from tf2dist.config import paths
@@ -53,13 +52,8 @@ def discard_damaged(source: Path) -> bool:
     folder = folder_of(source)
     if folder is None or not os.path.exists(folder) or _is_whole(folder):
         return False
-    # Renamed before anything is removed: a task of another run sees the whole folder or none, and one that has mapped
-    # the arrays keeps them.
-    try:
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            folder.rename(Path(temporary, "damaged"))
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
+    # A task of another run that has mapped the arrays keeps them, and one that finds a part of the files decodes anew.
+    shutil.rmtree(folder, ignore_errors=True)
     if os.path.exists(folder):
         raise DataError(f"data: {folder} is damaged and cannot be removed; remove it, or set XDG_CACHE_HOME")
     return True
