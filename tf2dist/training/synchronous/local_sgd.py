@@ -37,9 +37,7 @@ from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
-from tf2dist.training.stragglers import Stragglers
-from tf2dist.training.synchronous.all_reduce import AllReduce
-from tf2dist.training.synchronous.feeds import Feed, Part, StreamFeed
+from tf2dist.training.synchronous.feeds import Part, StreamFeed
 from tf2dist.training.synchronous.step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
@@ -106,27 +104,16 @@ class LocalSgdStep(SyncStep):
 
     make_stream_feed = OwnStreamFeed
 
-    def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        step: ModelStep,
-        optimizer: keras.Optimizer,
-        all_reduce: AllReduce | None,
-        feed: Feed,
-        begin_step: int,
-        stragglers: Stragglers,
-    ) -> None:
-        super().__init__(config, workers, step, optimizer, all_reduce, feed, begin_step, stragglers)
+    def prepare_graph(self, config: RunConfig) -> None:
         self._length = config.algorithm.local_steps
-        self._outer = OuterOptimizer(config.algorithm, step) if config.algorithm.has_outer_steps else None
+        self._outer = OuterOptimizer(config.algorithm, self.step) if config.algorithm.has_outer_steps else None
         # All that a step changes, the trainable variables first.
-        self._averaged = [*step.variables, *_slots_of(optimizer)]
+        self._averaged = [*self.step.variables, *_slots_of(self.optimizer)]
         self._values = Buckets(self._averaged, self.num_sums, tf.float32)
         # As they were when the round began, and what this worker has added up since then: see `StepOutput.sums`, with
         # the loss multiplied by the number of examples.
         self._begun = [tf.Variable(tf.convert_to_tensor(v.value), trainable=False) for v in self._averaged]
-        self._own = tf.Variable(tf.zeros([2 + step.metrics.size], tf.float64), trainable=False)
+        self._own = tf.Variable(tf.zeros([2 + self.step.metrics.size], tf.float64), trainable=False)
         self._begin = tf.function(self._begin_round, autograph=False)
         self._take_rounds = tf.function(self._rounds, autograph=False)
         self._allowance_secs = heartbeat.START_SECS

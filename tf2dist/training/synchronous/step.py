@@ -62,7 +62,11 @@ class SyncStep:
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self.num_sums = 2 + step.metrics.size + SHARED
-        variables, num_more = [*step.trainable, *step.state], self.num_sums + feed.num_extra
+        self.prepare_graph(config)
+
+    def prepare_graph(self, config: RunConfig) -> None:
+        """Makes what `take` needs."""
+        variables, num_more = [*self.step.trainable, *self.step.state], self.num_sums + self._feed.num_extra
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
