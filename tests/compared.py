@@ -7,7 +7,7 @@ from typing import Any
 
 from tf2dist.comparing.matrix import Contender, contenders_of, runs_of
 from tf2dist.comparing.options import Options, split
-from tf2dist.comparing.results import Result, results_of
+from tf2dist.comparing.results import ContenderResult, results_of
 from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.config.source import Source
 from tf2dist.launch.start import check_alone
@@ -23,7 +23,7 @@ def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
 
 def compared(
     folder: Path, *arguments: str, secs_per_example: SecsPerExample, failed: tuple[str, ...] = (), **summary: Any
-) -> tuple[Options, list[Result]]:
+) -> tuple[Options, list[ContenderResult]]:
     """The results of runs that reach an accuracy of 1 - 4000 / examples.
 
     Args:

@@ -14,7 +14,7 @@ from tf2dist import compare
 from tf2dist.comparing.matrix import Contender, runs_of
 from tf2dist.comparing.options import READERS
 from tf2dist.comparing.report import write_report
-from tf2dist.comparing.results import Measured, Point, Result
+from tf2dist.comparing.results import ContenderResult, Measurement, Point
 from tf2dist.comparing.running import earlier_plan, prepare_folder
 from tf2dist.comparing.verdict import verdict_of
 from tf2dist.errors import ConfigError
@@ -155,7 +155,7 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
         prepare_folder(tmp_path / "b", runs())  # type: ignore[arg-type]
 
 
-def result_by_name(results: list[Result], name: str) -> Result:
+def result_by_name(results: list[ContenderResult], name: str) -> ContenderResult:
     return next(one for one in results if one.contender.name == name)
 
 
@@ -180,9 +180,9 @@ def test_what_is_read_from_a_run(tmp_path: Path) -> None:
 def test_the_rate_leaves_out_the_warm_up() -> None:
     secs = [9.0, *(9.0 + number for number in range(1, 8))]
     points = [Point(10 * (number + 1), at, 1000.0 * (number + 1), 0.5, 0.5) for number, at in enumerate(secs)]
-    one = Measured(None, {}, points, [])  # type: ignore[arg-type]
+    one = Measurement(None, {}, points, [])  # type: ignore[arg-type]
     assert one.rated == pytest.approx((10, 1000)), "the first ten steps took nine seconds"
-    assert math.isnan(Measured(None, {}, points[:1], []).rated[0])  # type: ignore[arg-type]
+    assert math.isnan(Measurement(None, {}, points[:1], []).rated[0])  # type: ignore[arg-type]
 
 
 def test_the_verdict(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
     for path in tmp_path.glob("runs/*/timeline/worker-1.csv"):
         path.write_text("1.0,\n2")
     for one in results:
-        one.measured = [Measured(run.run, run.summary, [], []) for run in one.measured]
+        one.measured = [Measurement(run.run, run.summary, [], []) for run in one.measured]
     write_report(options, [], results, tmp_path)
     assert "no run has come to the target" in (tmp_path / "report.html").read_text()
 

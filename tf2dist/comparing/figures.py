@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
 from tf2dist.comparing.look import INK, PALE, PAPER, color_of, new_figure, set_legend, set_title
 from tf2dist.comparing.options import Until
-from tf2dist.comparing.results import Measured, Point, Result, Spread, typical_secs
+from tf2dist.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
 
 MAX_PANELS = 12
 BELOW_TARGET = 0.3  # how much of the accuracy below the target is shown
@@ -22,23 +22,25 @@ LONG_PART = 0.01  # of the width
 AFTER = 0.3  # the part of the recorded time after which the time line begins
 
 Value = Callable[[Point], float]
-Cells = dict[tuple[int, float], Result]  # by the parameters of the model and the delay: who is first at the target
+Cells = dict[
+    tuple[int, float], ContenderResult
+]  # by the parameters of the model and the delay: who is first at the target
 
 
-def ways_of(results: Sequence[Result]) -> list[str]:
+def ways_of(results: Sequence[ContenderResult]) -> list[str]:
     """The names of what is compared, in an order that gives each a colour."""
     return list(dict.fromkeys(one.contender.way for one in results))
 
 
-def situations_of(results: Sequence[Result]) -> list[str]:
+def situations_of(results: Sequence[ContenderResult]) -> list[str]:
     return list(dict.fromkeys(one.contender.situation for one in results))[:MAX_PANELS]
 
 
-def has_accuracy(results: Sequence[Result]) -> bool:
+def has_accuracy(results: Sequence[ContenderResult]) -> bool:
     return any(point.accuracy is not None for one in results for run in one.measured for point in run.points)
 
 
-def draw_accuracy(results: Sequence[Result], until: Until, is_narrow: bool) -> Figure:
+def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: bool) -> Figure:
     """Against the time and against the examples, a row for each situation."""
     names, ways = situations_of(results), ways_of(results)
     columns = 1 if is_narrow else 2
@@ -74,7 +76,7 @@ def _fullest(axes: Sequence[Axes]) -> Axes:
     return max(axes, key=lambda one: len(one.get_legend_handles_labels()[0]))
 
 
-def _draw_line(axes: Axes, result: Result, of_x: Value, of_y: Value, color: str) -> None:
+def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, color: str) -> None:
     """The mean of all runs with their spread, as far as all of them go, and beyond it each run by itself."""
     runs = [run.points for run in result.measured if run.points]
     if not runs:
@@ -90,11 +92,11 @@ def _draw_line(axes: Axes, result: Result, of_x: Value, of_y: Value, color: str)
         axes.plot(list(map(of_x, rest)), list(map(of_y, rest)), "-", lw=0.9, color=color, alpha=0.8)
 
 
-def stale_results(results: Sequence[Result]) -> list[Result]:
+def stale_results(results: Sequence[ContenderResult]) -> list[ContenderResult]:
     return [one for one in results if sum(one.staleness_counts())][:MAX_PANELS]
 
 
-def draw_staleness(results: Sequence[Result], is_narrow: bool) -> Figure:
+def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """How many updates had each staleness, for each asynchronous contender."""
     its, ways = stale_results(results), ways_of(results)
     columns = 1 if is_narrow or len(its) == 1 else 2
@@ -121,7 +123,7 @@ def draw_staleness(results: Sequence[Result], is_narrow: bool) -> Figure:
     return figure
 
 
-def lined_results(results: Sequence[Result]) -> list[tuple[Result, Measured, tuple[float, float]]]:
+def lined_results(results: Sequence[ContenderResult]) -> list[tuple[ContenderResult, Measurement, tuple[float, float]]]:
     """Each contender with the run and the part of it that its time line shows."""
     found = []
     for one in results:
@@ -152,7 +154,7 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
     return at, at + secs
 
 
-def draw_timeline(results: Sequence[Result], is_narrow: bool) -> Figure:
+def draw_timeline(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """A row for each worker: when it computed, and between its steps when it waited."""
     its, ways = lined_results(results), ways_of(results)
     figure, grid = new_figure(is_narrow, 1.5, len(its), 1)
@@ -176,11 +178,11 @@ def draw_timeline(results: Sequence[Result], is_narrow: bool) -> Figure:
     return figure
 
 
-def backup_numbers(results: Sequence[Result]) -> list[int]:
+def backup_numbers(results: Sequence[ContenderResult]) -> list[int]:
     return sorted({one.contender.backups for one in results if one.contender.backups is not None and one.measured})
 
 
-def draw_backups(results: Sequence[Result], is_narrow: bool) -> Figure:
+def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """The time of a step and the time to the target against the number of backup workers, a line a situation."""
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.8, 2 // columns, columns)
@@ -223,7 +225,7 @@ def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, colo
     axes.vlines(x, [spread.low for _, spread in points], [spread.high for _, spread in points], color=color, lw=1.2)
 
 
-def first_by_size(results: Sequence[Result]) -> Cells:
+def first_by_size(results: Sequence[ContenderResult]) -> Cells:
     """Who is first for each size of the model and each delay; empty unless both have several values."""
     cells: Cells = {}
     for one in results:
@@ -238,7 +240,7 @@ def first_by_size(results: Sequence[Result]) -> Cells:
     return cells if len(sizes) > 1 and len(delays) > 1 else {}
 
 
-def draw_map(results: Sequence[Result], is_narrow: bool) -> Figure:
+def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """The delay of the slowest worker against the size of the model, each cell in the colour of who is first."""
     cells, ways = first_by_size(results), ways_of(results)
     sizes, delays = (sorted({place[axis] for place in cells}) for axis in (0, 1))

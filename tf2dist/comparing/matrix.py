@@ -54,7 +54,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Run:
+class ContenderRun:
     """One run of a contender; `folder`: its name in the folder of the comparison."""
 
     contender: Contender
@@ -210,7 +210,7 @@ def _situation(delay_secs: float, varying: dict[str, str]) -> str:
     return ", ".join([slow, *(f"{key}={value}" for key, value in varying.items() if not _group(key))])
 
 
-def runs_of(contenders: list[Contender], seeds: int) -> Iterator[Run]:
+def runs_of(contenders: list[Contender], seeds: int) -> Iterator[ContenderRun]:
     """Round by round: every contender once with each seed.
 
     Every second round goes backwards, so that a machine that becomes slower or faster favours no contender.
@@ -219,7 +219,7 @@ def runs_of(contenders: list[Contender], seeds: int) -> Iterator[Run]:
         order = contenders if number % 2 == 0 else contenders[::-1]
         for one in order:
             seed = one.config.seed + number
-            yield Run(one, seed, f"{_folder_name(one)}-seed{seed}")
+            yield ContenderRun(one, seed, f"{_folder_name(one)}-seed{seed}")
 
 
 def _folder_name(contender: Contender) -> str:

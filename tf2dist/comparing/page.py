@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from tf2dist.comparing.results import Measured, Result, Spread
+from tf2dist.comparing.results import ContenderResult, Measurement, Spread
 from tf2dist.comparing.running import Outcome
 from tf2dist.comparing.verdict import Claim, Verdict, count_text, rate_text, secs_text
 
 STATES = {"seen": "seen", "not seen": "unseen", "unclear": "unclear"}  # classes of the style sheet
-Row = tuple[Result, Outcome]
+Row = tuple[ContenderResult, Outcome]
 MEDIA = {
     "narrow dark": "(max-width: 640px) and (prefers-color-scheme: dark)",
     "narrow light": "(max-width: 640px)",
@@ -55,7 +55,11 @@ class Column:
 
 
 def page(
-    record: dict[str, Any], verdict: Verdict, results: Sequence[Result], pictures: Sequence[Picture], notes: list[str]
+    record: dict[str, Any],
+    verdict: Verdict,
+    results: Sequence[ContenderResult],
+    pictures: Sequence[Picture],
+    notes: list[str],
 ) -> str:
     """The whole report.
 
@@ -173,8 +177,8 @@ def _list(title: str, sentences: Sequence[str]) -> list[str]:
     return [f"<h2>{_text(title)}</h2>", f"<ul>{''.join(f'<li>{_text(one)}</li>' for one in sentences)}</ul>"]
 
 
-def contender_columns(results: Sequence[Result]) -> list[Column]:
-    """Of a table with a row for each `Result`."""
+def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
+    """Of a table with a row for each `ContenderResult`."""
     until = results[0].until
     target = f"{until.value:g}" if until.kind == "accuracy" else "the end"
     return [
@@ -194,7 +198,7 @@ def contender_columns(results: Sequence[Result]) -> list[Column]:
 def run_columns() -> list[Column]:
     """Of a table with a row for each run."""
 
-    def of(value: Callable[[Measured], Any]) -> Callable[[Row], Any]:
+    def of(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
         return lambda row: next((value(one) for one in row[0].measured if one.run == row[1].run), None)
 
     def to_target(row: Row) -> float | None:
@@ -218,7 +222,7 @@ def _state(row: Row) -> str:
     return f"failed ({outcome.exit_code})" if outcome.state == "failed" else outcome.state
 
 
-def _shares(one: Measured) -> str:
+def _shares(one: Measurement) -> str:
     names = ("local_steps", "aggregated")
     found = [next((each[name] for name in names if name in each), 0) for each in one.summary["workers"]]
     return " / ".join(f"{value:,}" for value in found)

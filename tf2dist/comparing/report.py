@@ -12,7 +12,7 @@ import psutil
 
 from tf2dist import __version__
 from tf2dist.comparing.options import Options
-from tf2dist.comparing.results import Measured, Result, Spread
+from tf2dist.comparing.results import ContenderResult, Measurement, Spread
 from tf2dist.comparing.verdict import Verdict, verdict_of
 from tf2dist.files import as_json, write_whole
 
@@ -23,7 +23,7 @@ REPORT, RECORD = "report.html", "compare.json"
 Titled = tuple[str, str, str, "Draw"]  # the name of the file, the title, the caption, and what draws it
 
 
-def write_report(options: Options, arguments: list[str], results: Sequence[Result], folder: Path) -> str:
+def write_report(options: Options, arguments: list[str], results: Sequence[ContenderResult], folder: Path) -> str:
     """Writes all files; returns the verdict in one sentence.
 
     Raises:
@@ -45,7 +45,7 @@ def write_report(options: Options, arguments: list[str], results: Sequence[Resul
     return verdict.headline
 
 
-def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
+def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Titled]:
     """The figures for which there are values."""
     from tf2dist.comparing import figures
 
@@ -105,7 +105,7 @@ def _figures(options: Options, results: Sequence[Result]) -> list[Titled]:
     return found
 
 
-def left_out(options: Options, results: Sequence[Result]) -> list[str]:
+def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:
     """What the report could show and does not, with the option that it needs."""
     found = []
     delays = {one.contender.delay_secs for one in results}
@@ -137,7 +137,7 @@ def left_out(options: Options, results: Sequence[Result]) -> list[str]:
     return found
 
 
-def how_it_was_measured(options: Options, results: Sequence[Result]) -> list[str]:
+def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) -> list[str]:
     """The sentences without which the figures could be misunderstood."""
     some: dict[str, Any] = next((run.summary for one in results for run in one.measured), {})
     config = results[0].contender.config
@@ -166,7 +166,7 @@ def how_it_was_measured(options: Options, results: Sequence[Result]) -> list[str
     return found
 
 
-def _spacing(results: Sequence[Result]) -> str:
+def _spacing(results: Sequence[ContenderResult]) -> str:
     points = next((run.points for one in results for run in one.measured if len(run.points) > 1), None)
     return f"{round(points[1].examples - points[0].examples):,}" if points else "so many"
 
@@ -182,7 +182,7 @@ def machine() -> dict[str, Any]:
 
 
 def record_of(
-    options: Options, arguments: list[str], results: list[Result], verdict: Verdict, left_out: list[str]
+    options: Options, arguments: list[str], results: list[ContenderResult], verdict: Verdict, left_out: list[str]
 ) -> dict[str, Any]:
     """The content of compare.json.
 
@@ -212,7 +212,7 @@ def record_of(
     }
 
 
-def _contender(result: Result) -> dict[str, Any]:
+def _contender(result: ContenderResult) -> dict[str, Any]:
     contender = result.contender
     return {
         "name": contender.name,
@@ -238,7 +238,7 @@ def _contender(result: Result) -> dict[str, Any]:
     }
 
 
-def _measured(result: Result, one: Measured) -> dict[str, Any]:
+def _measured(result: ContenderResult, one: Measurement) -> dict[str, Any]:
     target = one.reached(result.until)
     return {
         "parameters": one.summary.get("parameters"),

@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from tf2dist import files
-from tf2dist.comparing.matrix import Contender, Run
+from tf2dist.comparing.matrix import Contender, ContenderRun
 from tf2dist.comparing.options import Until
 from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.launch.jobs import finished_summary
@@ -48,7 +48,7 @@ def _between(before: Point, after: Point, accuracy: float) -> Point:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One run that is done.
 
     Attributes:
@@ -56,7 +56,7 @@ class Measured:
         steps: of each worker's time line: when each began and ended, in seconds of the host's clock.
     """
 
-    run: Run
+    run: ContenderRun
     summary: dict[str, Any]
     points: list[Point]
     steps: list[list[tuple[float, float]]]
@@ -122,7 +122,7 @@ class Spread:
 
 
 @dataclass
-class Result:
+class ContenderResult:
     """All runs of one contender.
 
     Attributes:
@@ -138,7 +138,7 @@ class Result:
     contender: Contender
     until: Until
     outcomes: list[Outcome] = field(default_factory=list)
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[Measurement] = field(default_factory=list)
 
     def _at_target(self) -> list[Point | None]:
         return [one.reached(self.until) for one in self.measured]
@@ -201,12 +201,12 @@ class Result:
         return counts
 
 
-def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Result]:
+def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[ContenderResult]:
     """The results of all contenders, in the order of their first runs."""
-    found: dict[str, Result] = {}
+    found: dict[str, ContenderResult] = {}
     for outcome in outcomes:
         contender = outcome.run.contender
-        result = found.setdefault(contender.name, Result(contender, until))
+        result = found.setdefault(contender.name, ContenderResult(contender, until))
         result.outcomes.append(outcome)
         run_dir = folder / RUNS / outcome.run.folder
         if outcome.state == "done" and (summary := finished_summary(run_dir)):
@@ -214,10 +214,10 @@ def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Resu
     return list(found.values())
 
 
-def measure(run: Run, run_dir: Path, summary: dict[str, Any]) -> Measured:
+def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measurement:
     """Reads what a run has left; a file that is missing or damaged leaves out what it would tell."""
     per_step = summary["examples_seen"] / max(1, summary["global_step"])
-    return Measured(run, summary, list(_points(run_dir / "metrics.jsonl", per_step)), _steps(run_dir / TIMELINE))
+    return Measurement(run, summary, list(_points(run_dir / "metrics.jsonl", per_step)), _steps(run_dir / TIMELINE))
 
 
 def _points(path: Path, examples_per_step: float) -> Iterator[Point]:

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tf2dist import files
-from tf2dist.comparing.matrix import Run
+from tf2dist.comparing.matrix import ContenderRun
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary, run_job
@@ -37,7 +37,7 @@ class Outcome:
         state: done, failed, or stopped by a signal or never begun.
     """
 
-    run: Run
+    run: ContenderRun
     state: str
     exit_code: int | None
 
@@ -61,7 +61,7 @@ def earlier_plan(folder: Path) -> dict[str, list[str]]:
         raise ConfigError(f"{OPTION} ({folder}): cannot be read ({error.strerror}); name another directory") from None
 
 
-def prepare_folder(folder: Path, runs: list[Run]) -> None:
+def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
     """Makes the folder, or checks that it is one of the same comparison or of a smaller one, and writes the plan.
 
     Raises:
@@ -100,7 +100,9 @@ def _read_plan(folder: Path) -> dict[str, list[str]]:
         ) from None
 
 
-def run_all(runs: list[Run], folder: Path, flags: list[str], received: list[int], console: Console) -> list[Outcome]:
+def run_all(
+    runs: list[ContenderRun], folder: Path, flags: list[str], received: list[int], console: Console
+) -> list[Outcome]:
     """Runs what is not done yet, until a signal comes; returns the outcome of each run in the order of `runs`.
 
     Args:
@@ -110,11 +112,13 @@ def run_all(runs: list[Run], folder: Path, flags: list[str], received: list[int]
     if text := why_not_private(folder):
         console.warn(text)
     with console:
-        whole = _Whole(console, len(runs))
+        whole = ComparisonProgress(console, len(runs))
         return [_run(run, folder, flags, received, whole) for run in runs]
 
 
-def _run(run: Run, folder: Path, flags: list[str], received: list[int], whole: "_Whole") -> Outcome:
+def _run(
+    run: ContenderRun, folder: Path, flags: list[str], received: list[int], whole: "ComparisonProgress"
+) -> Outcome:
     place = folder / RUNS / run.folder
     if finished_summary(place):
         whole.skip(run)
@@ -150,7 +154,7 @@ def _last_line(log: Path) -> str:
     return f"see {log}"
 
 
-class _Whole:
+class ComparisonProgress:
     """How far the whole comparison is: a bar on a terminal, a line for each run elsewhere."""
 
     def __init__(self, console: Console, num_runs: int) -> None:
@@ -160,11 +164,11 @@ class _Whole:
         self._begun_at = self._looked_at = 0.0
         self._secs: list[float] = []  # that each run took
 
-    def skip(self, run: Run) -> None:
+    def skip(self, run: ContenderRun) -> None:
         self._number += 1
         self.console.note(f"run {self._number} of {self._num_runs}: {run}: is done already")
 
-    def begin(self, run: Run, place: Path) -> None:
+    def begin(self, run: ContenderRun, place: Path) -> None:
         self._number += 1
         self._text, self._place = str(run), place
         self._begun_at = time.monotonic()

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tf2dist.comparing.options import Until
-from tf2dist.comparing.results import Result, Spread
+from tf2dist.comparing.results import ContenderResult, Spread
 from tf2dist.errors import NotFiniteError
 
 NEAR = 1.02  # a smaller ratio is no difference
 MUCH = 0.9  # a rate that is at least so much of another has been kept
 UNEQUAL = "Unequal workers: choose a mode that does not wait for the slowest; it is first."
 NOT_FINITE = NotFiniteError.exit_code
-Of = Callable[[Result], Spread | None]
+Of = Callable[[ContenderResult], Spread | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Verdict:
     claims: list[Claim]
 
 
-def verdict_of(results: list[Result], until: Until) -> Verdict:
+def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
     """Judges all results; works with any part of the runs done."""
     names = list(dict.fromkeys(one.contender.situation for one in results))
     situations = [(name, list(_situation([one for one in results if one.contender.situation == name], until)))
@@ -66,7 +66,7 @@ def _text(spread: Spread, form: Callable[[float], str], unit: str) -> str:
     return form(spread.mean) + unit + (f" ({low} to {high})" if low != high else "")
 
 
-def ranked(results: list[Result], of: Of, *, highest: bool = False) -> list[tuple[Result, Spread]]:
+def ranked(results: list[ContenderResult], of: Of, *, highest: bool = False) -> list[tuple[ContenderResult, Spread]]:
     """Those that have a value, the best first."""
     found = [(one, spread) for one in results if (spread := of(one))]
     return sorted(found, key=lambda pair: pair[1].mean, reverse=highest)
@@ -83,7 +83,7 @@ def is_alone(*spreads: Spread) -> bool:
     return any(len(spread.values) < 2 for spread in spreads)
 
 
-def _headline(results: list[Result], until: Until) -> str:
+def _headline(results: list[ContenderResult], until: Until) -> str:
     """Who is first in the situation with the fastest machines, and in that with the slowest worker."""
     delays = sorted({one.contender.delay_secs for one in results})
     parts = []
@@ -108,14 +108,14 @@ def _headline(results: list[Result], until: Until) -> str:
     return ". ".join(parts) + "." if parts else "Who is first depends on the situation; see below."
 
 
-def _order(results: list[Result], until: Until) -> list[tuple[Result, Spread]]:
+def _order(results: list[ContenderResult], until: Until) -> list[tuple[ContenderResult, Spread]]:
     """The ranking that decides: by time to the accuracy or to the steps, or by the accuracy at the end."""
     if until.kind == "secs":
         return ranked(results, lambda one: one.accuracy, highest=True)
     return ranked(results, lambda one: one.secs)
 
 
-def _situation(results: list[Result], until: Until) -> Iterator[str]:
+def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
     """The sentences about one situation."""
     for one in results:
         if failed := [outcome for outcome in one.outcomes if outcome.state == "failed"]:
@@ -143,7 +143,7 @@ def _situation(results: list[Result], until: Until) -> Iterator[str]:
         yield f"Accuracy at {until.value:,g} {'seconds' if until.kind == 'secs' else 'steps'}: {listed}."
 
 
-def _race(results: list[Result], of: Of, text: Callable[[Spread], str], begin: str) -> Iterator[str]:
+def _race(results: list[ContenderResult], of: Of, text: Callable[[Spread], str], begin: str) -> Iterator[str]:
     """One sentence: the first with its value, and the others with theirs and the ratio."""
     order = ranked(results, of)
     if not order:
@@ -162,7 +162,7 @@ def _race(results: list[Result], of: Of, text: Callable[[Spread], str], begin: s
     yield f"{begin.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
 
 
-def _claims(results: list[Result], until: Until) -> Iterator[Claim]:
+def _claims(results: list[ContenderResult], until: Until) -> Iterator[Claim]:
     """The claims of the textbooks that these runs can test, on the plain modes."""
     plain = [one for one in results if one.measured]
     delays = sorted({one.contender.delay_secs for one in plain})
@@ -179,7 +179,7 @@ def _claims(results: list[Result], until: Until) -> Iterator[Claim]:
     yield from _claim_about_the_first(even, until, wants_sync=True)
 
 
-def _same_in(results: list[Result], one: Result) -> Result | None:
+def _same_in(results: list[ContenderResult], one: ContenderResult) -> ContenderResult | None:
     """The same contender with equal workers."""
     its = one.contender
     return next(
@@ -187,7 +187,7 @@ def _same_in(results: list[Result], one: Result) -> Result | None:
     )
 
 
-def _claim_about_a_straggler(slow: Result, slow_rate: Spread, rate: Spread) -> Claim:
+def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spread) -> Claim:
     one = slow.contender
     share = slow_rate.mean / rate.mean
     figures = (
@@ -212,7 +212,7 @@ def rate_text(spread: Spread) -> str:
     return f"{spread.mean:,.0f}" if spread.mean >= 99.5 else f"{spread.mean:.1f}"
 
 
-def _claim_about_staleness(even: list[Result]) -> Iterator[Claim]:
+def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
     text = "The price of async is stale gradients: it needs more examples than sync for the same accuracy."
     for one in even:
         if one.contender.way != "async" or not one.staleness:
@@ -235,7 +235,7 @@ def _claim_about_staleness(even: list[Result]) -> Iterator[Claim]:
         yield Claim(text, state, figures)
 
 
-def _claim_about_the_first(results: list[Result], until: Until, *, wants_sync: bool) -> Iterator[Claim]:
+def _claim_about_the_first(results: list[ContenderResult], until: Until, *, wants_sync: bool) -> Iterator[Claim]:
     """The advice of the textbooks about which mode to choose, by the time to the target."""
     if len({one.contender.situation for one in results}) != 1:
         return
