@@ -24,13 +24,13 @@ PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
 
 
-def check_builder(option: str, name: str, function: Any, fixed: dict[str, Any]) -> None:
-    """Refuses a builder that does not take the arguments (`fixed`) that every builder of its kind is given."""
+def check_builder(name: str, function: Any, fixed: dict[str, Any]) -> None:
+    """Refuses a builder of models that does not take the arguments (`fixed`) that every builder is given."""
     parameters = inspect.signature(function).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
-            f"{option} ({name}): its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})"
+            f"model ({name}): its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})"
         )
 
 
