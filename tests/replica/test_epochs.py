@@ -278,7 +278,9 @@ def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]
 
     source, config = source_of("regression"), config_of(BATCH)
     hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})
-    loop = SyncLoop.build(config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None)
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
+    )
     drive(loop, config, source, hooks)
     return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
 

@@ -42,7 +42,14 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
     few = Arrays(images[:50], np.zeros(50, np.int32))
     train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
     loop = SyncLoop.build(
-        config, worker.cluster, worker.task, Registered(config), Splits(train, few, few), None, lambda progress: None
+        config,
+        worker.cluster,
+        worker.task,
+        Registered(config),
+        Splits(train, few, few),
+        None,
+        lambda progress: None,
+        worker.strategy,
     )
     loop.train(3)
     local_results, (iterator,) = loop._graphs._strategy.experimental_local_results, loop._graphs._feed.source

@@ -220,7 +220,9 @@ def sync_run(
     from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
-    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), mine, lambda progress: None)
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, *source_and_splits(config), mine, lambda progress: None, worker.strategy
+    )
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()

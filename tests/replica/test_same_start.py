@@ -50,7 +50,9 @@ def own_examples(config: Any) -> data.Splits:
 def train(worker: SyncWorker, config: RunConfig) -> Any:
     from tf2dist.training.synchronous.loop import SyncLoop
 
-    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None, worker.strategy
+    )
     loop.train(10)
     return [variable.numpy() for variable in loop.model.variables]
 

@@ -27,6 +27,7 @@ def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
         splits,
         None,
         lambda progress: losses.append(progress.loss),
+        worker.strategy,
     )
     loop.train(steps)
     evaluation = loop.evaluate("test")
@@ -94,7 +95,7 @@ def test_three_workers_equal_one_with_three_times_the_batch(
 def sum_in_memory(worker: SyncWorker) -> tuple[bool, float]:
     from tf2dist.training.synchronous.workers import Workers
 
-    workers = Workers.join(run_config(), worker.cluster, worker.task)
+    workers = Workers(worker.cluster, worker.task, worker.strategy)
     all_reduce = workers.all_reduce("auto", timeout_secs=30.0)
     assert all_reduce is not None
     total = all_reduce(np.full(1_000_000, 10.0**worker.index, np.float32))
@@ -133,7 +134,9 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist.training.synchronous.loop import SyncLoop
     from tf2dist.training.synchronous.step import SHARED
 
-    loop = SyncLoop.build(config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None)
+    loop = SyncLoop.build(
+        config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None, worker.strategy
+    )
     arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.source
     traced = loop._graphs._take_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())

@@ -185,8 +185,8 @@ def saved_facts(
 class Loop(Protocol):
     """One task's view of the training.
 
-    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. If `strategy` is None, `build`
-    joins the cluster itself, and no operation of TensorFlow may have run before.
+    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. `strategy` is that of the
+    synchronous cluster; if it is None, `build` connects to the servers of the cluster.
 
     Attributes:
         earlier_updates: the updates that the optimizer had applied before this run.

@@ -72,9 +72,9 @@ class SyncLoop:
         splits: data.Splits,
         start: Snapshot | Weights | None,
         report: Report,
-        strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
+        strategy: tf.distribute.MultiWorkerMirroredStrategy,
     ) -> "SyncLoop":
-        workers = Workers.join(config, cluster, task, strategy)
+        workers = Workers(cluster, task, strategy)
         return cls(config, prepare(config, workers, source, splits, start), splits, source.plan, report)
 
     def _local_steps(self, step: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process import devices
 from tf2dist.process.strategy import (
@@ -18,7 +17,6 @@ from tf2dist.process.strategy import (
     barrier,
     broadcast,
     from_all,
-    multi_worker_mirrored_strategy,
     sum_over_workers,
 )
 from tf2dist.training.synchronous import mesh, summing
@@ -48,18 +46,6 @@ class Workers:
         self.communication = tf.distribute.experimental.CommunicationOptions()
         # Traced once for each shape, and without AutoGraph, whose rewriting takes longer than the tracing.
         self._sum = tf.function(functools.partial(sum_over_workers, strategy, self.count), autograph=False)
-
-    @classmethod
-    def join(
-        cls,
-        config: RunConfig,
-        cluster: Cluster,
-        task: Task,
-        strategy: tf.distribute.MultiWorkerMirroredStrategy | None = None,
-    ) -> "Workers":
-        """Joins TensorFlow's cluster with the other workers, unless a `strategy` shows that it has been joined."""
-        limits = config.startup_timeout_secs, config.watchdog_secs
-        return cls(cluster, task, strategy or multi_worker_mirrored_strategy(cluster, task, *limits))
 
     def batch_size_per_replica(self, batch_size_per_worker: int) -> int:
         """The batch size of each GPU of a worker.
