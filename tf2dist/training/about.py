@@ -50,7 +50,7 @@ class LearningRate:
     With mode=async that count lies on a ps, where each read would cost a remote call.
     """
 
-    def __init__(self, optimizer: keras.Optimizer, earlier_updates: int = 0) -> None:
+    def __init__(self, optimizer: keras.Optimizer, earlier_updates: int) -> None:
         self._earlier_updates = earlier_updates
         # `optimizer.learning_rate` would evaluate a schedule at the optimizer's own count and hide the schedule itself.
         schedule = learning_rate_of(optimizer)
