@@ -25,8 +25,7 @@ from tf2dist.process import heartbeat, inbox, tf_messages
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task
 from tf2dist.training import stragglers
-from tf2dist.training.hooks import Hooks, NoHooks
-from tf2dist.training.launcher_hooks import LauncherHooks
+from tf2dist.training.hooks import Hooks, LauncherHooks, NoHooks
 
 
 class LossyLog(io.TextIOWrapper):

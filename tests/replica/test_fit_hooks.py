@@ -21,8 +21,7 @@ from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.inbox import Inbox
 from tf2dist.process.tf_internals import fresh_names, seeds_of
-from tf2dist.training.hooks import Change
-from tf2dist.training.launcher_hooks import LauncherHooks
+from tf2dist.training.hooks import Change, LauncherHooks
 
 
 class Leader:

@@ -16,8 +16,7 @@ from tf2dist.launch.caller import Heard, Send
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress, metrics_text
 from tf2dist.signals import StopRequests, sigterm_raises
-from tf2dist.training.hooks import Change, NamedArrays
-from tf2dist.training.launcher_hooks import take_arrays, write_arrays
+from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
 
 T = TypeVar("T")
 # Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that

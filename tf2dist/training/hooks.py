@@ -1,14 +1,27 @@
-"""The interface to what follows a run, and may change it between two steps: the callbacks of `fit`."""
+"""The interface to what follows a run, and may change it between two steps: the callbacks of `fit`.
 
+They run in another process of this host: the leader's calls go through the launcher to the process that has called
+`fit`, and back. Arrays travel as files in the job's folder, which both processes can read: they are too large for
+messages.
+"""
+
+import itertools
+import os
+import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import pack, unpack
+from tf2dist.messages import HookAnswer, ToLauncher
+from tf2dist.process.inbox import Inbox
 
 NamedArrays = dict[str, np.ndarray]
+TELL_EVERY_SECS = 30.0  # how often the user is told that callbacks are still running
 
 
 @dataclass(frozen=True)
@@ -83,3 +96,99 @@ class NoHooks:
     def answer(self, timeout_secs: float) -> Change | None:
         # At once: this task gets the answer, and waits for it, in the leader's broadcast.
         return None
+
+
+class LauncherHooks:
+    """Calls the callbacks in the process that has called `fit`, through the launcher.
+
+    Args:
+        folder: of the job, which that process can read and write, too.
+    """
+
+    def __init__(self, to_launcher: ToLauncher, inbox: Inbox, folder: Path) -> None:
+        self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
+        # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._number = 0
+        self._posted_at = self._told_at = 0.0
+
+    def wanted(self) -> bool:
+        """Whether a callback has asked for a pause since the last one."""
+        return self._inbox.pause_wanted.is_set()
+
+    def post(
+        self,
+        kind: str,
+        epoch: int,
+        step: int,
+        logs: dict[str, Any],
+        learning_rate: float,
+        arrays: Callable[[], NamedArrays],
+        state: NamedArrays,
+    ) -> None:
+        """Calls; see `Hooks`."""
+        self._number, self._posted_at = next(self._numbers), time.monotonic()
+        self._told_at = self._posted_at
+        # Before the call, not after the answer: a callback that asks again meanwhile gets another pause.
+        if kind == "pause":
+            self._inbox.pause_wanted.clear()
+        files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
+        self._to_launcher.hook_call(self._number, kind, epoch, step, logs, learning_rate, *files)
+
+    def _write(self, name: str, arrays: NamedArrays) -> str:
+        return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
+
+    def answer(self, timeout_secs: float) -> Change | None:
+        """The answer to the last call; None if it has not come within `timeout_secs`.
+
+        Raises:
+            OSError, ValueError: the files of the answer cannot be read.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while (left := deadline - time.monotonic()) >= 0:
+            try:
+                answer = self._inbox.answers.get(timeout=left)
+            except queue.Empty:
+                break
+            # Any other answer is one to an earlier call, which an interrupted or restarted run no longer waits for.
+            if answer.number == self._number:
+                return _change_of(answer)
+        self._tell()
+        return None
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= TELL_EVERY_SECS:
+            self._told_at = now
+            self._to_launcher.status(f"waiting for the callbacks, {now - self._posted_at:.0f} s")
+
+
+def _change_of(answer: HookAnswer) -> Change:
+    arrays = take_arrays(answer.arrays) if answer.arrays else {}
+    state = take_arrays(answer.state) if answer.state else None
+    return Change(answer.stop, learning_rate=answer.learning_rate, arrays=arrays, state=state)
+
+
+def write_arrays(path: Path, arrays: NamedArrays) -> str:
+    """Writes arrays of numbers by name into a new file; returns its name.
+
+    Raises:
+        OSError: the file exists already, or cannot be written.
+    """
+    # A file object: to a bare name numpy would add ".npz", and would overwrite what is there.
+    with open(path, "xb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    return str(path)
+
+
+def take_arrays(path: str) -> NamedArrays:
+    """Reads the arrays that another process of this job has written, and removes the file.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
+    # Pickled objects are refused, since reading them could run code.
+    with np.load(path, allow_pickle=False) as arrays:
+        found = dict(arrays)
+    os.unlink(path)
+    return found
