@@ -23,7 +23,7 @@ from tf2dist.errors import ClusterError
 from tf2dist.training.synchronous import mesh
 from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
 from tf2dist.training.synchronous.peers import LostWorkerError
-from tf2dist.training.synchronous.shared_memory import SharedMemory, share
+from tf2dist.training.synchronous.shared_memory import SharedMemory, open_shared_memory
 
 TIMEOUT_SECS = 30
 
@@ -44,7 +44,10 @@ def shared(num_workers: int, secrets: Sequence[bytes] = ()) -> list[SharedMemory
     together = Together(num_workers)
     secrets = secrets or [b"secret"] * num_workers
     return at_once(
-        [partial(share, index, num_workers, secret, together.add_up) for index, secret in enumerate(secrets)]
+        [
+            partial(open_shared_memory, index, num_workers, secret, together.add_up)
+            for index, secret in enumerate(secrets)
+        ]
     )
 
 

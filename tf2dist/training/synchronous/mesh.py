@@ -19,7 +19,7 @@ from tf2dist.cluster.listening import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 from tf2dist.training.synchronous.all_reduce import AllReduce
-from tf2dist.training.synchronous.shared_memory import share
+from tf2dist.training.synchronous.shared_memory import open_shared_memory
 
 SECRET_BYTES = 32
 CONNECT_SECS = 10.0  # for all connections of a worker
@@ -51,7 +51,7 @@ def join(cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[flo
     # All of them get the same sum, so all of them decide alike.
     connected = add_up([float(len(sockets) == num_workers - 1)])[0]
     if connected == num_workers:
-        return AllReduce(index, sockets, share(index, num_workers, secret, add_up))
+        return AllReduce(index, sockets, open_shared_memory(index, num_workers, secret, add_up))
     for sock in sockets.values():
         sock.close()
     print(mesh.why_not or "another worker is not connected with all others", flush=True)

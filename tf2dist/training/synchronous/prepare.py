@@ -112,7 +112,7 @@ def prepare(
     batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
     replicas = workers.num_replicas
     sharding = sharding_of(splits, source.plan, batch_size, replicas, config.seed, whole_batch_loss=True)
-    start = workers.share(start)
+    start = workers.broadcast_start(start)
     resumed = start if isinstance(start, Snapshot) else None
     origin = Origin.of(resumed, sharding, workers.count)
     last_step = target_step(config, source.plan, sharding, resumed)

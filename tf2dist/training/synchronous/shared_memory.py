@@ -51,7 +51,7 @@ class SharedMemory:
             self._maps[worker] = mmap.mmap(descriptor, HEADER_BYTES + size, mmap.MAP_SHARED, access)
 
 
-def share(
+def open_shared_memory(
     index: int, num_workers: int, secret: bytes, add_up: Callable[[list[float]], np.ndarray]
 ) -> SharedMemory | None:
     """Memory that all workers share; None if they are not all on one host. To be called by all of them.

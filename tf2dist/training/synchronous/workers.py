@@ -71,7 +71,7 @@ class Workers:
         """The bytes that worker 0 passes."""
         return broadcast(self.strategy, packed)
 
-    def share(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
+    def broadcast_start(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
         """What worker 0 has read, which alone reads the run directory."""
         # A run begins with nothing, a snapshot or weights; no bytes at all stand for nothing.
         shared = self.broadcast(to_bytes(start) if start else b"")
