@@ -1,8 +1,7 @@
 """Messages on their way between processes: a dataclass as one JSON object, and back.
 
-The object has the name of the class as "type", the `VERSION` of the vocabularies, and the fields. Who reads says
-which messages may come, and gets one of these, with every field of its declared type, or an error that names what
-came instead.
+The object has the name of the class as "type", and the fields. Who reads says which messages may come, and gets one
+of these, with every field of its declared type, or an error that names what came instead.
 """
 
 import dataclasses
@@ -13,22 +12,15 @@ from typing import Any
 
 from tf2dist.declared import UndeclaredError, from_json
 
-VERSION = 3  # 3: a version in every message
-
 
 class MessageError(ValueError):
     """What has come is no message that may come."""
 
 
-class VersionError(MessageError):
-    """What has come is of another version of tf2dist."""
-
-
 def pack(message: Any) -> bytes:
     """The JSON object of a message, without line breaks."""
     fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    whole = {"type": type(message).__name__, "version": VERSION, **fields}
-    return json.dumps(whole, separators=(",", ":"), default=_as_fields).encode()
+    return json.dumps({"type": type(message).__name__, **fields}, separators=(",", ":"), default=_as_fields).encode()
 
 
 def _as_fields(value: Any) -> Any:
@@ -44,7 +36,6 @@ def unpack(data: bytes, among: Any) -> Any:
         among: the messages that may come, a union of classes.
 
     Raises:
-        VersionError: it is of another version.
         MessageError: it is none of these, or a field is missing, unknown or of another type.
     """
     try:
@@ -53,10 +44,7 @@ def unpack(data: bytes, among: Any) -> Any:
         raise MessageError("a message that is not JSON") from None
     if not isinstance(whole, dict) or not isinstance(whole.get("type"), str):
         raise MessageError("a message without a type")
-    kind, version = whole.pop("type"), whole.pop("version", None)
-    if type(version) is not int or version != VERSION:
-        raise VersionError(f"another version of tf2dist: protocol {version!s:.20}, here {VERSION}")
-    if kind not in (known := _by_name(among)):
+    if (kind := whole.pop("type")) not in (known := _by_name(among)):
         raise MessageError(f"a message of unknown type ({kind:.40})")
     try:
         return from_json(known[kind], whole, kind)

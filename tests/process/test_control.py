@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Cluster
+from tf2dist.control.channel import VERSION
 from tf2dist.control.messages import Ended
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.linux import unused_ports
-from tf2dist.packing import VERSION
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -122,8 +122,8 @@ def test_a_refused_task_is_named_at_the_timeout(enter: Meetings) -> None:
 
 NEWER = """
 import json
-from tf2dist import packing
-packing.VERSION = 99
+from tf2dist.control import channel
+channel.VERSION, channel.GREETING = 99, channel.NAME + bytes([99])
 from tests.process.meet import main
 main()
 """
@@ -148,8 +148,8 @@ def test_another_version_is_reported_on_both_sides(enter: Meetings) -> None:
     with newer(cluster, "worker-1") as process:
         said = process.communicate(timeout=WAIT_SECS)[0]
     assert process.returncode == 2
-    text = f"worker-0 at {cluster.jobs['worker'][0]} refuses worker-1: another version of tf2dist: protocol"
-    assert f'"type":"Failed","version":99,"code":2,"text":"{text} {VERSION}, here 99"' in said
+    text = f"worker-0 at {cluster.jobs['worker'][0]} cannot take worker-1: another version of tf2dist: protocol"
+    assert f'"type":"Failed","code":2,"text":"{text} {VERSION}, here 99"' in said
     there = f"another version of tf2dist: protocol 99, here {VERSION}"
     wait_for(lambda: f"refused a connection from 127.0.0.1: {there}" in leader.printed)
     enter(cluster, "worker-1").go()
@@ -162,7 +162,7 @@ def test_a_leader_of_another_version(enter: Meetings) -> None:
     with newer(cluster, "worker-0") as process:
         there = f"another version of tf2dist: protocol 99, here {VERSION}"
         assert isinstance(participant.error(), ClusterError)
-        assert str(participant.error()).endswith(f"refuses worker-1: {there}")
+        assert str(participant.error()).endswith(f"cannot take worker-1: {there}")
         line = f"refused a connection from 127.0.0.1: another version of tf2dist: protocol {VERSION}, here 99"
         assert any(line in said for said in process.stdout or ())
         process.kill()

@@ -43,7 +43,7 @@ from tf2dist.control.messages import (
 )
 from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
-from tf2dist.packing import VERSION, pack
+from tf2dist.packing import pack
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -128,7 +128,6 @@ def test_a_faulty_member_is_lost_and_its_texts_are_made_printable(enter: Meeting
         (pack(Stop("", 99)), "a malformed message (Stop.signum: 99)"),
         (pack(Go()), "a message of unknown type (Go)"),
         (pack(Escape()), "a message of unknown type (?[2J)"),
-        (other_version(Stop("", 15)), f"another version of tf2dist: protocol 99, here {VERSION}"),
         (pack(Ended("", 3, "\x1b[2J\u202e")), ""),
     ):
         line, channel = peer_with_token(cluster)
@@ -188,10 +187,6 @@ def test_texts_of_a_faulty_leader_are_made_printable(enter: Meetings) -> None:
             line.sendall(channel.unsent)
             lost = participant.event(Lost, "worker-0")
     assert lost == Lost("worker-0", "a malformed message (Lost.task: 'worker-\\x1b[2J')")
-
-
-def other_version(message: Wire) -> bytes:
-    return json.dumps(json.loads(pack(message)) | {"version": 99}).encode()
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ def test_a_relayed_connection_ends_no_process(enter: Meetings, target: str) -> N
         control_address(cluster.jobs["worker"][0]), control_address(cluster.address(Task.parse(target)))
     ) as relay:
         wait_for(lambda: relay.num_calls >= 12)  # each calls four times a second
-        wait_for(
-            lambda: all("relayed back to us" in p.waiting_for or "was meant for" in p.waiting_for for p in participants)
-        )
+        wait_for(lambda: all("was meant for" in participant.waiting_for for participant in participants))
         assert not any(participant.joined.done() for participant in participants)
     participants.append(enter(cluster, "worker-0", key=key))
     for participant in participants:
@@ -128,7 +126,7 @@ class Relay:
 @given(st.lists(st.binary(max_size=300), max_size=4))
 def test_garbage(healthy: Healthy, pieces: list[bytes]) -> None:
     with call(healthy[0]) as line:
-        assert len(line.recv(channel.NONCE_BYTES, socket.MSG_WAITALL)) == channel.NONCE_BYTES
+        assert len(line.recv(channel.HELLO_BYTES, socket.MSG_WAITALL)) == channel.HELLO_BYTES
         with contextlib.suppress(OSError):  # the other side may close at any time
             for piece in pieces:
                 line.sendall(piece)
@@ -141,26 +139,24 @@ def test_garbage(healthy: Healthy, pieces: list[bytes]) -> None:
 
 def test_the_job_survives_garbage(healthy: Healthy) -> None:
     with call(healthy[0]) as line:
-        line.sendall(os.urandom(1 << 20)[: channel.NONCE_BYTES + channel.MAC_BYTES])
+        line.sendall(os.urandom(channel.HELLO_BYTES + channel.MAC_BYTES))
         assert is_closed(line)
     assert_job_runs(healthy)
 
 
 def test_a_crowd_of_silent_connections(healthy: Healthy) -> None:
-    """More than may wait: the oldest are closed, and members can still connect; no stranger stays for long."""
+    """Members can still connect, and no stranger stays for long, even one that sends a byte now and then."""
     cluster, participants = healthy
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(call(cluster)) for _ in range(100)]
-        assert is_closed(crowd[0])
         line, _ = peer_with_token(cluster)
         line.close()
-        nonce = crowd[-1].recv(channel.NONCE_BYTES, socket.MSG_WAITALL)
-        assert len(nonce) == channel.NONCE_BYTES, "the newest is served"
         with contextlib.suppress(ConnectionError):
-            for _ in range(10):  # slowly, a byte at a time
+            for _ in range(10):
                 crowd[-1].sendall(b"x")
                 time.sleep(0.1)
         begun = time.monotonic()
+        assert is_closed(crowd[0])
         assert is_closed(crowd[-1])
         assert time.monotonic() - begun < 30
     assert_job_runs(healthy)

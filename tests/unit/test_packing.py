@@ -9,7 +9,7 @@ import pytest
 from tf2dist import messages
 from tf2dist.launch.messages import Event, Ready, Start, ToServer
 from tf2dist.messages import Alive, Progress, Result, Saved, Stalled, Standing, ToLauncher
-from tf2dist.packing import VERSION, MessageError, VersionError, pack, unpack
+from tf2dist.packing import MessageError, pack, unpack
 
 MESSAGES = [
     Alive("worker-0"),
@@ -34,9 +34,7 @@ def test_a_message_arrives_unchanged(message: Any) -> None:
 
 
 def of(**fields: Any) -> bytes:
-    return json.dumps(
-        {"type": "Saved", "version": VERSION, "task": "chief-0", "step": 7, "stopping": True} | fields
-    ).encode()
+    return json.dumps({"type": "Saved", "task": "chief-0", "step": 7, "stopping": True} | fields).encode()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def of(**fields: Any) -> bytes:
         (b"[" * 5000, "not JSON"),
         (b"\xff", "not JSON"),
         (b"[]", "without a type"),
-        (b'{"version": 3}', "without a type"),
+        (b'{"step": 3}', "without a type"),
         (b'{"type": 3}', "without a type"),
         (of(type="Start"), r"unknown type \(Start\)"),
         (of(type="__import__"), "unknown type"),
@@ -61,27 +59,19 @@ def of(**fields: Any) -> bytes:
     ],
 )
 def test_an_invalid_packet_is_refused_by_name(data: bytes, says: str) -> None:
-    with pytest.raises(MessageError, match=says) as caught:
+    with pytest.raises(MessageError, match=says):
         unpack(data, Event)
-    assert not isinstance(caught.value, VersionError)
-
-
-@pytest.mark.parametrize("version", [None, 2, VERSION + 1, "3", True, [3]])
-def test_another_version_is_reported_as_such(version: Any) -> None:
-    """The version is checked first, because another version may have other types and fields."""
-    with pytest.raises(VersionError, match="another version of tf2dist"):
-        unpack(of(version=version, type="Unheard", more=1), Event)
 
 
 def test_a_float_may_be_written_as_an_integer() -> None:
-    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
+    progress = {"type": "Progress", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
     found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
     assert found == Progress("t", 1, 2, {"loss": 1.0, "mae": 0.0})
     assert {type(value) for value in found.metrics.values()} == {float}
 
 
 def test_a_number_without_end_is_refused() -> None:
-    progress = {"type": "Progress", "version": VERSION, "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
+    progress = {"type": "Progress", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
     with pytest.raises(MessageError, match=r"Progress\.metrics"):
         unpack(json.dumps(progress | {"metrics": {"loss": 10**400}}).encode(), Event)
 

@@ -1,65 +1,39 @@
-"""An authenticated channel between two hosts: each proves to the other that it knows the key of the job.
+"""A channel between two hosts: each proves to the other that it knows the key of the job, then they send messages.
 
     accepting side                                   dialing side
-    nonce A                                     ->
-                                                <-   nonce D, mac("dial")
+    greeting, nonce A                           ->
+                                                <-   greeting, nonce D
+                                                <-   mac("dial")
     mac("accept")                               ->
-    length, mac("accepted", number), message       ->
-                                                <-   length, mac("dialed", number), message
+    length, message                             ->
+                                                <-   length, message
 
-Every mac is an HMAC-SHA256 over its label, both nonces and, for a message, its number and bytes. A message
-can therefore not be replayed in another connection, in the other direction, or a second time. Messages are
-authenticated but not encrypted: others on the network can read them and cannot change them. Before the
-dialing side has proved itself, it sees a nonce and nothing else. A process that receives one of its own
-nonces is connected with itself through a relay, and ends the handshake. This module does no input or
-output, so that tests can check every byte; `messages` defines what the messages hold.
+Every mac is an HMAC-SHA256 over its label and both nonces, so a proof is of no use in another connection or in the
+other direction. Before the dialing side has proved itself, it sees a greeting, a nonce and nothing else. The token
+keeps out other jobs; messages are neither encrypted nor authenticated, see docs/security.md. This module does no
+input or output, so that tests can check every byte; `messages` defines what the messages hold.
 """
 
-import hashlib
 import hmac
 import os
 import struct
 
-SEED_BYTES = 16
-RANDOM_BYTES = 32
-MARK_BYTES = 8
-NONCE_BYTES = RANDOM_BYTES + MARK_BYTES
+VERSION = 4  # of this protocol and of the messages; 4: messages without macs
+NAME = b"tf2dist"
+GREETING = NAME + bytes([VERSION])
+NONCE_BYTES = 32
+HELLO_BYTES = len(GREETING) + NONCE_BYTES
 MAC_BYTES = 32
-MAX_MESSAGE_BYTES = 64 * 1024
-MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES  # a peer that does not read must not fill our memory
+MAX_MESSAGE_BYTES = 1 << 20  # a length that was damaged must not fill our memory
 LENGTH = struct.Struct(">I")
-NUMBER = struct.Struct(">Q")
 
 
 class WireError(Exception):
-    """The other side has sent something that no member of the job sends, or a message cannot be sent to it."""
+    """The other side has sent something that no member of the job sends."""
 
 
-class Nonces:
-    """Makes the nonces of one process and recognises all of them later, without a list of them.
-
-    A nonce has three parts: 16 random bytes; 16 bytes of their HMAC with a secret of the process, which
-    look random to everybody else; and a checksum, which tells a nonce from the first bytes of another
-    program's protocol.
-    """
-
-    def __init__(self) -> None:
-        self._secret = os.urandom(RANDOM_BYTES)
-
-    def new(self) -> bytes:
-        seed = os.urandom(SEED_BYTES)
-        return (random := seed + self._sign(seed)) + _mark(random)
-
-    def is_own(self, nonce: bytes) -> bool:
-        # compare_digest takes equally long wherever the bytes differ, so the time of the answer reveals nothing.
-        return hmac.compare_digest(nonce[SEED_BYTES:RANDOM_BYTES], self._sign(nonce[:SEED_BYTES]))
-
-    def _sign(self, seed: bytes) -> bytes:
-        return hmac.digest(self._secret, seed, "sha256")[: RANDOM_BYTES - SEED_BYTES]
-
-
-def _mark(random: bytes) -> bytes:
-    return hashlib.sha256(b"tf2dist control" + random).digest()[:MARK_BYTES]
+class VersionError(WireError):
+    """The other side is of another version of tf2dist."""
 
 
 class Channel:
@@ -73,45 +47,26 @@ class Channel:
     Args:
         key: the secret of the job.
         dials: whether this side has opened the connection.
-        nonces: shared by all channels of the process. Two ends within one process can only talk to each other
-            if each has its own.
     """
 
-    def __init__(self, key: bytes, dials: bool, nonces: Nonces | None = None) -> None:
+    def __init__(self, key: bytes, dials: bool) -> None:
         self.unsent = bytearray()
         self.open = False
         self.proved = False
         self._key, self._dials = key, dials
-        self._nonces = nonces or Nonces()
-        self._mine, self._theirs = self._nonces.new(), b""
+        self._mine, self._theirs = os.urandom(NONCE_BYTES), b""
         self._received = bytearray()
-        self._num_sent = self._num_received = 0
-        if not dials:
-            self.unsent += self._mine
+        self.unsent += GREETING + self._mine
 
     def send(self, message: bytes) -> None:
-        """Appends a message to `unsent`.
-
-        Raises:
-            WireError: the message is too long, or the other side does not read or has not proved itself yet.
-        """
-        if not self.open:
-            raise WireError("nothing can be sent before the other side has proved itself")
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-        if len(self.unsent) > MAX_UNSENT_BYTES:
-            raise WireError("does not read")
-        label = b"dialed" if self._dials else b"accepted"
-        # The number is covered by the mac and not sent: both sides count, so a message that is missing, repeated or out
-        # of order has a wrong mac.
-        self.unsent += LENGTH.pack(len(message)) + self._mac(label, NUMBER.pack(self._num_sent), message) + message
-        self._num_sent += 1
+        """Appends a message to `unsent`, once the channel is open."""
+        self.unsent += LENGTH.pack(len(message)) + message
 
     def receive(self, data: bytes) -> list[bytes]:
         """Takes received bytes, in pieces of any length, and returns the messages that are complete.
 
         Raises:
-            WireError: a proof or a mac is wrong, or a message is too long.
+            WireError: another program or version is there, its proof is wrong, or a message is too long.
         """
         self._received += data
         if not self.open:
@@ -122,17 +77,17 @@ class Channel:
         return messages
 
     def _shake_hands(self) -> None:
-        # First comes the other side's nonce. Only the dialing side answers it with its proof at once.
+        # First come the other side's greeting and nonce. Only the dialing side answers with its proof at once.
         if not self._theirs:
-            if len(self._received) < NONCE_BYTES:
+            if len(self._received) < HELLO_BYTES:
                 return
-            self._theirs = self._take(NONCE_BYTES)
-            if not hmac.compare_digest(self._theirs[RANDOM_BYTES:], _mark(self._theirs[:RANDOM_BYTES])):
+            greeting, self._theirs = self._take(len(GREETING)), self._take(NONCE_BYTES)
+            if not greeting.startswith(NAME):
                 raise WireError("another program answers there")
-            if self._nonces.is_own(self._theirs):
-                raise WireError("our own connection is relayed back to us there")
+            if greeting != GREETING:
+                raise VersionError(f"another version of tf2dist: protocol {greeting[-1]}, here {VERSION}")
             if self._dials:
-                self.unsent += self._mine + self._mac(b"dial")
+                self.unsent += self._mac(b"dial")
                 self.proved = True
 
         # Then comes the other side's proof. The accepting side proves itself only to a caller that has done so.
@@ -150,26 +105,19 @@ class Channel:
         if len(self._received) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self._received)
-        # The length comes before the mac, so it is not authenticated yet.
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"announces {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-        if len(self._received) < LENGTH.size + MAC_BYTES + length:
+        if len(self._received) < LENGTH.size + length:
             return None
         del self._received[: LENGTH.size]
-        mac, message = self._take(MAC_BYTES), self._take(length)
-        label = b"accepted" if self._dials else b"dialed"
-        if not hmac.compare_digest(mac, self._mac(label, NUMBER.pack(self._num_received), message)):
-            raise WireError("a message was altered or replayed")
-        self._num_received += 1
-        return message
+        return self._take(length)
 
     def _take(self, count: int) -> bytes:
         taken = bytes(self._received[:count])
         del self._received[:count]
         return taken
 
-    def _mac(self, label: bytes, *parts: bytes) -> bytes:
-        # Both sides put the accepting side's nonce first. All parts but the last have a fixed length for each label, so
-        # different parts never give the same bytes.
+    def _mac(self, label: bytes) -> bytes:
+        # Both sides put the accepting side's nonce first.
         nonces = (self._theirs, self._mine) if self._dials else (self._mine, self._theirs)
-        return hmac.digest(self._key, b"\0".join([label, *nonces, *parts]), "sha256")
+        return hmac.digest(self._key, b"\0".join([label, *nonces]), "sha256")

@@ -12,14 +12,12 @@ import socket
 import time
 from typing import Any, Protocol
 
-from tf2dist.control.channel import Channel, Nonces, WireError
+from tf2dist.control.channel import Channel, VersionError, WireError
 from tf2dist.control.messages import Call, Wire, plain
-from tf2dist.packing import MessageError, VersionError, pack, unpack
+from tf2dist.packing import MessageError, pack, unpack
 
 HANDSHAKE_SECS = 5.0  # for a peer to prove itself and send its first message
 FAREWELL_SECS = 1.0
-MAX_WAITING = 64  # accepted connections that do not belong to a member yet
-ACCEPTS_A_TURN = 16  # a flood of connections must not keep the members waiting
 READ_BYTES = 64 * 1024
 
 
@@ -33,6 +31,7 @@ class Link:
         deadline: when the connection is abandoned, by the same clock; infinite once it belongs to a member.
         peer: the address of a process that has connected to us; "" for a connection that we have dialed.
         denied: whether the other side closed the connection after it had received our proof.
+        other_version: whether the other side is of another version of tf2dist.
     """
 
     def __init__(self, sock: socket.socket, channel: Channel, dialed: bool) -> None:
@@ -40,7 +39,7 @@ class Link:
         self.expects: Any = Call
         self.heard_at = time.monotonic()
         self.deadline = self.heard_at + HANDSHAKE_SECS
-        self.denied = False
+        self.denied = self.other_version = False
         self.peer = ""
         self.closed = self.finishing = self.shut = False  # shut: we have closed our sending half
         self.sock, self.channel, self.dialed = sock, channel, dialed
@@ -49,8 +48,7 @@ class Link:
     def send(self, message: Wire) -> None:
         """Sends a message. Does nothing if the connection is closed, of which `on_closed` has told the handler."""
         if not (self.closed or self.finishing):
-            with contextlib.suppress(WireError):
-                self.channel.send(pack(message))
+            self.channel.send(pack(message))
 
     def ask(self, message: Wire, answers: Any) -> None:
         """Sends a message that only `answers`, a union of classes, may answer."""
@@ -61,10 +59,6 @@ class Link:
         """Makes this a member's connection: without a deadline, and for the messages `expects`."""
         self.expects = expects
         self.deadline = math.inf
-
-    @property
-    def is_kept(self) -> bool:
-        return self.deadline == math.inf
 
     def finish(self) -> None:
         """Sends what is unsent, then waits for the other side to close, for at most `FAREWELL_SECS`.
@@ -83,9 +77,6 @@ class Handler(Protocol):
     def on_message(self, link: Link, message: Wire) -> None:
         """One of the messages in `Link.expects` has come."""
 
-    def on_other_version(self, link: Link, error: VersionError) -> None:
-        """A process that is not a member yet has sent a message of another version of tf2dist."""
-
     def on_closed(self, link: Link, why: str) -> None: ...
 
 
@@ -95,7 +86,6 @@ class Links:
     def __init__(self, key: bytes, handler: Handler) -> None:
         self.all: list[Link] = []
         self._key, self._handler = key, handler
-        self._nonces = Nonces()
 
     def open(self, listener: socket.socket) -> None:
         """Accepts connections at `listener` from now on, until `end`."""
@@ -126,7 +116,7 @@ class Links:
     def _add(self, sock: socket.socket, dialed: bool) -> Link:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or Nagle's algorithm delays small messages
-        link = Link(sock, Channel(self._key, dialed, self._nonces), dialed)
+        link = Link(sock, Channel(self._key, dialed), dialed)
         self.all.append(link)
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         return link
@@ -153,34 +143,31 @@ class Links:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_A_TURN):
-            try:
-                sock, address = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError:  # no file descriptors are left: do not spin until some are free
-                time.sleep(0.05)
-                return
-            self._add(sock, dialed=False).peer = str(address[0])
-        waiting = [link for link in self.all if not (link.dialed or link.is_kept)]
-        # The oldest ones must go: a member needs only milliseconds to prove itself.
-        for link in waiting[: max(0, len(waiting) - MAX_WAITING)]:
-            self.close(link, "others are waiting")
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # no file descriptors are left: do not spin until some are free
+            time.sleep(0.05)
+            return
+        self._add(sock, dialed=False).peer = str(address[0])
 
     def _serve(self, link: Link, mask: int) -> None:
         try:
             if link.connecting and mask & selectors.EVENT_WRITE:
                 self._on_connected(link)
+            # Before the reading, which may end the connection: the other side must learn our version.
+            if mask & selectors.EVENT_WRITE and link.channel.unsent:
+                del link.channel.unsent[: link.sock.send(link.channel.unsent)]
             if mask & selectors.EVENT_READ:
                 self._read(link)
-            if not link.closed and link.channel.unsent and not link.connecting:
-                del link.channel.unsent[: link.sock.send(link.channel.unsent)]
             if not link.closed and link.finishing and not (link.shut or link.channel.unsent):
                 link.shut = True
                 link.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             pass  # the next turn goes on with the rest
         except (OSError, WireError, MessageError) as error:
+            link.other_version = isinstance(error, VersionError)
             self.close(link, plain(reason(error)))
         except (ValueError, RecursionError) as error:  # such as an address without a port, or nested brackets
             self.close(link, f"a malformed message ({error!r:.80})")
@@ -206,17 +193,7 @@ class Links:
             self._handler.on_open(link)
         for message in messages:
             if not (link.closed or link.finishing):
-                self._on_message(link, message)
-
-    def _on_message(self, link: Link, data: bytes) -> None:
-        try:
-            message = unpack(data, link.expects)
-        except VersionError as error:
-            if link.is_kept:
-                raise
-            self._handler.on_other_version(link, error)
-        else:
-            self._handler.on_message(link, message)
+                self._handler.on_message(link, unpack(message, link.expects))
 
     def close(self, link: Link, why: str) -> None:
         if link.closed:

@@ -141,6 +141,8 @@ class Follower:
         # Without an owner it is a connection that somebody else has opened, and says nothing about the leader.
         elif link.owner is not None and not link.finishing:
             self._dialer.why = "the job token differs" if link.denied else why
+            if link.other_version:
+                self._membership.fail(ClusterError, f"{self._leader} cannot take {self._membership.task}: {why}")
             self._num_denials = self._num_denials + 1 if link.denied else 0
             if self._num_denials >= MAX_DENIALS:
                 text = f"the job token differs from the leader's, {self._token_hint()}"

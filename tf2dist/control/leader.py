@@ -35,7 +35,8 @@ from tf2dist.control.messages import (
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 
-REPORTED_REASONS = ("token", "malformed", "unknown type")  # a port scanner, which sends nothing, is not worth a line
+# Why a connection of a stranger is reported; a port scanner, which sends nothing, is not worth a line.
+REPORTED_REASONS = ("token", "version", "malformed", "unknown type")
 PROBE_EVERY_SECS = 1.0
 LATE_SECS = 3.5  # a holder that is silent for longer may be gone: its successor has to wait, and is not refused
 MAX_DIFFERENCES = 20  # in a refusal

@@ -19,7 +19,6 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
 from tf2dist.control import port
-from tf2dist.control.channel import MAX_MESSAGE_BYTES
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.follower import Follower
 from tf2dist.control.leader import Leader
@@ -34,7 +33,6 @@ from tf2dist.control.messages import (
     Lost,
     MeetingEvent,
     Probe,
-    Refused,
     State,
     Stop,
     Wire,
@@ -42,11 +40,9 @@ from tf2dist.control.messages import (
 )
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
-from tf2dist.packing import VersionError, pack
 
 TURN_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
-MAX_COMPARED_BYTES = MAX_MESSAGE_BYTES * 3 // 4
 T = TypeVar("T")
 
 
@@ -89,7 +85,7 @@ class Meeting:
         port_shift: the distance from a task's port to its control port.
 
     Raises:
-        ClusterError: a control port is another task's port, or the identity is too long to be sent.
+        ClusterError: a control port is another task's port.
     """
 
     def __init__(
@@ -107,8 +103,6 @@ class Meeting:
         self._membership = membership = Membership(
             cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
         )
-        if len(pack(membership.join())) > MAX_COMPARED_BYTES:
-            raise ClusterError("cluster: the host list and the configuration are too long to be compared")
         self._notify = notify
         self._links = Links(key, self)
         self._role: Role = (Leader if membership.leads else Follower)(membership, self._links)
@@ -222,16 +216,6 @@ class Meeting:
             self._role.on_join(link, message)
         else:
             self._on_probe(link, message)
-
-    def on_other_version(self, link: Link, error: VersionError) -> None:
-        """Refuses the peer, or handles its answer as a refusal: no more than its version could be read."""
-        refused = Refused(ClusterError.exit_code, str(error))
-        if link.dialed:
-            self._role.on_message(link, refused)
-            return
-        self._membership.line(f"refused a connection from {link.peer}: {error}")
-        link.send(refused)
-        link.finish()
 
     def _on_probe(self, link: Link, probe: Probe) -> None:
         """Answers a process that claims to lead and asks which process is here.

@@ -16,7 +16,6 @@ from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait
 from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.meeting import MAX_COMPARED_BYTES
 from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
 from tf2dist.data import location
@@ -30,7 +29,6 @@ from tf2dist.signals import Requests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes one
-MAX_SHOWN_BYTES = MAX_COMPARED_BYTES - 4 * 1024  # the rest is for versions, and hashes of plugins
 
 
 def run_in_folder(
@@ -73,17 +71,16 @@ def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:
-    """Checks that the configuration fits into the one packet to a task, and into the one message that hosts compare.
+    """Checks that the configuration fits into the one packet to a task.
 
     Raises:
         ConfigError: it would be too long.
     """
     jobs = host_task.cluster.jobs if host_task else {}
     length = len(json.dumps([config.to_yaml(), jobs]).encode())
-    largest = MAX_SHOWN_BYTES if host_task else MAX_PAYLOAD_BYTES
-    if length > largest:
+    if length > MAX_PAYLOAD_BYTES:
         raise ConfigError(
-            f"the configuration, with its host list, has {length:,} bytes: at most {largest:,} can be "
+            f"the configuration, with its host list, has {length:,} bytes: at most {MAX_PAYLOAD_BYTES:,} can be "
             "passed on to the tasks; shorten lists and arguments, a plugin can read a file instead"
         )
 
