@@ -13,7 +13,7 @@ import time
 from typing import Any, Protocol
 
 from tf2dist.control.channel import Channel, VersionError, WireError
-from tf2dist.control.messages import Call, Wire, plain
+from tf2dist.control.messages import Call, Wire
 from tf2dist.packing import MessageError, pack, unpack
 
 HANDSHAKE_SECS = 5.0  # for a peer to prove itself and send its first message
@@ -168,7 +168,7 @@ class Links:
             pass  # the next turn goes on with the rest
         except (OSError, WireError, MessageError) as error:
             link.other_version = isinstance(error, VersionError)
-            self.close(link, plain(reason(error)))
+            self.close(link, reason(error))
         except (ValueError, RecursionError) as error:  # such as an address without a port, or nested brackets
             self.close(link, f"a malformed message ({error!r:.80})")
 

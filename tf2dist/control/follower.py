@@ -18,7 +18,6 @@ from tf2dist.control.messages import (
     Stop,
     ToJoin,
     Wait,
-    plain,
 )
 from tf2dist.control.port import control_address
 from tf2dist.control.token import VARIABLE
@@ -80,7 +79,7 @@ class Follower:
             case Accepted():
                 self._on_accepted(link, message.held)
             case Wait():
-                self._dialer.why = plain(message.text)  # it may reach the terminal, at the timeout
+                self._dialer.why = message.text
                 # Not fatal: the leader of another job may have taken the address, and may leave again.
                 self._membership.lists_differ = message.lists_differ
                 link.finish()
@@ -90,21 +89,13 @@ class Follower:
             case Go():
                 self._membership.agreed.set()
             case Beat():
-                self.waiting_for = plain(message.waiting_for) or self.waiting_for
-            case Stop() | Ended() | Lost():
-                self._on_news(message)
-
-    def _on_news(self, news: Stop | Ended | Lost) -> None:
-        """Handles news of a task that the leader passes on."""
-        # The monitor looks the task up by this name, so a name that is not on our list ends the connection here.
-        self._membership.check_task(news)
-        match news:
+                self.waiting_for = message.waiting_for or self.waiting_for
             case Stop():
-                self._membership.stopped(news)
+                self._membership.stopped(message)
             case Ended():
-                self._on_ended(news)
+                self._on_ended(message)
             case Lost():
-                self._membership.event(news)
+                self._membership.events.put(message)
 
     def _on_accepted(self, link: Link, held: Held) -> None:
         self._link, self.held = link, held
@@ -124,7 +115,7 @@ class Follower:
     def _on_ended(self, ended: Ended) -> None:
         is_leader = ended.task == str(self._leader.task)
         if self._membership.agreed.is_set():
-            self._membership.event(ended)
+            self._membership.events.put(ended)
         elif is_leader:
             self._membership.fail(_kind_of(ended.code), f"{self._leader} has ended: {ended.message}")
         if is_leader and self._link:
@@ -137,7 +128,7 @@ class Follower:
             self._link = self.held = None
             self._dialer.why = why
             if self._membership.agreed.is_set() and not (self._ended or link.finishing):
-                self._membership.event(Lost(str(self._leader.task), why))
+                self._membership.events.put(Lost(str(self._leader.task), why))
         # Without an owner it is a connection that somebody else has opened, and says nothing about the leader.
         elif link.owner is not None and not link.finishing:
             self._dialer.why = "the job token differs" if link.denied else why

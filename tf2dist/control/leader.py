@@ -29,8 +29,6 @@ from tf2dist.control.messages import (
     ToJoin,
     ToProbe,
     Wait,
-    plain,
-    plainly,
 )
 from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
@@ -126,7 +124,7 @@ class Leader:
         link.send(answer)
         if self._membership.agreed.is_set():
             self._membership.line(f"{task} is back, {join.process}")
-            self._membership.event(Back(str(task)))
+            self._membership.events.put(Back(str(task)))
             # All others have had their go; this process waits for one like every process that joins.
             link.send(Go())
 
@@ -135,7 +133,7 @@ class Leader:
         membership, task = self._membership, join.caller.task
         # Compared first: with another cluster list the name of the task means something else.
         if found := differences(membership.identity, join.identity):
-            self._refused[task] = plain(explain(found, "here", "there"))
+            self._refused[task] = explain(found, "here", "there")
             return self._refuse(join, ClusterError.exit_code, self._refused[task], found)
         if task == membership.task or task not in membership.cluster.tasks:
             return self._refuse(join, ClusterError.exit_code, "held by the leader itself, or not in its list")
@@ -165,7 +163,7 @@ class Leader:
                 self._on_state(link.owner, message)
             case Wait() | Refused():  # another process is at that address, and may leave
                 link.finish()
-                self._dialers[link.owner].why = plain(message.text)
+                self._dialers[link.owner].why = message.text
             case Stop():
                 stop = Stop(str(link.owner.task), message.signum)
                 self._membership.stopped(stop)
@@ -177,8 +175,8 @@ class Leader:
         del self._members[member.task]
         member.link.finish()
         if self._membership.agreed.is_set():
-            ended = plainly(Ended(str(member.task), ended.code, ended.message))
-            self._membership.event(ended)
+            ended = Ended(str(member.task), ended.code, ended.message)
+            self._membership.events.put(ended)
             self.say(ended)
         else:
             self._membership.line(f"{member.task} has left ({member.process}): {ended.message}")
@@ -210,7 +208,7 @@ class Leader:
         """
         mine = self.held
         if (held.leader.address, held.process.host) == (mine.leader.address, mine.process.host):
-            dialer.why = plain(f"still held by {held}")
+            dialer.why = f"still held by {held}"
             return
         what = "coordinator" if self._membership.cluster.has_coordinator else "leader"
         self._membership.fail(ClusterError, f"{here} is already held by {held}; a second {what} is refused")
@@ -233,6 +231,6 @@ class Leader:
             self._membership.line(f"{member.task} is gone ({member.process}): {why}")
             return
         lost = Lost(str(member.task), why)
-        self._membership.event(lost)
+        self._membership.events.put(lost)
         if member.task.job != "evaluator":  # no task needs anything of an evaluator
             self.say(lost)

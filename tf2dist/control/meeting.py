@@ -36,7 +36,6 @@ from tf2dist.control.messages import (
     State,
     Stop,
     Wire,
-    plain,
 )
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
@@ -159,7 +158,8 @@ class Meeting:
     def ended(self, code: int, message: str) -> None:
         """Tells all other tasks that this one has ended, so that they do not take the closed connection for a loss."""
         self._ended = True  # so that leaving the block does not report another end
-        self._say(Ended(str(self._membership.task), code, message[:MAX_CHARACTERS]))
+        # On one line: the others show it in the middle of their own.
+        self._say(Ended(str(self._membership.task), code, " ".join(message.split())[:MAX_CHARACTERS]))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # The others learn the reason before the connection closes, or they would report a loss.
@@ -196,7 +196,7 @@ class Meeting:
         except Exception as error:  # a thread that ended silently would leave the other hosts unwatched
             why = f"the control connection failed: {error!r}"
             self._membership.fail(TaskLostError, why)
-            self._membership.event(Lost(str(self._membership.cluster.leader), why))
+            self._membership.events.put(Lost(str(self._membership.cluster.leader), why))
         finally:
             self._links.end()
 
@@ -236,7 +236,7 @@ class Meeting:
         if probe.caller.address in map(membership.cluster.address, membership.cluster.tasks):
             membership.fail(ClusterError, text)
         else:
-            membership.conflict = membership.conflict or plain(f"; {text}")
+            membership.conflict = membership.conflict or f"; {text}"
             membership.line(text)
 
 

@@ -11,26 +11,20 @@ from tf2dist.cluster.parsing import canonical
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.identity import explain, list_differences
 from tf2dist.control.messages import (
-    Ended,
     Identity,
     Jobs,
     Join,
-    Lost,
     MeetingEvent,
     Place,
     Probe,
     Process,
     Stop,
     Wait,
-    plain,
-    plainly,
 )
 from tf2dist.control.port import control_address
 from tf2dist.errors import Interrupted, TfDistError
-from tf2dist.packing import MessageError
 
 BEAT_EVERY_SECS = 1.0
-MAX_LINES = 100  # a stranger must not flood the user's terminal
 
 
 def _this_process() -> Process:
@@ -76,37 +70,21 @@ class Membership:
 
     def line(self, text: str) -> None:
         """Queues a line for the user, each text only once: a process that was refused may connect again and again."""
-        if text not in self.queued and len(self.queued) < MAX_LINES:
+        if text not in self.queued:
             self.queued.add(text)
-            self.lines.put(plain(text))
-
-    def event(self, event: MeetingEvent) -> None:
-        # Its texts come from other hosts and reach the terminal.
-        self.events.put(plainly(event))
-
-    def check_task(self, message: Stop | Ended | Lost) -> None:
-        """Raises MessageError if the message is about no task of the cluster."""
-        if message.task not in map(str, self.cluster.tasks):
-            where = f"{type(message).__name__}.task"
-            raise MessageError(f"a malformed message ({where}: {message.task!r:.40})")
+            self.lines.put(text)
 
     def stopped(self, stop: Stop) -> None:
-        """Handles the news that a task was told to stop, which stops all tasks.
-
-        Raises:
-            MessageError: there is no such signal.
-        """
-        if not 1 <= stop.signum <= 64:  # the signals that Linux has
-            raise MessageError(f"a malformed message (Stop.signum: {stop.signum!s:.40})")
+        """Handles the news that a task was told to stop, which stops all tasks."""
         # Before the go nobody reads events yet: `Meeting.join` waits, and only a failure ends that.
         if self.agreed.is_set():
-            self.event(stop)
+            self.events.put(stop)
         else:
             self.failure = self.failure or Interrupted(stop.signum)
 
     def fail(self, kind: type[TfDistError], text: str) -> None:
         """Makes `Meeting.join` raise an error, if it still waits and has no failure yet."""
-        self.failure = self.failure or kind(plain(text))
+        self.failure = self.failure or kind(text)
 
     def join(self) -> Join:
         """The message by which this task asks the leader to join."""
@@ -129,7 +107,7 @@ class Membership:
         text = f"{self.place(self.task)} answers there, and the connection was meant for {call.to}"
         if found:
             text = f"{text}; {explain(found, 'there', 'here')}"
-        return Wait(plain(text), lists_differ=bool(found))
+        return Wait(text, lists_differ=bool(found))
 
     def place(self, task: Task) -> Place:
         return Place(task, self.cluster.address(task))
@@ -142,4 +120,4 @@ class Membership:
     def compare_lists(self, theirs: Jobs) -> str:
         """Says where our cluster list and theirs differ."""
         found = list_differences(self.identity.cluster, theirs)
-        return plain(explain(found, "here", "there")) or "the cluster lists are equal"
+        return explain(found, "here", "there") or "the cluster lists are equal"

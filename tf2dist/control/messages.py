@@ -9,13 +9,12 @@
 `packing` makes bytes of them, and `channel` protects these on their way.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from tf2dist.cluster.spec import Task
 
-MAX_CHARACTERS = 2000  # of a text from another host, which is shown to the user
+MAX_CHARACTERS = 2000  # of a text that is sent every second, or that others show to the user
 Jobs = dict[str, tuple[str, ...]]  # a cluster list: addresses by job and index
 
 # What is nested in messages.
@@ -225,15 +224,3 @@ FromLeader = Go | Beat | Lost | Stop | Ended
 FromFollower = Beat | Stop | Ended
 Wire = Call | ToJoin | ToProbe | FromLeader | FromFollower
 MeetingEvent = Lost | Back | Stop | Ended
-AnEvent = TypeVar("AnEvent", bound=MeetingEvent)
-
-
-def plain(text: str) -> str:
-    """A text from another host, shortened and without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_CHARACTERS])
-
-
-def plainly(event: AnEvent) -> AnEvent:
-    """The event with all its texts as `plain` gives them."""
-    texts: dict[str, Any] = {name: plain(value) for name, value in vars(event).items() if isinstance(value, str)}
-    return dataclasses.replace(event, **texts)
