@@ -154,19 +154,6 @@ def test_modes_of_a_token_file(tmp_path: Path, mode: int, words: str) -> None:
         key({"TF2DIST_TOKEN_FILE": str(file)})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_token_file_of_another_user(tmp_path: Path) -> None:
-    """The tests run as root, which can open every file: the owner and the group decide."""
-    file = tmp_path / "token"
-    file.write_text(SECRET)
-    file.chmod(0o440)
-    os.chown(file, 12345, os.getegid())
-    assert key({"TF2DIST_TOKEN_FILE": str(file)}) == key({"TF2DIST_TOKEN": SECRET})
-    os.chown(file, 12345, 12345)
-    with pytest.raises(ClusterError, match="belongs to another user and group"):
-        key({"TF2DIST_TOKEN_FILE": str(file)})
-
-
 def test_without_a_token_a_warning_unless_all_tasks_are_local() -> None:
     made, told = key({})
     assert made == token.NO_TOKEN_KEY

@@ -4,14 +4,15 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tf2dist.cluster.spec import Cluster
 from tf2dist.errors import ClusterError
+from tf2dist.files import open_to_read
 from tf2dist.interpreter import SECRETS
 
 VARIABLE, FILE_VARIABLE = SECRETS
 MIN_CHARACTERS = 16
-MAX_BYTES = 4096
 LOOPBACK = ("localhost:", "127.", "[::1]:")
 # This key is public. It does not depend on the cluster list, because lists are compared only after both sides
 # have proved that they have the same key, and a difference can then be shown.
@@ -22,8 +23,8 @@ def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], 
     """The key of the job's control connections; without a token a public one, which only prevents accidents.
 
     Raises:
-        ClusterError: the token is too short, or its file is missing, owned by another user, or accessible to others.
-            The group may read it: Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
+        ClusterError: the token is too short, or its file is missing or accessible to others. The group may read it:
+            Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
     """
     token = _token(environ)
     if token is not None:
@@ -58,25 +59,13 @@ def _token(environ: Mapping[str, str]) -> str | None:
 def _read(path: str) -> str:
     name = f"{FILE_VARIABLE} ({path})"
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or a named pipe would block
+        with open_to_read(Path(path)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().decode().strip()  # editors and openssl end the file with a newline
     except OSError as error:
         raise ClusterError(f"{name}: cannot be read: {error.strerror}") from None
-    try:
-        info = os.fstat(file)
-        if not stat.S_ISREG(info.st_mode):
-            raise ClusterError(f"{name}: is not a regular file")
-        if info.st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ClusterError(
-                f"{name}: others can read or write it (mode {info.st_mode & 0o777:04o}); chmod o= {path}"
-            )
-        if info.st_uid not in (0, os.geteuid()) and info.st_gid not in (os.getegid(), *os.getgroups()):
-            raise ClusterError(f"{name}: belongs to another user and group; make one of your own, of mode 0600")
-        # One byte more than allowed shows that the file is too long.
-        data = os.read(file, MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ClusterError(f"{name}: is longer than {MAX_BYTES} bytes")
-        return data.decode().strip()  # editors and openssl end the file with a newline
     except UnicodeDecodeError:
         raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
-    finally:
-        os.close(file)
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ClusterError(f"{name}: others can read or write it (mode {mode & 0o777:04o}); chmod o= {path}")
+    return token
