@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import NoReturn
 
 from tf2dist import linux
-from tf2dist.cluster import addresses, parsing, reachability
+from tf2dist.cluster import addresses, listening, parsing, reachability
 from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
@@ -24,7 +24,7 @@ from tf2dist.config.arguments import parse
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, PS_MODES, RunConfig
 from tf2dist.config.source import Source
-from tf2dist.control import port, token
+from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
 from tf2dist.launch import machine
@@ -203,9 +203,9 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         token.job_key(os.environ, cluster, warnings.append)
         yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
         shift = config.cluster.control_port_shift
-        port.check_ports(cluster, shift)
+        listening.check_control_ports(cluster, shift)
         # Closed again at once, so that a run can start while the doctor goes on.
-        with port.listen(cluster, task, shift) as listener:
+        with listening.listen_at_control_port(cluster, task, shift) as listener:
             yield Finding("ok", "meeting", f"{task} can listen at its control port {listener.getsockname()[1]}")
     except (ClusterError, TaskLostError) as error:
         yield from failures("meeting", error)

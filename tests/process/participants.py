@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.conftest import ports_of_tasks
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.channel import Channel
 from tf2dist.control.meeting import Meeting
 from tf2dist.control.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
-from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.linux import unused_ports
@@ -142,7 +142,7 @@ def claimant(enter: Meetings, cluster: Cluster, task: str) -> Participant:
         (port,) = unused_ports(1)
         listener = socket.create_server(("localhost", port))
         listener.setblocking(False)
-        patch.setattr("tf2dist.control.port.listen", lambda *args: listener)
+        patch.setattr("tf2dist.cluster.listening.listen_at_control_port", lambda *args: listener)
         return enter(cluster, task)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster
 from tf2dist.control.channel import VERSION
 from tf2dist.control.messages import Ended
-from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.linux import unused_ports
 

@@ -21,6 +21,7 @@ from tests.process.participants import (
     shake_hands,
     wait_for,
 )
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Task
 from tf2dist.control.channel import Channel
 from tf2dist.control.member import Membership
@@ -39,7 +40,6 @@ from tf2dist.control.messages import (
     Stop,
     Wire,
 )
-from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.packing import pack
 

@@ -22,9 +22,9 @@ from tests.process.participants import (
     peer_with_token,
     wait_for,
 )
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control import channel
-from tf2dist.control.port import control_address
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError
 

@@ -10,7 +10,7 @@ import pytest
 from tf2dist.cluster import addresses, listening
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, TaskConfig
-from tf2dist.control import identity, port, token
+from tf2dist.control import identity, token
 from tf2dist.control.identity import differences, explain, identity_of
 from tf2dist.control.messages import Call, Difference, Identity, Join, Place, Process
 from tf2dist.errors import ClusterError, ConfigError
@@ -97,27 +97,31 @@ def test_the_text_of_differences_is_limited() -> None:
 
 
 def test_control_ports() -> None:
-    assert port.control_address("host:2222") == ("host", 3222)
-    assert port.control_address("[::1]:65000") == ("::1", 64000)
-    assert port.control_address("host:5", 10) == ("host", 15)
-    port.check_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
+    assert listening.control_address("host:2222") == ("host", 3222)
+    assert listening.control_address("[::1]:65000") == ("::1", 64000)
+    assert listening.control_address("host:5", 10) == ("host", 15)
+    listening.check_control_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
     with pytest.raises(ClusterError, match=r"worker 0 \(a:2222\): its control port 3222 is the port of worker-1"):
-        port.check_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
+        listening.check_control_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
     with pytest.raises(ClusterError, match="is the control port of worker-0"):
-        port.check_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
+        listening.check_control_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
+
+
+def listens_at(address: str) -> str:
+    cluster = Cluster("sync", {"worker": (address,)})
+    with listening.listen_at_control_port(cluster, Task("worker", 0), 1000) as listener:
+        return str(listener.getsockname()[0])
 
 
 def test_a_name_of_this_host_that_means_loopback_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = addresses.resolve("127.0.0.1", 0)
     monkeypatch.setattr(listening, "resolve", lambda host, port: [found])
-    for name, expected in (("some-host", "0.0.0.0"), ("localhost", "127.0.0.1")):
-        with port.listen(Cluster("sync", {"worker": (f"{name}:20001",)}), Task("worker", 0), 1000) as listener:
-            assert listener.getsockname()[0] == expected
+    assert listens_at("some-host:20001") == "0.0.0.0"
+    assert listens_at("localhost:20001") == "127.0.0.1"
 
 
 def test_a_proxied_address_listens_everywhere() -> None:
-    with port.listen(Cluster("sync", {"worker": ("10.255.255.1:20001",)}), Task("worker", 0), 1000) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
+    assert listens_at("10.255.255.1:20001") == "0.0.0.0"
 
 
 SECRET = "0123456789abcdef"

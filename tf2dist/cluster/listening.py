@@ -1,13 +1,48 @@
-"""Listening sockets at a task's own address."""
+"""The ports of a task beside TensorFlow's: its control port, at which its launching process listens, and free ones."""
 
 import errno
 import socket
 
-from tf2dist.cluster.addresses import Endpoint, ip_of, resolve, split
+from tf2dist.cluster.addresses import Endpoint, ip_in, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import CONTROL_PORT_SHIFT
 from tf2dist.errors import ClusterError, TaskLostError
 
 BACKLOG = 64  # connections that the kernel keeps waiting; all other tasks may connect in the same moment
+
+
+def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str, int]:
+    """Host and control port of the task whose TensorFlow port is at "host:port"."""
+    host, port = split(address)
+    # Above 65535 there are no ports. All hosts derive the same port from the cluster list.
+    return host, port + shift if port + shift <= 65535 else port - shift
+
+
+def check_control_ports(cluster: Cluster, shift: int) -> None:
+    """Raises ClusterError if a task's control port is also a port or the control port of another task."""
+    taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
+    for task in cluster.tasks:
+        host, port = control_address(cluster.address(task), shift)
+        if (host, port) in taken:
+            raise ClusterError(
+                f"{cluster.label(task)}: its control port {port} is {taken[host, port]}; "
+                f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
+            )
+        # Control ports may also meet each other: one shifted up and one shifted down.
+        taken[host, port] = f"the control port of {task}"
+
+
+def listen_at_control_port(cluster: Cluster, task: Task, shift: int) -> socket.socket:
+    """Listens at the task's own address alone, or at all addresses if this host does not have it (behind a proxy).
+
+    Raises:
+        ClusterError: the port is taken.
+        TaskLostError: the name is unknown.
+    """
+    host, port = control_address(cluster.address(task), shift)
+    # The addresses are tried in order, so the port is open at all addresses only if no other way is left.
+    name = cluster.label(task)
+    return _listen_at(name, [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))])
 
 
 def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
@@ -18,10 +53,10 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
         TaskLostError: the name is unknown.
     """
     name = cluster.label(task)
-    return listen_at(name, own_addresses(name, split(cluster.address(task))[0], 0))
+    return _listen_at(name, _own_addresses(name, split(cluster.address(task))[0], 0))
 
 
-def listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
+def _listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
     """Listens at the first of the candidates that is an address of this host.
 
     Args:
@@ -56,7 +91,7 @@ def listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
     raise ClusterError(f"{name}: this host has no address to listen at")
 
 
-def own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
+def _own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
     """The addresses by which other hosts reach this one under the name `host`.
 
     Raises:
@@ -67,14 +102,7 @@ def own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
     except socket.gaierror:
         raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
     # Somebody who writes a loopback address means it: all tasks are on this host.
-    if host == "localhost" or _is_address(host):
+    if host == "localhost" or ip_in(host):
         return found
     # Some systems give a host's own name a loopback address, which other hosts cannot reach.
     return [(family, address) for family, address in found if not ip_of(address[0]).is_loopback]
-
-
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ip_of(host))
-    except ValueError:
-        return False

@@ -1,5 +1,6 @@
 """A follower's side of a meeting: it joins at the leader, and gets news of the other tasks from it."""
 
+from tf2dist.cluster.listening import control_address
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.dialer import Dialer
 from tf2dist.control.identity import explain
@@ -19,7 +20,6 @@ from tf2dist.control.messages import (
     ToJoin,
     Wait,
 )
-from tf2dist.control.port import control_address
 from tf2dist.control.token import VARIABLE
 from tf2dist.errors import ClusterError, TaskLostError, TfDistError
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Task
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.dialer import Dialer
@@ -30,7 +31,6 @@ from tf2dist.control.messages import (
     ToProbe,
     Wait,
 )
-from tf2dist.control.port import control_address
 from tf2dist.errors import ClusterError, TaskLostError
 
 # Why a connection of a stranger is reported; a port scanner, which sends nothing, is not worth a line.

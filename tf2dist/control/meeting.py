@@ -15,10 +15,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from tf2dist.cluster import listening
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
-from tf2dist.control import port
 from tf2dist.control.connections import Link, Links
 from tf2dist.control.follower import Follower
 from tf2dist.control.leader import Leader
@@ -98,7 +98,7 @@ class Meeting:
         lost_after_secs: float,
         port_shift: int = CONTROL_PORT_SHIFT,
     ) -> None:
-        port.check_ports(cluster, port_shift)
+        listening.check_control_ports(cluster, port_shift)
         self._membership = membership = Membership(
             cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
         )
@@ -114,7 +114,8 @@ class Meeting:
     def __enter__(self) -> Self:
         """Raises ClusterError if the control port is taken, TaskLostError if the host's name is unknown."""
         membership = self._membership
-        self._links.open(port.listen(membership.cluster, membership.task, membership.port_shift))
+        listener = listening.listen_at_control_port(membership.cluster, membership.task, membership.port_shift)
+        self._links.open(listener)
         self._thread.start()
         return self
 

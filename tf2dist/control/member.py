@@ -7,6 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
+from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.parsing import canonical
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.control.identity import explain, list_differences
@@ -21,7 +22,6 @@ from tf2dist.control.messages import (
     Stop,
     Wait,
 )
-from tf2dist.control.port import control_address
 from tf2dist.errors import Interrupted, TfDistError
 
 BEAT_EVERY_SECS = 1.0

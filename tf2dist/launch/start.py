@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.cluster.addresses import check_not_public
+from tf2dist.cluster.listening import check_control_ports
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
 from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.port import check_ports
 from tf2dist.control.token import job_key
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, first_line
@@ -92,7 +92,7 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
         ClusterError: this task cannot run here.
         TaskLostError: its name is not known on this host within `startup_timeout_secs`.
     """
-    check_ports(cluster, config.cluster.control_port_shift)
+    check_control_ports(cluster, config.cluster.control_port_shift)
     job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; the meeting gives its warning
     wait_for_own_name(cluster, task, config.startup_timeout_secs, lambda: None, console.note)  # a signal ends it
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
