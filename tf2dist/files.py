@@ -1,8 +1,4 @@
-"""Files in a folder into which other users may be able to write.
-
-Writing follows no link, which could lead to any file of this user. Opening does not wait for a FIFO, which
-would block until another process opens its other end.
-"""
+"""Files of a run: read without waiting, written whole or not at all, in folders of their owner."""
 
 import contextlib
 import errno
@@ -14,68 +10,34 @@ import stat
 from pathlib import Path
 from typing import Any
 
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-
-
-def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file; can serve `open` as its `opener`.
-
-    Args:
-        flags, mode: of `os.open`.
-
-    Raises:
-        OSError: it cannot be opened, is a link, or is not a regular file.
-    """
-    try:
-        return _regular(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode), path)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from None
-        if error.errno == errno.ENXIO:
-            raise _no_file(path) from None
-        raise
-
-
-def open_log(path: str | Path) -> int:
-    """Opens a log to append to it; only the owner can read one that is created here.
-
-    Raises:
-        OSError: see `open_to_write`.
-    """
-    return open_to_write(path, APPEND, 0o600)
-
 
 def open_to_read(path: Path) -> io.BufferedReader:
-    """Opens a regular file to read it; follows links.
+    """Opens a regular file to read it. Does not wait for a FIFO, which would block until another process opens it too.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
     """
-    return os.fdopen(_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
-
-
-def _regular(descriptor: int, path: str | Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
+        return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise _no_file(path)
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
-def _no_file(path: str | Path) -> OSError:
-    return OSError(errno.EINVAL, "is not a regular file", str(path))
+def open_log(path: str | Path) -> int:
+    """Opens a log to append to it, and returns its descriptor; only the owner can read one that is created here."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, text as UTF-8; replaces a link instead of following it.
+    """Writes a file whole or not at all, text as UTF-8.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f"{path.name}.part")
     try:
-        part.unlink(missing_ok=True)  # left by a process that was killed while it wrote
-        with open(part, "xb", opener=open_to_write) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -111,10 +73,7 @@ def make_private(folder: Path) -> None:
     for path in reversed([folder, *folder.parents]):
         try:
             path.mkdir(mode=0o700)
-        except FileExistsError:
-            if not path.is_dir():
-                raise
-        except OSError:  # a read-only file system reports that even for a directory that exists
+        except OSError:  # it exists; a read-only file system reports another error even then
             if not path.is_dir():
                 raise
     if not any(folder.iterdir()):

@@ -19,7 +19,6 @@ from tf2dist.comparing.matrix import ContenderRun
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary, run_job
-from tf2dist.launch.run_dir import why_not_private
 
 OPTION = "compare_dir"
 PLAN = "plan.json"
@@ -109,8 +108,6 @@ def run_all(
         flags: of the command line, such as --config-dir, which each run gets too.
         received: the signals to this process.
     """
-    if text := why_not_private(folder):
-        console.warn(text)
     with console:
         whole = ComparisonProgress(console, len(runs))
         return [_run(run, folder, flags, received, whole) for run in runs]

@@ -1,8 +1,4 @@
-"""The run directory: private, checked before anything is written into it, and locked by one run.
-
-Other users may have written into a directory that is not private. So whatever has the name of one of the
-run's files must be a regular file, or a folder: a link could lead to any file of this user, and a FIFO blocks.
-"""
+"""The run directory: private, checked before anything is written into it, and locked by one run."""
 
 import contextlib
 import fcntl
@@ -10,7 +6,6 @@ import itertools
 import json
 import os
 import shlex
-import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +36,8 @@ def make_run_dir(config: RunConfig) -> Path:
         # Every run makes `logs`, so a config.yaml without it belongs to some other program.
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
-        # Private first: once a new directory is, nobody can put a link into it after the check.
         files.make_private(run_dir)
-        _check_contents(run_dir, given)
+        _check_access(run_dir, given)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         # If nothing can be written here, the user should learn it now and not at the first checkpoint.
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
@@ -67,39 +61,20 @@ def _new_default_dir(config: RunConfig) -> Path:
     return run_dir
 
 
-def _check_contents(run_dir: Path, given: str) -> None:
-    """Checks the files and folders that exist already under the names that this run will use.
+def _check_access(run_dir: Path, given: str) -> None:
+    """Checks that this user may write to what another run has left, which may have been of root in a container.
 
     Raises:
-        OSError: it cannot be looked at.
-        ConfigError: something there cannot be written to; names the first.
+        ConfigError: it may not; names the first file or folder.
     """
-    folders = [run_dir / name for name in FOLDERS]
-    plain = [run_dir / name for name in FILES]
-    for path in folders:
-        _check(path, given, "folder", os.R_OK | os.W_OK | os.X_OK)
-    if (run_dir / "logs").is_dir():
-        plain += [path for path in (run_dir / "logs").iterdir() if path.suffix == ".log"]
-    for path in plain:
-        _check(path, given, "file", os.R_OK | os.W_OK)
-
-
-def _check(path: Path, given: str, kind: str, access: int) -> None:
-    """Raises ConfigError if something with this name is of another kind, or may not be accessed."""
-    try:
-        mode = path.lstat().st_mode  # stat() would look at the target of a link
-    except FileNotFoundError:
-        return
-    if stat.S_ISLNK(mode):
-        problem = "is a link, and links are not followed"
-    elif not (stat.S_ISDIR(mode) if kind == "folder" else stat.S_ISREG(mode)):
-        problem = f"is not a {kind}"
-    # By default `access` asks for the real user, and files are opened as the effective one.
-    elif not os.access(path, access, effective_ids=True):
-        problem = "cannot be read and written by this user"
-    else:
-        return
-    raise ConfigError(f"run_dir ({given}): {path.name} in it {problem}; remove it, or name another directory")
+    for path in (*(run_dir / name for name in (*FOLDERS, *FILES)), *(run_dir / "logs").glob("*.log")):
+        access = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+        # By default `access` asks for the real user, and files are opened as the effective one.
+        if path.exists() and not os.access(path, access, effective_ids=True):
+            raise ConfigError(
+                f"run_dir ({given}): {path.name} in it cannot be read and written by this user; remove it, or name "
+                "another directory"
+            )
 
 
 def how_to_go_on(run_dir: Path, in_python: bool) -> str:
@@ -112,22 +87,6 @@ def has_checkpoints(run_dir: Path) -> bool:
         return any(path.name.startswith("step-") for path in (run_dir / "checkpoints").iterdir())
     except OSError:
         return False
-
-
-def why_not_private(run_dir: Path) -> str:
-    """Why other users can write into the run directory, or `outputs` above it; "" if they cannot."""
-    outputs = run_dir.parent
-    for folder in (run_dir, outputs) if outputs.name == "outputs" else (run_dir,):
-        status = folder.stat()
-        is_sticky = folder == outputs and status.st_mode & stat.S_ISVTX  # others cannot rename what is not theirs
-        # Root can write everywhere, so a folder of root's is no less private than one's own.
-        foreign = os.geteuid() != 0 and status.st_uid not in (0, os.geteuid())
-        if foreign or (status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky):
-            return (
-                f"{folder} can be written by other users, who could exchange checkpoints there; "
-                f"chmod go-w {folder}, or name another run_dir"
-            )
-    return ""
 
 
 def log_path(log_dir: Path, name: str) -> Path:
@@ -185,7 +144,7 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8", opener=files.open_to_write))
+            lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"{option} ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"

@@ -23,7 +23,7 @@ from tf2dist.errors import ConfigError, Interrupted, first_line
 from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir, why_not_private
+from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 
@@ -50,8 +50,6 @@ def run_in_folder(
     """
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
-    if text := why_not_private(run_dir):
-        console.warn(text)
     try:
         return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
     except Interrupted as error:

@@ -20,7 +20,7 @@ from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, TfDistError
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary, run_job
-from tf2dist.launch.run_dir import locked, why_not_private
+from tf2dist.launch.run_dir import locked
 from tf2dist.launch.streams import say
 from tf2dist.launch.sweep_table import Row, as_csv, as_table
 from tf2dist.signals import Signals
@@ -61,8 +61,6 @@ def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
         _check_folder(folder / job.folder, job)
     _make(folder)
     console = Console()
-    if text := why_not_private(folder):
-        console.warn(text)
     with locked(folder, OPTION), signals.held() as received:
         running = _Running(sweep, folder, flags, received, console)
         for job in sweep.jobs:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import first_line
-from tf2dist.files import APPEND, as_json, open_to_read, open_to_write
+from tf2dist.files import as_json, open_to_read
 from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
@@ -35,7 +34,7 @@ class JsonlWriter:
 
     def __init__(self, path: Path, task: str, began_at: float) -> None:
         # Lines are flushed one by one and appended, so the evaluator and the leader can write into the same file.
-        self._file = os.fdopen(open_to_write(path, APPEND), "a", encoding="utf-8", buffering=1)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._task, self._began_at = task, began_at
         with open_to_read(path) as file:
             file.seek(max(0, path.stat().st_size - 1))

@@ -5,7 +5,6 @@ The graph of a step calls a function of the worker's own process at both moments
 a step has nothing of this.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.files import APPEND, open_to_write
 from tf2dist.process.tf_internals import publish_functions
 
 FOLDER = "timeline"
@@ -68,8 +66,7 @@ class Recorder:
 
     def _open(self, worker: int) -> TextIO:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor = open_to_write(self._folder / f"worker-{worker}.csv", APPEND)
-        file = self._files[worker] = os.fdopen(descriptor, "a", encoding="ascii")
+        file = self._files[worker] = open(self._folder / f"worker-{worker}.csv", "a", encoding="ascii")  # noqa: SIM115
         return file
 
 
