@@ -156,7 +156,7 @@ class SyncWorkers:
                     break
         finally:
             with contextlib.suppress(TfDistError):  # the exception that is being raised tells more
-                self._launcher.stop()
+                self._launcher.kill_all()
         failed = [path for path in map(self._error_file, names) if path.exists()]
         if failed:
             first_error = min(failed, key=lambda path: path.stat().st_mtime_ns)
@@ -211,5 +211,5 @@ def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorke
     from tf2dist.launch.environment import ENVIRONMENT
 
     folder = tmp_path_factory.mktemp("sync_workers")
-    with Launcher(folder, isolate=True, env=ENVIRONMENT, grace_secs=1.0) as launcher:
+    with Launcher(folder, isolate=True, env=ENVIRONMENT) as launcher:
         yield SyncWorkers(launcher, folder)

@@ -49,7 +49,7 @@ def said(launcher: Launcher, task: str = "") -> dict[str, Any]:
 
 def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:
     target = f"tests.process.targets:{function}"
-    launcher.start(name, target, {"name": name, **payload}, env={"COLOUR": "red"}, sys_path=sys.path)
+    launcher.start(name, target, {"name": name, **payload}, sys_path=sys.path)
 
 
 def test_a_message_reaches_its_task_alone(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_tasks_run_report_and_log(tmp_path: Path) -> None:
         assert {end.task for end in ends} == {"worker-0", "worker-1"}
         assert all(end.code == 0 for end in ends)
         assert launcher.tasks == {}
-    assert (tmp_path / "worker-1.log").read_text() == "hello from worker-1 red\n"
+    assert (tmp_path / "worker-1.log").read_text() == "hello from worker-1\n"
 
 
 def test_exit_codes_and_tracebacks_are_reported(tmp_path: Path) -> None:
@@ -132,10 +132,9 @@ def test_a_killed_task_that_does_not_end_is_reported(tmp_path: Path, monkeypatch
             os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_leaving_stops_tasks_and_their_children(tmp_path: Path, stubborn: bool) -> None:
-    with make(tmp_path, grace_secs=0.5) as launcher:
-        start(launcher, "worker-0", "wait", stubborn=stubborn)
+def test_leaving_stops_tasks_and_their_children(tmp_path: Path) -> None:
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "wait")
         event = said(launcher)
     assert not psutil.pid_exists(event["pid"])
 

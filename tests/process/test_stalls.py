@@ -23,7 +23,7 @@ def test_a_function_of_the_users_that_never_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_leftovers: Callable[[], None]
 ) -> None:
     """It is named while it runs and in the final error, and the task is not restarted."""
-    with Launcher(tmp_path, preload=(), grace_secs=0.0) as launcher:
+    with Launcher(tmp_path, preload=()) as launcher:
 
         def start(task: str, restarts: int) -> None:
             launcher.start(task, "tests.process.targets:stand", {}, sys_path=sys.path)

@@ -19,8 +19,8 @@ MESSAGES = [
     Progress("chief-0", 7, 20, {"loss": 0.5, "mae": float("inf")}),
     Result("chief-0", {"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}),
     Ready(isolated=True, ports=(2222, 2223)),
-    Start("ps-0", "module:function", {"any": ["json"]}, {"A": "b"}, "ps-0.log", None),
-    Start("ps-0", "module:function", None, {}, "ps-0.log", ("folder", "other")),
+    Start("ps-0", "module:function", {"any": ["json"]}, "ps-0.log", None),
+    Start("ps-0", "module:function", None, "ps-0.log", ("folder", "other")),
 ]
 
 

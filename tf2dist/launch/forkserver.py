@@ -49,7 +49,7 @@ def poster(sock: socket.socket) -> Post:
 
 
 def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) -> int:
-    """The forked child: log file, environment, then ``target(payload, to_launcher) -> exit code``."""
+    """The forked child: log file, module path, then ``target(payload, to_launcher) -> exit code``."""
     # A group of its own, so that a kill reaches what the task itself has started.
     os.setpgid(0, 0)
     linux.die_with_parent(parent_pid)
@@ -61,7 +61,6 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) 
     os.dup2(inbox, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(request.env)
     sys.path[:] = request.sys_path or sys.path
     module, function = request.target.split(":")
     target = getattr(importlib.import_module(module), function)

@@ -5,7 +5,7 @@
         for message in launcher.events(timeout_secs=1.0):
             ...
 
-Leaving the block stops everything: SIGTERM to all tasks, one deadline for all, SIGKILL to the rest.
+Leaving the block kills what still runs; `shutdown` asks the tasks to end before.
 """
 
 import contextlib
@@ -55,7 +55,6 @@ class Launcher:
         isolate: whether to put the tasks into a private loopback network (see `linux`).
         preload: modules that the fork server imports once for all tasks.
         env: environment variables set before anything is imported.
-        grace_secs: how long a task may take to end after SIGTERM.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class Launcher:
         isolate: bool = False,
         preload: tuple[str, ...] = ("tf2dist.task",),
         env: Mapping[str, str] | None = None,
-        grace_secs: float = 5.0,
     ) -> None:
         self.log_dir = log_dir
         self.isolate = isolate
         self.preload = preload
         self.env = dict(env or {})
-        self.grace_secs = grace_secs
         self.ready = self.isolated = False
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
@@ -126,7 +123,6 @@ class Launcher:
         target: str,
         payload: Any,
         *,
-        env: Mapping[str, str] | None = None,
         sys_path: list[str] | None = None,
     ) -> None:
         """Forks a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``, a `ToLauncher`.
@@ -138,7 +134,7 @@ class Launcher:
         FailureRecord.path(self.log_dir, name).unlink(missing_ok=True)  # left by an earlier run
         self.tasks[name] = 0
         path = None if sys_path is None else tuple(sys_path)
-        start = Start(name, target, payload, dict(env or {}), str(log_path(self.log_dir, name)), path)
+        start = Start(name, target, payload, str(log_path(self.log_dir, name)), path)
         try:
             self._sock.send(pack(start))
         except OSError:
@@ -237,33 +233,23 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 (os.kill if alone else os.killpg)(pid, signum)
 
-    def stop(self) -> None:
-        """Sends SIGTERM to every task, waits up to `grace_secs` for all of them, and kills the rest."""
-        if self.grace_secs > 0:
-            self._end_all(signal.SIGTERM, self.grace_secs)
-        self.kill_all()
-
     def kill_all(self) -> list[Event]:
         """Kills every task; returns the messages that came before all had ended.
 
         Raises:
             TaskLostError: a task does not end.
         """
-        events = self._end_all(signal.SIGKILL, KILL_TIMEOUT_SECS)
-        if self.tasks:
-            self.give_up_on(next(iter(self.tasks)))
-        return events
-
-    def _end_all(self, signum: int, wait_secs: float) -> list[Event]:
-        deadline = time.monotonic() + wait_secs
+        deadline = time.monotonic() + KILL_TIMEOUT_SECS
         events: list[Event] = []
         for name in list(self.tasks):
-            self.signal(name, signum)
+            self.signal(name, signal.SIGKILL)
         while self.tasks and time.monotonic() < deadline:
             for event in self.events(0.1):
                 events.append(event)
                 if isinstance(event, Started):  # its process id was not known when the signal was sent
-                    self.signal(event.task, signum)
+                    self.signal(event.task, signal.SIGKILL)
+        if self.tasks:
+            self.give_up_on(next(iter(self.tasks)))
         return events
 
     def __exit__(self, *_: object) -> None:
@@ -271,7 +257,7 @@ class Launcher:
             if not self.ready:
                 self._server.kill()  # it is importing and does not read the socket
             elif self._server.poll() is None:
-                self.stop()
+                self.kill_all()
         except (TfDistError, OSError):
             pass  # the server died: the kernel has killed its tasks
         finally:

@@ -57,7 +57,6 @@ class Start:
     """Fork a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``.
 
     Attributes:
-        env: environment variables that the task alone has.
         log: the file that takes its output.
         sys_path: instead of the fork server's own; None to keep that.
     """
@@ -65,7 +64,6 @@ class Start:
     task: str
     target: str
     payload: Any
-    env: dict[str, str]
     log: str
     sys_path: tuple[str, ...] | None
 

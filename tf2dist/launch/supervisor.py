@@ -65,9 +65,7 @@ def supervise(
             directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
-    # The tasks that are left when the monitor ends have nothing to save, so they are killed at once.
-    environment = environment_of(config)
-    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment, grace_secs=0.0)
+    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment_of(config))
     leads = host_task is None or host_task.leads
     with contextlib.ExitStack() as whole:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
