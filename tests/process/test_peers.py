@@ -1,11 +1,13 @@
 """Addresses on the network: whether they belong to this host, and whether anyone answers there."""
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -51,27 +53,31 @@ def test_an_unknown_name_is_worth_a_retry() -> None:
             reachability.check_own_address(at(f"no-such-host.invalid:{port}"), WORKER)
     told: list[str] = []
     with pytest.raises(TaskLostError, match=r"worker 0 \(no-such-host\.invalid:1\): after . s .* startup_timeout_secs"):
-        reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, lambda: None, told.append)
+        reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, told.append)
 
 
 def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while the name server does not answer at all."""
-    asked, answer = threading.Event(), threading.Event()
+    """By a signal, even while the name server does not answer at all."""
+    answer = threading.Event()
 
     def silent(host: str) -> list[Ip]:
-        asked.set()
+        os.kill(os.getpid(), signal.SIGUSR1)
         answer.wait(30)
         return []
 
-    def check() -> None:
-        if asked.is_set():
-            raise Interrupted(signal.SIGTERM)
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
 
+    before = signal.signal(signal.SIGUSR1, end)
     monkeypatch.setattr(reachability, "ips_of", silent)
-    with pytest.raises(Interrupted):
-        reachability.wait_for_own_name(at("late:1"), WORKER, 600, check, lambda text: None)
-    with pytest.raises(TaskLostError):
-        reachability.wait_for_own_name(at("late:1"), WORKER, 0.5, lambda: None, lambda text: None)
+    try:
+        with pytest.raises(Interrupted):
+            reachability.wait_for_own_name(at("late:1"), WORKER, 600, lambda text: None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with pytest.raises(TaskLostError):
+            reachability.wait_for_own_name(at("late:1"), WORKER, 0.5, lambda text: None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     answer.set()
 
 

@@ -1,7 +1,6 @@
 """Who can reach an address, and the refusals and warnings about it."""
 
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -82,18 +81,6 @@ def test_the_holder_of_a_port_is_named() -> None:
     assert holder.startswith(f"pid {os.getpid()} (")
     assert Path(sys.executable).name in holder
     assert addresses.port_holder(unused_ports(1)[0]) == ""
-
-
-def test_the_first_of_processes_that_share_a_socket_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-        try:
-            assert addresses.port_holder(server.getsockname()[1]).startswith(f"pid {os.getpid()} (")
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
 
 
 def test_public_addresses_are_refused_by_default() -> None:

@@ -6,9 +6,7 @@ A TensorFlow server has no authentication and listens on every interface of its 
 
 import contextlib
 import ipaddress
-import re
 import socket
-from typing import Any
 
 import psutil
 
@@ -130,26 +128,10 @@ def interface_addresses() -> list[Ip]:
 
 
 def port_holder(port: int) -> str:
-    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be found.
-
-    Of several processes that share the socket it is the one that forked the others, such as a web server's master.
-    """
+    """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be found."""
     with contextlib.suppress(OSError, psutil.Error):  # no /proc, or the process has just ended
-        pids = [each.pid for each in psutil.net_connections("tcp") if each.pid and _listens(each, port)]
-        if pids:
-            holder = _first_of_family(psutil.Process(pids[0]), port)
-            # A command line is text of another user's, and a terminal obeys control characters.
-            words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", " ".join(holder.cmdline())).split())
-            return f"pid {holder.pid} ({words[:80]})"
+        for found in psutil.net_connections("tcp"):
+            if found.pid and found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port:
+                command = " ".join(" ".join(psutil.Process(found.pid).cmdline()).split())
+                return f"pid {found.pid} ({command[:80]})"
     return ""
-
-
-def _first_of_family(process: psutil.Process, port: int) -> psutil.Process:
-    with contextlib.suppress(psutil.AccessDenied):  # a process of another user does not show its sockets
-        while (parent := process.parent()) and any(_listens(each, port) for each in parent.net_connections("tcp")):
-            process = parent
-    return process
-
-
-def _listens(connection: Any, port: int) -> bool:
-    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)

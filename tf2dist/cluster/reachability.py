@@ -1,15 +1,13 @@
 """Whether a task's address belongs to this host, and whether the other tasks can be reached at theirs."""
 
-import contextlib
 import errno
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tf2dist.cluster.addresses import Ip, ips_of, port_holder, resolve, split
+from tf2dist.cluster.addresses import ips_of, port_holder, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.errors import ClusterError, TaskLostError
@@ -23,13 +21,10 @@ ALIAS_SECS = 2.0  # names that take longer to resolve are not compared
 MAX_LOOKED_UP = 64  # names of other tasks, each in a thread of its own
 
 
-def wait_for_own_name(
-    cluster: Cluster, task: Task, timeout_secs: float, check: Callable[[], None], notify: Callable[[str], None]
-) -> None:
+def wait_for_own_name(cluster: Cluster, task: Task, timeout_secs: float, notify: Callable[[str], None]) -> None:
     """Waits until this host can resolve the name in its task's address.
 
     Args:
-        check: called several times a second; an exception from it ends the wait.
         notify: takes a line for the user every few seconds.
 
     Raises:
@@ -38,7 +33,7 @@ def wait_for_own_name(
     # In Kubernetes the name of a pod is published only some seconds after the pod has started.
     host, _ = split(cluster.address(task))
     wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
-    while not _look_up_aside(host, wait.deadline, check):
+    while not ask_all(lambda _: ips_of(host), [task], wait.deadline - time.monotonic()).get(task):
         if wait.is_over:
             raise TaskLostError(
                 f"{cluster.label(task)}: after {wait.secs:.0f} s this host still does not know the name {host}; "
@@ -46,19 +41,6 @@ def wait_for_own_name(
             )
         wait.notify(f"this host's own name {host} to be known")
         time.sleep(LOOK_UP_EVERY_SECS)
-
-
-def _look_up_aside(host: str, deadline: float, check: Callable[[], None]) -> list[Ip]:
-    """The addresses of a name; none if it is unknown, or if there is no answer by the deadline."""
-    # `getaddrinfo` has no timeout and cannot be interrupted, so it runs in a thread, which is abandoned if it is late.
-    found: queue.SimpleQueue[list[Ip]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: found.put(ips_of(host)), daemon=True).start()
-    while True:
-        check()
-        with contextlib.suppress(queue.Empty):
-            return found.get(timeout=LOOK_UP_EVERY_SECS)
-        if time.monotonic() >= deadline:
-            return []
 
 
 def check_no_alias(cluster: Cluster, task: Task) -> None:
@@ -85,7 +67,7 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
 
 
 def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: float) -> dict[Task, Answer]:
-    """Calls a function for many tasks in parallel, since each call may block, for example in the look-up of a name.
+    """Calls a function for tasks in parallel, since each call may block: the look-up of a name has no timeout.
 
     Returns:
         The answers that came within `secs`. The threads of the other calls are abandoned.
