@@ -12,8 +12,8 @@ import numpy as np
 
 from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
-from tf2dist.launch.caller import Heard, Send
 from tf2dist.launch.console import Console
+from tf2dist.launch.run_state import Heard, Send
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress, metrics_text
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
@@ -29,7 +29,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
 
 
 class Conversation(Generic[T]):
-    """The caller's side of one run; see `launch.caller.Caller`.
+    """The caller's side of one run; see `launch.run_state.Caller`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
     callbacks; Python raises KeyboardInterrupt only there. Apart from the queue each attribute is written by one thread.

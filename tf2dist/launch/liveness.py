@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from tf2dist.launch.task_record import TaskRecord
+from tf2dist.launch.run_state import TaskRecord
 
 SILENT_SECS = 2.5  # a task reports every second
 

@@ -9,14 +9,12 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.launch.caller import Caller, Heard
-from tf2dist.launch.clock import Clock
 from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event, Exited
 from tf2dist.launch.restarts import RestartPolicy, Verdict
-from tf2dist.launch.run_state import Life, Phase, Tasks
+from tf2dist.launch.run_state import Caller, Clock, Heard, Life, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
 from tf2dist.messages import Began, Note, PeerGone, Progress, Result, Saved, Status, Warned

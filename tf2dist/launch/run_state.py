@@ -1,11 +1,16 @@
-"""The state of a run, as its launching process sees it."""
+"""What the parts of the launching process share: the state of a run and of its tasks, the clock, and the caller."""
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from tf2dist.errors import FailureRecord
+from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress
+
+Heard = HookCall | Progress
+Send = Callable[[HookAnswer | PauseWanted], None]
 
 
 class Phase(enum.Enum):
@@ -48,3 +53,76 @@ class Life:
     summary: dict[str, Any] = field(default_factory=dict)
     leave_by: float = float("inf")
     failures: list[FailureRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill of a task by its launching process.
+
+    Attributes:
+        at: when, in seconds of the monotonic clock.
+        why: what the user reads.
+        exit_code: of the failure that this is.
+    """
+
+    at: float
+    why: str
+    exit_code: int = TaskLostError.exit_code
+
+
+# Only the monitor's thread reads and writes these records, so they need no lock.
+@dataclass
+class TaskRecord:
+    """One task of this host; a task that is started again has a new one.
+
+    Attributes:
+        heard_at: when it gave its last sign of life, in seconds of the monotonic clock. Later than now while a
+            silence that it has announced lasts.
+        ran_at: when its process was last seen running, not stopped.
+        is_done: whether it has reported that its work is complete.
+        has_exited: whether its process has ended.
+        kill: given if the launching process has killed it.
+    """
+
+    heard_at: float
+    ran_at: float
+    is_done: bool = False
+    has_exited: bool = False
+    kill: Kill | None = None
+
+    @property
+    def is_expected_to_live(self) -> bool:
+        return not self.has_exited and self.kill is None
+
+
+class Clock(Protocol):
+    """What the module `time` offers; a parameter, so that a test can pass a clock of its own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment in the past; never goes back."""
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+
+    def sleep(self, secs: float, /) -> None: ...
+
+
+# Only a protocol stands here: `fit` itself imports TensorFlow, and this room must not.
+class Caller(Protocol):
+    """A call of `fit`: what its tasks need, and where the leader's messages go.
+
+    Attributes:
+        job: the folder with the data and the model, on this host.
+        identity: what must be equal on every host, in a form that people can read.
+        sys_path: where the tasks find the caller's modules.
+    """
+
+    job: Path
+    identity: dict[str, Any]
+    sys_path: list[str]
+
+    def connect(self, send: Send) -> None:
+        """Takes the function that sends a message to the leader, from any thread."""
+
+    def hear(self, message: Heard) -> None:
+        """Takes a message of the leader; must not wait."""

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, Interrupted, NotFiniteError, RequestError, TaskFailure, TfDistError
-from tf2dist.launch.clock import Clock
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.run_state import Clock
 
 OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
 FOLLOW_SECS = 5.0  # in addition, on hosts without the leader

@@ -20,10 +20,10 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.token import job_key
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, first_line
-from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir
+from tf2dist.launch.run_state import Caller
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import Requests
 

@@ -16,13 +16,12 @@ from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, TrainingError
 from tf2dist.files import as_json, write_whole
-from tf2dist.launch.caller import Caller
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.environment import environment_of
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
-from tf2dist.launch.run_state import Tasks
+from tf2dist.launch.run_state import Caller, Tasks
 from tf2dist.signals import Requests
 
 

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError, TrainingError
-from tf2dist.launch.clock import Clock
 from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Launcher
 from tf2dist.launch.liveness import LivenessTracker
 from tf2dist.launch.messages import Event, Ready, Started
+from tf2dist.launch.run_state import Clock, Kill, TaskRecord
 from tf2dist.launch.stalls import Stalls
-from tf2dist.launch.task_record import Kill, TaskRecord
 from tf2dist.messages import Done, Silence, Stalled, Standing
 from tf2dist.process.heartbeat import STACKS_SIGNAL
 
