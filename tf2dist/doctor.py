@@ -27,10 +27,8 @@ from tf2dist.config.source import Source
 from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
-from tf2dist.launch import machine
-from tf2dist.launch.internals_findings import of_internals
+from tf2dist.launch import machine, tensorflow_findings
 from tf2dist.launch.machine import Finding
-from tf2dist.launch.plugin_findings import of_plugins
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
 # Answers that no waiting changes: a connection that is refused may be accepted later.
@@ -71,7 +69,7 @@ def report(arguments: list[str]) -> int:
         # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:
             # Findings quote names and paths that others have chosen; a terminal would obey control characters in them.
-            print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(finding)), flush=True)
+            print(printable(str(finding)), flush=True)
     if is_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1), flush=True)
     return 2 if any(finding.level == "fail" for finding in found) else 0
@@ -82,10 +80,10 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
     config, host_task, mistakes = request(overrides, tf_config, source)
     yield from mistakes
     local = config is not None and config.cluster.kind == "local"
-    checks: list[Check] = [machine.versions, of_internals]
+    checks: list[Check] = [machine.versions, tensorflow_findings.internals]
     if config:
         checks += [lambda: data(config, host_task), lambda: machine.run_folder(config.run_dir)]
-        checks += [lambda: of_plugins(config)] if config.plugins else []
+        checks += [lambda: tensorflow_findings.plugins(config)] if config.plugins else []
     if config and host_task and host_task.has_address:
         checks += [
             lambda: own_address(config, *host_task),
@@ -99,7 +97,7 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
     elif host_task:
         checks += [lambda: machine.processors(1, int(host_task.task in host_task.cluster.training_tasks))]
     # The GPUs come last: TensorFlow has to be imported to list them.
-    checks += [lambda: machine.gpus(config.cluster.num_workers if config and local else 0)]
+    checks += [lambda: tensorflow_findings.gpus(config.cluster.num_workers if config and local else 0)]
     for check in checks:
         try:
             yield from check()

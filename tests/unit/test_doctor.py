@@ -19,7 +19,7 @@ from tf2dist import doctor, linux
 from tf2dist.cluster import reachability
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
-from tf2dist.launch import machine
+from tf2dist.launch import machine, tensorflow_findings
 from tf2dist.launch.machine import Finding
 
 
@@ -28,7 +28,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without TensorFlow, in an empty directory that stays empty."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr(machine, "gpus", lambda num_local_workers: iter(()))
+    monkeypatch.setattr(tensorflow_findings, "gpus", lambda num_local_workers: iter(()))
     yield
     assert list((tmp_path / "empty").iterdir()) == []
 

@@ -1,10 +1,8 @@
-"""The doctor's checks of this machine: versions, processors, memory, folders, a private network, GPUs.
+"""The doctor's checks of this machine: versions, processors, memory, folders, data, a private network.
 
-Nothing here imports TensorFlow. A check that needs it, or that changes the process, runs in a process of its
-own with a time limit.
+None of them imports TensorFlow; see `tensorflow_findings`.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -28,16 +26,7 @@ from tf2dist.requirements import tested_versions
 PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
 RUN_DIR_MB = 200
-GPU_TIMEOUT_SECS = 60.0
 ISOLATION_TIMEOUT_SECS = 20.0
-# Ends when the doctor ends, for whatever reason; prints one line with the GPUs that TensorFlow sees.
-LIST_GPUS = """
-import json, os
-from tf2dist.linux import die_with_parent
-die_with_parent(os.getppid())
-import tensorflow as tf
-print(json.dumps([gpu.name for gpu in tf.config.list_physical_devices("GPU")]))
-"""
 # A process cannot leave a network namespace again, so the doctor does not enter one itself.
 TRY_ISOLATION = "import sys; from tf2dist import linux; sys.exit(0 if linux.enter_private_network() else 3)"
 
@@ -177,56 +166,3 @@ def isolation() -> Iterator[Finding]:
         return
     text = "this system allows no private network: other hosts can reach the ports of a local cluster"
     yield Finding("warn", "isolation", text, "allow user namespaces, or close the ports in the firewall")
-
-
-def gpus(num_local_workers: int = 0) -> Iterator[Finding]:
-    """The GPUs that TensorFlow finds, which takes some seconds, compared with those of the driver.
-
-    Args:
-        num_local_workers: the workers of a local cluster, which share them; 0 for another cluster.
-    """
-    # TensorFlow leaves out GPUs whose CUDA libraries it cannot load, and only its log says so.
-    seen = _driver_gpus()
-    environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try:
-        command = code_command(LIST_GPUS)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_SECS, env=environment)
-        names = json.loads(done.stdout.strip().splitlines()[-1])  # libraries may print before it
-    except subprocess.TimeoutExpired:
-        yield Finding(
-            "warn",
-            "gpu",
-            f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s",
-            "try again when this machine is idle",
-        )
-        return
-    except (OSError, ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        yield Finding("fail", "gpu", f"TensorFlow cannot be imported ({last[:150]})", "install tf2dist again")
-        return
-    if seen and not names:
-        text = f"the driver has {seen} GPUs and TensorFlow sees none"
-        yield Finding("warn", "gpu", text, "pip install -e '.[gpu]', and look at CUDA_VISIBLE_DEVICES")
-    else:
-        text = f"TensorFlow sees {len(names)}" if names else "none; the CPUs do the work"
-        yield Finding("ok", "gpu", text + (_sharing(len(names), num_local_workers) if names else ""))
-
-
-def _sharing(num_gpus: int, num_workers: int) -> str:
-    """How the workers of a local cluster, each of which gets one GPU, share them."""
-    if not num_workers:
-        return ""
-    if num_workers <= num_gpus:
-        unused = num_gpus - num_workers
-        return "; each worker has one of its own" + (f", and {unused} are not used" if unused else "")
-    return f"; {num_workers} workers share them in turn, up to {-(-num_workers // num_gpus)} on each"
-
-
-def _driver_gpus() -> int:
-    """How many GPUs nvidia-smi lists; 0 where there is no such program."""
-    try:
-        # The first nvidia-smi on the PATH may be any program, so it does not get the job token.
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, env=child_environment())
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
