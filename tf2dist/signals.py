@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Protocol, Self
+from typing import Self
 
 REPEAT_SECS = 2.0
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -44,31 +44,32 @@ def end_at_once(descriptor: int = 2) -> None:
         signal.signal(number, end)
 
 
-class Requests(Protocol):
-    """Who asks a run to end."""
-
-    def held(self) -> AbstractContextManager[list[int]]:
-        """For a block that looks at the list of the signals that have come, which grows while it runs."""
-
-
 class StopRequests:
-    """The requests of a program that keeps its own handlers of signals: it asks by itself."""
+    """The requests that a run should end, of a program that keeps its own handlers of signals and asks by itself.
+
+    Attributes:
+        received: the first signal, and later ones that ask to stop at once; see `is_impatient`.
+    """
 
     def __init__(self) -> None:
-        self._received: list[int] = []
+        self.received: list[int] = []
         self._first_at = 0.0
 
     def held(self) -> AbstractContextManager[list[int]]:
-        return contextlib.nullcontext(self._received)
+        """For a block that looks at `received` itself, which grows while it runs."""
+        return contextlib.nullcontext(self.received)
 
-    def ask(self, number: int) -> None:
-        """Asks for an orderly stop, as the signal would, and when it is asked again later, for one at once."""
+    def ask(self, number: int) -> bool:
+        """Asks for an orderly stop, as the signal would, or for one at once; returns whether it counts as either."""
         now = time.monotonic()
-        if not self._received:
+        if not self.received:
             self._first_at = now
-        elif not is_impatient(self._received[0], number, now - self._first_at):
-            return
-        self._received.append(number)
+        elif not is_impatient(self.received[0], number, now - self._first_at):
+            if number == signal.SIGTERM and self.received == [signal.SIGHUP]:
+                self.received[0] = number  # sent together, they may arrive in either order
+            return False
+        self.received.append(number)
+        return True
 
 
 @contextlib.contextmanager
@@ -90,16 +91,11 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Signals:
-    """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `held`.
-
-    Attributes:
-        received: the first signal, and later ones that ask to stop at once; see `is_impatient`.
-    """
+class Signals(StopRequests):
+    """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `held`."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []
-        self._first_at = 0.0
+        super().__init__()
         self._is_held = False
 
     def __enter__(self) -> Self:
@@ -112,7 +108,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[list[int]]:
-        """For a block that looks at `received` itself: no signal raises anything in it."""
+        """No signal raises anything in the block."""
         self._is_held = True
         try:
             yield self.received
@@ -120,14 +116,7 @@ class Signals:
             self._is_held = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received and not is_impatient(self.received[0], number, now - self._first_at):
-            if number == signal.SIGTERM and self.received == [signal.SIGHUP]:
-                self.received[0] = number  # sent together, they may arrive in either order
-            return
-        self._first_at = self._first_at if self.received else now
-        self.received.append(number)
-        if self._is_held:
+        if not self.ask(number) or self._is_held:
             return
         if len(self.received) > 1:
             os._exit(128 + self.received[0])  # do not wait for the clean-up that the first signal began

@@ -25,7 +25,7 @@ from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir
 from tf2dist.launch.run_state import Caller
 from tf2dist.launch.supervisor import supervise
-from tf2dist.signals import Requests
+from tf2dist.signals import StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes one
@@ -36,7 +36,7 @@ def run_in_folder(
     host_task: HostTask | None,
     console: Console,
     started_at: float,
-    signals: Requests,
+    signals: StopRequests,
     caller: Caller | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Makes the run directory and runs in it; see `supervise`.

@@ -22,7 +22,7 @@ from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
 from tf2dist.launch.run_state import Caller, Tasks
-from tf2dist.signals import Requests
+from tf2dist.signals import StopRequests
 
 
 def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
@@ -43,7 +43,7 @@ def supervise(
     host_task: HostTask | None,
     console: Console,
     started_at: float,
-    signals: Requests,
+    signals: StopRequests,
     caller: Caller | None = None,
 ) -> dict[str, Any]:
     """Runs a whole local cluster, or this host's one task, to its end.
