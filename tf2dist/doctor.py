@@ -17,7 +17,6 @@ from typing import NoReturn
 
 from tf2dist import linux
 from tf2dist.cluster import addresses, listening, parsing, reachability
-from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
 from tf2dist.config.arguments import parse
@@ -29,6 +28,7 @@ from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
 from tf2dist.launch import machine, tensorflow_findings
 from tf2dist.launch.machine import Finding
+from tf2dist.launch.start import check_simulated
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
 # Answers that no waiting changes: a connection that is refused may be accepted later.

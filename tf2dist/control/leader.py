@@ -37,7 +37,6 @@ from tf2dist.errors import ClusterError, TaskLostError
 REPORTED_REASONS = ("token", "version", "malformed", "unknown type")
 PROBE_EVERY_SECS = 1.0
 LATE_SECS = 3.5  # a holder that is silent for longer may be gone: its successor has to wait, and is not refused
-MAX_DIFFERENCES = 20  # in a refusal
 
 
 @dataclass
@@ -154,7 +153,7 @@ class Leader:
 
     def _refuse(self, join: Join, code: int, why: str, found: Sequence[Difference] = ()) -> Refused:
         self._membership.line(f"{join.caller.task} on {join.process} is refused: {why}")
-        return Refused(code, why, tuple(found[:MAX_DIFFERENCES]))
+        return Refused(code, why, tuple(found))
 
     def on_message(self, link: Link, message: ToProbe | FromFollower) -> None:
         match message:

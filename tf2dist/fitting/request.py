@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster import parsing
-from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
@@ -22,6 +21,7 @@ from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
 from tf2dist.launch.environment import completed
+from tf2dist.launch.start import check_simulated
 from tf2dist.model.plan import EpochPlan
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]

@@ -14,7 +14,6 @@ from typing import Any
 from tf2dist.cluster.addresses import check_not_public
 from tf2dist.cluster.listening import check_control_ports
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
-from tf2dist.cluster.simulated import check_simulated
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.token import job_key
@@ -66,6 +65,32 @@ def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
     location.check_batch_size(config, num_workers)
     check_simulated(config, host_task)
     check_size(config, host_task)
+
+
+def check_simulated(config: RunConfig, host_task: HostTask | None) -> None:
+    """Checks that there are as many delays as workers, and that there is the worker that pauses.
+
+    Args:
+        host_task: the cluster; None for a local one.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    workers = [Task("worker", index) for index in range(config.cluster.num_workers)]
+    if host_task:
+        workers = host_task.cluster.training_tasks
+    names = [str(task) for task in workers]
+    delays, pause = config.simulate.delay_secs, config.simulate.parsed_pause
+    if delays and len(delays) != len(names):
+        shown = f"[{','.join(f'{secs:g}' for secs in delays)}]"
+        raise ConfigError(
+            f"simulate.delay_secs ({shown}): has {len(delays)} numbers for {len(names)} workers; give each worker one"
+        )
+    if pause and pause.task not in names:
+        raise ConfigError(
+            f"simulate.pause ({config.simulate.pause}): there is no worker {pause.task} in this cluster; the workers "
+            f"are {names[0]} to {names[-1]}"
+        )
 
 
 def check_size(config: RunConfig, host_task: HostTask | None) -> None:
