@@ -30,7 +30,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Standing:
+class LongCall:
     """The main thread has been in the function `where` for `secs`; `is_users`: that is not tf2dist's own code."""
 
     task: str
@@ -40,7 +40,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Stalled(Standing):
+class Stalled(LongCall):
     """The same, for longer than the watchdog allows."""
 
 
@@ -171,7 +171,7 @@ class PauseWanted:
 
 
 FromTask = (
-    Alive | Silence | Standing | Stalled | Began | Progress | Status | Note | Warned | Saved | HookCall | Result | Done
+    Alive | Silence | LongCall | Stalled | Began | Progress | Status | Note | Warned | Saved | HookCall | Result | Done
 )
 ToTask = PeerGone | HookAnswer | PauseWanted
 DROPPABLE = (
@@ -196,8 +196,8 @@ class ToLauncher:
     def silence(self, secs: float) -> None:
         self._post(Silence(self.task, secs))
 
-    def standing(self, secs: float, where: str, is_users: bool) -> None:
-        self._post(Standing(self.task, int(secs), where, is_users))
+    def long_call(self, secs: float, where: str, is_users: bool) -> None:
+        self._post(LongCall(self.task, int(secs), where, is_users))
 
     def stalled(self, secs: float, where: str, is_users: bool) -> None:
         self._post(Stalled(self.task, int(secs), where, is_users))

@@ -94,7 +94,7 @@ def stand(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Never returns from user code, which includes this file, under the watchdog of a task."""
     from tf2dist.process import heartbeat
 
-    heartbeat.STANDING_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
+    heartbeat.LONG_CALL_EVERY_SECS, heartbeat.START_SECS = 1.0, 2.5
     heartbeat.start(to_launcher, 0.5)
     never_returns()
     return 0

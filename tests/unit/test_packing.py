@@ -8,12 +8,12 @@ import pytest
 
 from tf2dist import messages
 from tf2dist.launch.messages import Event, Ready, Start, ToServer
-from tf2dist.messages import Alive, Progress, Result, Saved, Stalled, Standing, ToLauncher
+from tf2dist.messages import Alive, LongCall, Progress, Result, Saved, Stalled, ToLauncher
 from tf2dist.packing import MessageError, pack, unpack
 
 MESSAGES = [
     Alive("worker-0"),
-    Standing("worker-0", 30, "load (mine.py:3)", is_users=True),
+    LongCall("worker-0", 30, "load (mine.py:3)", is_users=True),
     Stalled("worker-0", 30, "load (mine.py:3)", is_users=True),
     Saved("chief-0", 7, stopping=False),
     Progress("chief-0", 7, 20, {"loss": 0.5, "mae": float("inf")}),
@@ -82,7 +82,7 @@ def test_all_messages_of_a_task_carry_its_name() -> None:
     calls: list[Callable[[], None]] = [
         to_launcher.alive,
         lambda: to_launcher.silence(2.0),
-        lambda: to_launcher.standing(30.7, "f", False),
+        lambda: to_launcher.long_call(30.7, "f", False),
         lambda: to_launcher.stalled(600.2, "f", True),
         lambda: to_launcher.began(3),
         lambda: to_launcher.progress(1, 2, {"loss": 0.5}),
@@ -98,4 +98,4 @@ def test_all_messages_of_a_task_carry_its_name() -> None:
         call()
     assert {message.task for message in said} == {"worker-1"}
     assert {type(message) for message in said} == set(messages.FromTask.__args__)
-    assert said[2:4] == [Standing("worker-1", 30, "f", False), Stalled("worker-1", 600, "f", True)]
+    assert said[2:4] == [LongCall("worker-1", 30, "f", False), Stalled("worker-1", 600, "f", True)]

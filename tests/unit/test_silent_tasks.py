@@ -12,7 +12,7 @@ from tests.unit.scripted import ECHO, TASKS, ScriptedLauncher, ended, follow, st
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.launch.messages import Started
-from tf2dist.messages import Result, Stalled, Standing
+from tf2dist.messages import LongCall, Result, Stalled
 
 
 def test_a_task_that_is_silent_from_its_start_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,17 +65,17 @@ def test_a_task_stuck_in_the_users_code_is_not_restarted(tmp_path: Path) -> None
 def test_the_user_sees_which_functions_tasks_are_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line for all tasks in a function, without the tasks that may be waiting for them."""
 
-    def standing(task: str, is_users: bool) -> Standing:
+    def long_call(task: str, is_users: bool) -> LongCall:
         where = "load (mine.py:3)" if is_users else "join (tf2dist/strategy.py:8)"
-        return Standing(task, 30, where, is_users)
+        return LongCall(task, 30, where, is_users)
 
     script: list[tuple[float, Any]] = [
-        (103.0, standing("worker-0", False)),
-        (103.3, standing("worker-1", True)),
-        (106.0, standing("worker-0", True)),
+        (103.0, long_call("worker-0", False)),
+        (103.3, long_call("worker-1", True)),
+        (106.0, long_call("worker-0", True)),
     ]
     script += [
-        (106.5, standing("worker-1", True)),
+        (106.5, long_call("worker-1", True)),
         (110.0, Result(TASKS[0], {"done": 1})),
     ]
     script += [(111.0, ended(task, 0)) for task in TASKS]

@@ -18,7 +18,7 @@ from tf2dist.control.messages import (
     Refused,
     Stop,
     ToJoin,
-    Wait,
+    TryAgain,
 )
 from tf2dist.control.token import VARIABLE
 from tf2dist.errors import ClusterError, TaskLostError, TfDistError
@@ -78,7 +78,7 @@ class Follower:
         match message:
             case Accepted():
                 self._on_accepted(link, message.held)
-            case Wait():
+            case TryAgain():
                 self._dialer.why = message.text
                 # Not fatal: the leader of another job may have taken the address, and may leave again.
                 self._membership.lists_differ = message.lists_differ

@@ -29,7 +29,7 @@ from tf2dist.control.messages import (
     Stop,
     ToJoin,
     ToProbe,
-    Wait,
+    TryAgain,
 )
 from tf2dist.errors import ClusterError, TaskLostError
 
@@ -142,7 +142,7 @@ class Leader:
             held = f"{task.job} {task.index} is already held by {holder.process}"
             late = time.monotonic() - holder.link.heard_at
             if late > LATE_SECS:
-                return Wait(f"{held}, which has been silent for {late:.0f} s", lists_differ=False)
+                return TryAgain(f"{held}, which has been silent for {late:.0f} s", lists_differ=False)
             return self._refuse(join, ClusterError.exit_code, held)
         # Only tasks without state of their own can join a running job; for any other the whole job has to start again.
         may_return = membership.cluster.can_lose(task)
@@ -160,7 +160,7 @@ class Leader:
             case State():
                 link.finish()
                 self._on_state(link.owner, message)
-            case Wait() | Refused():  # another process is at that address, and may leave
+            case TryAgain() | Refused():  # another process is at that address, and may leave
                 link.finish()
                 self._dialers[link.owner].why = message.text
             case Stop():

@@ -20,7 +20,7 @@ from tf2dist.control.messages import (
     Probe,
     Process,
     Stop,
-    Wait,
+    TryAgain,
 )
 from tf2dist.errors import Interrupted, TfDistError
 
@@ -94,7 +94,7 @@ class Membership:
         """The message that asks which process is at the address of a task."""
         return Probe(self.place(task), self.place(self.task), self.process, self.identity.cluster)
 
-    def misdirected(self, call: Join | Probe) -> Wait | None:
+    def misdirected(self, call: Join | Probe) -> TryAgain | None:
         """The answer to a first message that was meant for another address but reached us; None for any other.
 
         The answer is to wait, so it ends neither side. A message to our address under the name of another task is
@@ -107,7 +107,7 @@ class Membership:
         text = f"{self.place(self.task)} answers there, and the connection was meant for {call.to}"
         if found:
             text = f"{text}; {explain(found, 'there', 'here')}"
-        return Wait(text, lists_differ=bool(found))
+        return TryAgain(text, lists_differ=bool(found))
 
     def place(self, task: Task) -> Place:
         return Place(task, self.cluster.address(task))

@@ -129,8 +129,8 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Not now; try again.
+class TryAgain:
+    """Not now.
 
     Attributes:
         lists_differ: whether the process that answers has another cluster list.
@@ -218,8 +218,8 @@ class Ended:
 
 # A connection accepts only the messages of one union at a time, so a message at the wrong moment is refused unread.
 Call = Join | Probe
-ToJoin = Accepted | Wait | Refused
-ToProbe = State | Wait | Refused
+ToJoin = Accepted | TryAgain | Refused
+ToProbe = State | TryAgain | Refused
 FromLeader = Go | Beat | Lost | Stop | Ended
 FromFollower = Beat | Stop | Ended
 Wire = Call | ToJoin | ToProbe | FromLeader | FromFollower

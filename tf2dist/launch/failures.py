@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tf2dist.errors import FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
-from tf2dist.launch.deaths import OomKills, limit_reached, signal_name
+from tf2dist.launch.exit_causes import OomKills, limit_reached, signal_name
 from tf2dist.launch.messages import Exited
 from tf2dist.launch.run_state import Kill
 

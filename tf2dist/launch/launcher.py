@@ -25,8 +25,8 @@ import psutil
 
 from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
 from tf2dist.interpreter import child_environment, module_command
-from tf2dist.launch import deaths
-from tf2dist.launch.deaths import MEMORY_LIMIT, THREAD_LIMIT
+from tf2dist.launch import exit_causes
+from tf2dist.launch.exit_causes import MEMORY_LIMIT, THREAD_LIMIT
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.messages import Event, Exited, Forward, Ready, Start, Started
 from tf2dist.launch.run_dir import log_path, open_log
@@ -72,7 +72,7 @@ class Launcher:
         self.ready = self.isolated = False
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
-        self._oom_kills = deaths.OomKills()
+        self._oom_kills = exit_causes.OomKills()
         self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -215,7 +215,7 @@ class Launcher:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
             code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
-        raise deaths.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
+        raise exit_causes.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
     def send_to_task(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs.

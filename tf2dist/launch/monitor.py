@@ -14,7 +14,7 @@ from tf2dist.launch.failures import FailureReader, blames_another, cause_order, 
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event, Exited
 from tf2dist.launch.restarts import RestartPolicy, Verdict
-from tf2dist.launch.run_state import Caller, Clock, Heard, Life, Phase, Tasks
+from tf2dist.launch.run_state import Attempt, Caller, Clock, Heard, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
 from tf2dist.messages import Began, Note, PeerGone, Progress, Result, Saved, Status, Warned
@@ -54,7 +54,7 @@ class Monitor:
         self._shutdown = Shutdown(launcher, meeting, received, config.grace_secs, console.status, clock)
         self._watchdog = Watchdog(launcher, config, console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
-        self._life = Life()
+        self._attempt = Attempt()
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.local_cluster`
         self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
@@ -71,16 +71,16 @@ class Monitor:
         """
         self._tasks = tasks
         self._start_all()
-        while self._launcher.tasks or (self._life.failures and self._phase() is not Phase.DONE):
+        while self._launcher.tasks or (self._attempt.failures and self._phase() is not Phase.DONE):
             self._step()
             self._answer()
             self._limit_leaving()
             if self._phase() is Phase.DONE and (self._shutdown.is_signalled or self._is_time_to_leave):
                 break  # the result is complete; leaving the launcher's block kills the tasks that are left
-        return self._life.summary
+        return self._attempt.summary
 
     def _phase(self) -> Phase:
-        if self._life.summary:
+        if self._attempt.summary:
             return Phase.DONE
         return Phase.STOPPING if self._shutdown.is_asked else Phase.RUNNING
 
@@ -102,9 +102,9 @@ class Monitor:
         """
         if self._phase() is Phase.STOPPING:
             signum = self._shutdown.go_on(self._tasks.names, self._tasks.leader)
-            if signum and (self._launcher.tasks or self._life.failures):  # otherwise all were done before it came
-                raise self._shutdown.outcome(signum, self._tasks.leader, self._life.failures)
-        elif self._phase() is Phase.RUNNING and self._life.failures:
+            if signum and (self._launcher.tasks or self._attempt.failures):  # otherwise all were done before it came
+                raise self._shutdown.outcome(signum, self._tasks.leader, self._attempt.failures)
+        elif self._phase() is Phase.RUNNING and self._attempt.failures:
             self._restart_or_fail()
 
     def _limit_leaving(self) -> None:
@@ -116,14 +116,14 @@ class Monitor:
         leader = self._tasks.leader
         if self._tasks.has_leader:
             if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
-                self._life.leave_by = min(self._life.leave_by, self._clock.monotonic() + LEAVE_SECS)
+                self._attempt.leave_by = min(self._attempt.leave_by, self._clock.monotonic() + LEAVE_SECS)
         elif self._is_time_to_leave:
             ended = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
             raise TaskLostError(f"{ended}, and {self._tasks.names[0]} has not ended")
 
     @property
     def _is_time_to_leave(self) -> bool:
-        return self._clock.monotonic() > self._life.leave_by
+        return self._clock.monotonic() > self._attempt.leave_by
 
     def _on_event(self, event: Event) -> None:
         self._watchdog.heard(event)
@@ -146,7 +146,7 @@ class Monitor:
                 self._shutdown.leader_saved(event.step, event.stopping)
             case Result():
                 # No task knows how often tasks were started again.
-                self._life.summary = {**event.summary, "restarts": self._policy.restarts}
+                self._attempt.summary = {**event.summary, "restarts": self._policy.restarts}
             case Exited():
                 self._on_exit(event)
 
@@ -158,7 +158,7 @@ class Monitor:
             self._console.warn(f"{task} ended with code {code} after the result was known")
         is_too_early = task == self._tasks.leader or not self._watchdog.records[task].is_done
         if not has_result and (code != 0 or is_too_early):
-            self._life.failures.append(self._reader.read(exited, kill))
+            self._attempt.failures.append(self._reader.read(exited, kill))
 
     def _on_meeting(self, event: control.MeetingEvent) -> None:
         """Handles news of a task on another host."""
@@ -175,18 +175,18 @@ class Monitor:
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
         if code == 0 and task == self._tasks.leader:
             self._leader_is_done = True
-            self._life.leave_by = self._clock.monotonic() + FOLLOW_END_SECS
+            self._attempt.leave_by = self._clock.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._phase() is Phase.DONE:
             pass
         elif self._may_be_missed(task, code) and not blames_another(task, why):
             self._go_on_without(task, why)
-        elif not (self._life.failures and blames_another(task, why)):  # an echo of a known failure
+        elif not (self._attempt.failures and blames_another(task, why)):  # an echo of a known failure
             what = f"is gone ({why})" if was_lost else why
-            self._life.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
+            self._attempt.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
 
     def _go_on_without(self, task: str, why: str) -> None:
         self._gone[task] = why
-        if not self._life.failures:
+        if not self._attempt.failures:
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
         for own in self._launcher.tasks:  # any of them may wait in a call to the lost task
             self._launcher.send_to_task(own, PeerGone(task))
@@ -205,7 +205,7 @@ class Monitor:
             TaskFailure: no restart helps.
         """
         self._await_cause()
-        failures = self._life.failures
+        failures = self._attempt.failures
         if self._phase() is not Phase.RUNNING:
             return  # a stop or the result has come meanwhile
         if self._leader_is_done and all(map(is_echo, failures)):
@@ -229,11 +229,11 @@ class Monitor:
 
     def _fail(self) -> None:
         """Raises TaskFailure, or Interrupted if a signal on another host is behind it."""
-        for failure in self._life.failures:
+        for failure in self._attempt.failures:
             if (signum := failure.exit_code - 128) in NAMES:  # another host has got a signal
                 raise self._shutdown.interrupted(signum)
         used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
-        raise TaskFailure(self._life.failures, used_up)
+        raise TaskFailure(self._attempt.failures, used_up)
 
     def _restart_all(self, lost: FailureRecord) -> None:
         # A checkpoint may have been finished just before the kill.
@@ -242,7 +242,7 @@ class Monitor:
                 self._shutdown.leader_saved(event.step, stopping=False)
         self._watchdog.clear()
         self._shutdown.all_start_again()
-        self._life = Life()
+        self._attempt = Attempt()
         step = self._shutdown.saved_step
         where = "" if step is None else f" from the checkpoint at step {step}"
         self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
@@ -260,16 +260,16 @@ class Monitor:
     def _await_cause(self) -> None:
         """Waits for the root failure: survivors often report first, and a frozen task is only found after a while."""
         deadline = self._clock.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while all(map(is_echo, self._life.failures)) and (self._meeting or self._launcher.tasks):
+        while all(map(is_echo, self._attempt.failures)) and (self._meeting or self._launcher.tasks):
             is_late = self._clock.monotonic() > deadline and not self._watchdog.has_suspects
             if self._phase() is not Phase.RUNNING or is_late:
                 break
             self._step()
-        self._life.failures.sort(key=cause_order)
+        self._attempt.failures.sort(key=cause_order)
 
     def _collect_echoes(self) -> None:
         """Collects secondary failures for the report."""
         deadline = self._clock.monotonic() + ECHO_SECS
         while self._launcher.tasks and self._clock.monotonic() < deadline:
             self._step()
-        self._life.failures.sort(key=cause_order)
+        self._attempt.failures.sort(key=cause_order)

@@ -41,7 +41,7 @@ class Tasks:
 
 
 @dataclass
-class Life:
+class Attempt:
     """What has happened since all tasks were last started together.
 
     Attributes:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tf2dist.messages import Stalled, Standing
+from tf2dist.messages import LongCall, Stalled
 
-Message = TypeVar("Message", bound=Standing)
+Message = TypeVar("Message", bound=LongCall)
 
 GATHER_SECS = 1.0  # tasks in the same function report that at about the same time
 BLAME_SECS = 3.0  # a task may report a stall before the task that it waits for, which is in the user's code, does
@@ -20,32 +20,32 @@ class Stalls:
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
-        self._standing: dict[str, Standing] = {}
+        self._long_calls: dict[str, LongCall] = {}
         self._stalled: dict[str, Stalled] = {}
-        self._standing_since = 0.0
+        self._long_calls_since = 0.0
         self._stalled_since = 0.0
 
-    def heard(self, message: Standing, now: float) -> None:
+    def heard(self, message: LongCall, now: float) -> None:
         # The times are those of the first reports: if every report renewed them, nothing would ever be shown.
         if isinstance(message, Stalled):
             self._stalled_since = self._stalled_since if self._stalled else now
             self._stalled[message.task] = message
         else:
-            self._standing_since = self._standing_since if self._standing else now
-            self._standing[message.task] = message
+            self._long_calls_since = self._long_calls_since if self._long_calls else now
+            self._long_calls[message.task] = message
 
     def forget(self, task: str) -> None:
-        self._standing.pop(task, None)
+        self._long_calls.pop(task, None)
         self._stalled.pop(task, None)
 
     def clear(self) -> None:
-        self._standing.clear()
+        self._long_calls.clear()
         self._stalled.clear()
 
     def look(self, now: float) -> list[Stalled]:
         """Shows the user where tasks are; returns the stalled tasks that are to blame, as soon as that is clear."""
-        if self._standing and now - self._standing_since > GATHER_SECS:
-            self._notify_standing()
+        if self._long_calls and now - self._long_calls_since > GATHER_SECS:
+            self._notify_long_calls()
         # A task in the user's code does not wait for another task: it can be blamed before the others have reported.
         blamed = in_users_code(self._stalled.values())
         if not blamed and self._stalled and now - self._stalled_since > BLAME_SECS:
@@ -54,16 +54,16 @@ class Stalls:
             self._stalled.clear()
         return blamed
 
-    def _notify_standing(self) -> None:
+    def _notify_long_calls(self) -> None:
         """Shows only the tasks in the user's code, if there are any: the others may be waiting for them."""
-        places: dict[str, list[Standing]] = {}
-        for message in in_users_code(self._standing.values()) or self._standing.values():
+        places: dict[str, list[LongCall]] = {}
+        for message in in_users_code(self._long_calls.values()) or self._long_calls.values():
             places.setdefault(message.where, []).append(message)
         for where, messages in places.items():
             names = ", ".join(message.task for message in messages)
             secs = min(message.secs for message in messages)
             self._notify(f"{names}: in {where} for {secs} s")
-        self._standing.clear()
+        self._long_calls.clear()
 
 
 def in_users_code(messages: Iterable[Message]) -> list[Message]:

@@ -10,7 +10,7 @@ from tf2dist.launch.liveness import LivenessTracker
 from tf2dist.launch.messages import Event, Ready, Started
 from tf2dist.launch.run_state import Clock, Kill, TaskRecord
 from tf2dist.launch.stalls import Stalls
-from tf2dist.messages import Done, Silence, Stalled, Standing
+from tf2dist.messages import Done, LongCall, Silence, Stalled
 from tf2dist.process.heartbeat import STACKS_SIGNAL
 
 STACKS_SECS = 0.5  # for a task to write them
@@ -60,7 +60,7 @@ class Watchdog:
             self._liveness.heard(message.task, now)
         record = self.records[message.task]
         match message:
-            case Standing():
+            case LongCall():
                 self._stalls.heard(message, now)
             case Started() if record.kill:
                 self._launcher.signal(message.task, signal.SIGKILL)  # it was killed before its process was known

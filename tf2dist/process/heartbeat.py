@@ -21,7 +21,7 @@ STACKS_SIGNAL = signal.SIGUSR1  # writes the stacks of all threads, even while o
 LOG = 2  # a file descriptor, since a plugin may have replaced sys.stderr
 ALIVE_EVERY_SECS = 1.0
 START_SECS = 600.0  # for what comes before the first step, such as tracing and compiling
-STANDING_EVERY_SECS = 30.0
+LONG_CALL_EVERY_SECS = 30.0
 
 # The main thread writes these, or another one while that waits for it, and the reporting thread reads them without a
 # lock: each is one reference, which Python replaces atomically, and a stale value only delays a report by one period.
@@ -95,9 +95,9 @@ def _report(to_launcher: ToLauncher, every_secs: float) -> None:
             _write_stacks(secs)
             _set_deadline()  # so that the next report comes after a full period instead of every second
             to_launcher.stalled(secs, *whereabouts())
-        elif now - max(reported_at, _progress_at) >= STANDING_EVERY_SECS:
+        elif now - max(reported_at, _progress_at) >= LONG_CALL_EVERY_SECS:
             reported_at = now
-            to_launcher.standing(secs, *whereabouts())
+            to_launcher.long_call(secs, *whereabouts())
         else:
             to_launcher.alive()
         time.sleep(every_secs)
