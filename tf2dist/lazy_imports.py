@@ -8,7 +8,7 @@ imported, and every run waits for it.
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 # Keras's public packages, the second pair of them which TensorFlow uses, and one that another part of Keras imports.
@@ -22,21 +22,12 @@ OF_KERAS = (
 
 
 class LazyFinder:
-    """Finds some modules where Python itself finds them, and has them executed when an attribute is first read.
-
-    To be put before the other finders in `sys.meta_path`.
-
-    Args:
-        names: the full names of the modules; of a package its modules are not meant.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
+    """Finds these modules where Python itself finds them, and has them executed when an attribute is first read."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._names:
+        if name not in OF_KERAS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec and spec.loader:
@@ -44,6 +35,6 @@ class LazyFinder:
         return spec
 
 
-def import_lazily(names: Collection[str] = OF_KERAS) -> None:
+def import_lazily() -> None:
     """Makes later imports of these modules lazy; a name that does not exist is no error."""
-    sys.meta_path.insert(0, LazyFinder(names))
+    sys.meta_path.insert(0, LazyFinder())

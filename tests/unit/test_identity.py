@@ -115,7 +115,7 @@ def listens_at(address: str) -> str:
 
 def test_a_name_of_this_host_that_means_loopback_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = addresses.resolve("127.0.0.1", 0)
-    monkeypatch.setattr(listening, "resolve", lambda host, port: [found])
+    monkeypatch.setattr(addresses, "resolve", lambda host, port: [found])
     assert listens_at("some-host:20001") == "0.0.0.0"
     assert listens_at("localhost:20001") == "127.0.0.1"
 

@@ -11,7 +11,7 @@ import socket
 import psutil
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import ClusterError
+from tf2dist.errors import ClusterError, TaskLostError
 
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 Endpoint = tuple[int, tuple[str, int]]  # a family of `socket`, an address and a port
@@ -48,6 +48,21 @@ def resolve(host: str, port: int) -> list[Endpoint]:
     """
     # Resolvers order the addresses of a name differently; all hosts must prefer the same family.
     return sorted(_look_up(host, port), key=lambda endpoint: endpoint[0] != socket.AF_INET)
+
+
+def resolve_own(cluster: Cluster, task: Task, port: int) -> list[Endpoint]:
+    """The addresses of this host's own task, with another port.
+
+    Raises:
+        TaskLostError: its name is unknown; worth a retry, since a name may be published later.
+    """
+    host, _ = split(cluster.address(task))
+    try:
+        return resolve(host, port)
+    except socket.gaierror:
+        raise TaskLostError(
+            f"{cluster.label(task)}: this host does not know the name {host}; correct it, or use an address"
+        ) from None
 
 
 def ips_of(host: str) -> list[Ip]:

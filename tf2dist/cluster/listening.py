@@ -3,10 +3,10 @@
 import errno
 import socket
 
-from tf2dist.cluster.addresses import Endpoint, ip_in, ip_of, resolve, split
+from tf2dist.cluster.addresses import Endpoint, ip_in, ip_of, resolve_own, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
-from tf2dist.errors import ClusterError, TaskLostError
+from tf2dist.errors import ClusterError
 
 BACKLOG = 64  # connections that the kernel keeps waiting; all other tasks may connect in the same moment
 
@@ -39,10 +39,9 @@ def listen_at_control_port(cluster: Cluster, task: Task, shift: int) -> socket.s
         ClusterError: the port is taken.
         TaskLostError: the name is unknown.
     """
-    host, port = control_address(cluster.address(task), shift)
+    _, port = control_address(cluster.address(task), shift)
     # The addresses are tried in order, so the port is open at all addresses only if no other way is left.
-    name = cluster.label(task)
-    return _listen_at(name, [*_own_addresses(name, host, port), (socket.AF_INET, ("", port))])
+    return _listen_at(cluster.label(task), [*_reachable(cluster, task, port), (socket.AF_INET, ("", port))])
 
 
 def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
@@ -52,8 +51,7 @@ def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
         ClusterError: the address is not one of this host.
         TaskLostError: the name is unknown.
     """
-    name = cluster.label(task)
-    return _listen_at(name, _own_addresses(name, split(cluster.address(task))[0], 0))
+    return _listen_at(cluster.label(task), _reachable(cluster, task, 0))
 
 
 def _listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
@@ -91,16 +89,10 @@ def _listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
     raise ClusterError(f"{name}: this host has no address to listen at")
 
 
-def _own_addresses(name: str, host: str, port: int) -> list[Endpoint]:
-    """The addresses by which other hosts reach this one under the name `host`.
-
-    Raises:
-        TaskLostError: the name is unknown.
-    """
-    try:
-        found = resolve(host, port)
-    except socket.gaierror:
-        raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
+def _reachable(cluster: Cluster, task: Task, port: int) -> list[Endpoint]:
+    """The addresses by which other hosts reach this one under the name of its task, with another port."""
+    host, _ = split(cluster.address(task))
+    found = resolve_own(cluster, task, port)
     # Somebody who writes a loopback address means it: all tasks are on this host.
     if host == "localhost" or ip_in(host):
         return found

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tf2dist.cluster.addresses import ips_of, port_holder, resolve, split
+from tf2dist.cluster.addresses import ips_of, port_holder, resolve_own, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.errors import ClusterError, TaskLostError
@@ -95,14 +95,9 @@ def check_own_address(cluster: Cluster, task: Task) -> None:
         ClusterError: it is not an address of this host, or its port is taken.
         TaskLostError: its name is unknown.
     """
-    host, port = split(cluster.address(task))
+    _, port = split(cluster.address(task))
     name = cluster.label(task)
-    try:
-        endpoints = resolve(host, port)
-    except socket.gaierror:
-        # Worth a retry, since a name may be published later.
-        raise TaskLostError(f"{name}: this host does not know the name {host}; correct it, or use an address") from None
-    errors = [_bind_error(family, address) for family, address in endpoints]
+    errors = [_bind_error(family, address) for family, address in resolve_own(cluster, task, port)]
     # TensorFlow's server listens on all interfaces, so the port must be free on each of them.
     if errno.EADDRINUSE in (_bind_error(socket.AF_INET, ("", port)), *errors):
         by = f" by {holder}" if (holder := port_holder(port)) else ""
