@@ -19,14 +19,8 @@ class MessageError(ValueError):
 
 def pack(message: Any) -> bytes:
     """The JSON object of a message, without line breaks."""
-    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    return json.dumps({"type": type(message).__name__, **fields}, separators=(",", ":"), default=_as_fields).encode()
-
-
-def _as_fields(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} cannot be sent")
+    whole = {"type": type(message).__name__, **dataclasses.asdict(message)}
+    return json.dumps(whole, separators=(",", ":")).encode()
 
 
 def unpack(data: bytes, among: Any) -> Any:
