@@ -135,7 +135,9 @@ def test_validation_data_of_two_or_three_parts(data: Any) -> None:
     assert (validation.sample_weight is not None) == (len(data) == 3)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+Arguments = dict[str, Any]
+# Functions make what would run an op.
+REFUSED: dict[str, tuple[Arguments | Callable[[], Arguments], str]] = {
     "nothing": ({"x": None}, "x: is None"),
     "a list of numbers": ({"x": [1, 2, 3]}, "x: has an int in place of an array"),
     "a number": ({"x": np.array(1.0)}, "x: is a single number"),
@@ -144,14 +146,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no arrays": ({"x": []}, "x: contains no array"),
     "dates": ({"x": np.zeros(3, "datetime64[s]")}, "datetime64"),
     "objects": ({"x": np.array([{}, []], object)}, "must hold only strings or only numbers"),
-    "sparse": ({"x": tf.sparse.from_dense(NUMBERS)}, "is sparse or ragged"),
-    "ragged": ({"x": tf.ragged.constant([[1], [1, 2]])}, "is sparse or ragged"),
+    "sparse": (lambda: {"x": tf.sparse.from_dense(NUMBERS)}, "is sparse or ragged"),
+    "ragged": (lambda: {"x": tf.ragged.constant([[1], [1, 2]])}, "is sparse or ragged"),
     "both weights": ({"x": NUMBERS, "y": LABELS["numbers"], "sample_weight": np.ones(N), "class_weight": {0: 1.0}},
                      "class_weight: cannot be given together with sample_weight"),
     "classes of two outputs": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "class_weight": {0: 1.0}}, "single output"),
     "wide weights": ({"x": NUMBERS, "y": [NUMBERS, NUMBERS], "sample_weight": NUMBERS}, "must be [n]"),
     "other weights": ({"x": NUMBERS, "y": [NUMBERS], "sample_weight": {"a": NUMBERS}}, "another structure than y"),
-    "a dataset": ({"x": tf.data.Dataset.from_tensors(NUMBERS)}, "made in this process and cannot be sent"),
+    "a dataset": (lambda: {"x": tf.data.Dataset.from_tensors(NUMBERS)}, "made in this process and cannot be sent"),
     "a generator": ({"x": (each for each in NUMBERS)}, "made in this process"),
     "a function": ({"x": lambda shard: None}, "x: is a function"),
 }  # fmt: skip
@@ -160,7 +162,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
     arguments, words = REFUSED[what]
-    passed = {"y": None, "sample_weight": None, "class_weight": None, **arguments}
+    given = arguments() if callable(arguments) else arguments
+    passed = {"y": None, "sample_weight": None, "class_weight": None, **given}
     with pytest.raises(FitError) as raised:
         training_set(**passed)
     assert words in str(raised.value)
@@ -178,12 +181,13 @@ def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
         (None, 1.0, "validation_split (1.0)"),
         (None, -0.5, "validation_split (-0.5)"),
         (None, 0.99, "one part would be empty"),
-        (tf.data.Dataset.from_tensors(NUMBERS), 0.0, "validation_data: is"),
+        (lambda: tf.data.Dataset.from_tensors(NUMBERS), 0.0, "validation_data: is a _TensorDataset"),
     ],
 )
 def test_an_invalid_validation_set_is_refused(data: Any, split: float, words: str) -> None:
+    given = data() if callable(data) else data
     with pytest.raises(FitError) as raised:
-        validation_set(training_set(NUMBERS, NUMBERS, None, None), data, split)
+        validation_set(training_set(NUMBERS, NUMBERS, None, None), given, split)
     assert words in str(raised.value)
 
 

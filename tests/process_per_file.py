@@ -1,0 +1,110 @@
+"""Under pytest-xdist, the tests of each file run in a process of their own, and their memory goes with it.
+
+TensorFlow stops no server before its process ends: each task of a cluster in the process of a test keeps some 40 MB and
+90 threads. So a process of pytest-xdist, which has imported all tests, forks one for each file: nothing is imported
+twice, and what was imported is in memory once. As in the launcher's fork server, no op may have run before.
+"""
+
+import faulthandler
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from tf2dist import linux
+
+# Or, where tests connect one coordinator after another, TensorFlow logs an error for each function of an earlier one.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # this is a process of pytest-xdist
+        config.pluginmanager.register(ProcessPerFile())
+
+
+class ProcessPerFile:
+    """Has every test run by the process of its file."""
+
+    def __init__(self) -> None:
+        self._is_of_a_file = False
+        self._pid = 0  # of the process of the present file
+        self._connection: Connection | None = None  # between the two; None if there is no such process now
+
+    def pytest_collection_finish(self) -> None:
+        eager = sys.modules.get("tensorflow.python.eager.context")
+        assert not (eager and eager.context()._initialized), "a file of tests runs an op when it is imported"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        hook = item.ihook
+        if self._is_of_a_file and self._connection:
+            for report in runtestprotocol(item, log=False, nextitem=nextitem):
+                self._connection.send(hook.pytest_report_to_serializable(config=item.config, report=report))
+            return True
+        faulthandler.cancel_dump_traceback_later()  # the process of the file has this limit as well
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._reports(item, nextitem if nextitem and nextitem.path == item.path else None):
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool | None:
+        return None if self._is_of_a_file else True  # the process of the file sets it
+
+    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
+        """Has a test run; if its process is lost the test has failed, and the next one gets another process."""
+        items = item.session.items
+        connection = self._connection or self._fork(items)
+        try:
+            connection.send((items.index(item), nextitem and items.index(nextitem)))
+            while found := connection.recv():
+                yield item.config.hook.pytest_report_from_serializable(config=item.config, data=found)
+        except (EOFError, ConnectionError):
+            text = f"the process of {item.path.name} has ended with code {self._end()}"
+            yield pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        else:
+            if not nextitem:
+                self._end()
+
+    def _fork(self, items: list[pytest.Item]) -> Connection:
+        gc.freeze()  # or the first collection in the new process would copy every page with an object of Python
+        self._connection, connection = Pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            self._connection.close()
+            self._is_of_a_file, self._connection = True, connection
+            linux.die_with_parent(parent)
+            self._serve(items, connection)
+        connection.close()
+        return self._connection
+
+    def _serve(self, items: list[pytest.Item], connection: Connection) -> None:
+        """In the process of a file: runs the tests that it is told, until there are no more."""
+        try:
+            while True:
+                index, following = connection.recv()
+                nextitem = None if following is None else items[following]
+                # This comes to the method above, and to what plugins do around it, such as the limit of time.
+                items[index].ihook.pytest_runtest_protocol(item=items[index], nextitem=nextitem)
+                connection.send(None)
+        except EOFError:
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+        finally:
+            os._exit(1)
+
+    def _end(self) -> int:
+        """Waits until the process has ended, and returns its exit code."""
+        assert self._connection
+        self._connection.close()
+        self._connection = None
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])

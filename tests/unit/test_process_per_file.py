@@ -1,0 +1,52 @@
+"""Under pytest-xdist the tests of a file share a process, which is another one than that of the next file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+NOTE = """
+import os
+import signal
+import pytest
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_life():
+    yield
+    with open("notes", "a") as notes:
+        notes.write("end ")
+
+def note(name):
+    with open("notes", "a") as notes:
+        notes.write(f"{name}:{os.getpid()} ")
+"""
+FIRST = f"""{NOTE}
+def test_one(): note("one")
+def test_two(): note("two")
+"""
+SECOND = f"""{NOTE}
+def test_three(): note("three")
+def test_a_lost_process(): os.kill(os.getpid(), signal.SIGKILL)
+def test_four(): note("four")
+@pytest.mark.timeout(0.2)
+def test_the_limit_of_time(): signal.pause()
+"""
+
+
+def test_each_file_has_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "test_first.py").write_text(FIRST)
+    (tmp_path / "test_second.py").write_text(SECOND)
+    (tmp_path / "pytest.ini").touch()
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadfile", "-p", "tests.process_per_file"]
+    env = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the process of test_second.py has ended with code -9" in done.stdout
+    assert "Timeout" in done.stdout
+    assert "2 failed, 4 passed" in done.stdout
+    words = (tmp_path / "notes").read_text().split()
+    pids = dict(word.split(":") for word in words if word != "end")
+    assert pids["one"] == pids["two"]
+    assert len({pids["two"], pids["three"], pids["four"]}) == 3
+    assert words.count("end") == 2, "fixtures of the session end with their process, and a killed one ends none"
