@@ -1,6 +1,7 @@
 """Fixtures: an asynchronous cluster in the process of the tests, and small real data."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,16 @@ def replicas_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     yield from made_by(ReplicasLoop.build, "sync_replicas", cluster)
 
 
+@functools.lru_cache(maxsize=1)
+def coordinator_address(num_workers: int, num_ps: int) -> str:
+    """The coordinator's address in a cluster of this size.
+
+    For the cluster that it is connected to TensorFlow goes on with the coordinator's server. For another one it starts
+    another server, and the earlier one keeps its port, some 40 MB and 90 threads.
+    """
+    return f"localhost:{unused_ports(1)[0]}"
+
+
 def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes loops of a mode; at the end waits for the work of the last loop."""
     from tf2dist.cluster.spec import Cluster
@@ -60,7 +71,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         settle(loops)
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
-        jobs["chief"] = (f"localhost:{unused_ports(1)[0]}",)  # the port of an earlier coordinator stays in use
+        jobs["chief"] = (coordinator_address(num_workers, num_ps),)
         part = Cluster(mode, jobs)
         source = source or Registered(config)
         loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
