@@ -105,7 +105,7 @@ def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
 # An asynchronous worker handles each of these in another way; `make slow` tests the rest.
 FIRST = (
     *("Adafactor", "Adam", "Muon", "SGD", "ScheduleFreeAdamW", "own", "schedule", "clipnorm", "global_clipnorm"),
-    *("use_ema", "gradient_accumulation_steps", "loss_scale_factor", *EXCLUSIONS),
+    *("ema_overwrite_frequency", "gradient_accumulation_steps", "loss_scale_factor", *EXCLUSIONS),
 )
 
 

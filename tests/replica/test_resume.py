@@ -220,9 +220,8 @@ def sync_run(
     from tf2dist.training.synchronous.loop import SyncLoop
 
     mine = start if worker.index == 0 else None
-    loop = SyncLoop.build(
-        config, worker.cluster, worker.task, *source_and_splits(config), mine, lambda progress: None, worker.strategy
-    )
+    cluster, task, strategy = worker.cluster, worker.task, worker.strategy
+    loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), mine, lambda progress: None, strategy)
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()
@@ -241,16 +240,19 @@ def small_cnn() -> RunConfig:
     return config
 
 
+def stopped_and_resumed(worker: SyncWorker) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run that is resumed, and one that is not."""
+    config = small_cnn()
+    stopped = sync_run(worker, config, None, 14)["snapshot"]
+    return sync_run(worker, config, arrived(stopped), 31), sync_run(worker, config, None, 31)
+
+
 def test_a_resumed_sync_run_equals_an_uninterrupted_one(sync_workers: SyncWorkers) -> None:
     """Bit for bit, with dropout, moving averages, Adam and the smaller last step of an epoch."""
-    config = small_cnn()
-    straight = sync_workers(sync_run, 2, (config, None, 31))[0]["snapshot"]
-    stopped = sync_workers(sync_run, 2, (config, None, 14))[0]["snapshot"]
-    resumed = sync_workers(sync_run, 2, (config, arrived(stopped), 31))
-    for result in resumed:
-        assert result["snapshot"].step == result["updates"] == 31
-        assert_same_arrays(result["snapshot"], straight, ("model/", "optimizer/"))
-        assert result["snapshot"].facts == straight.facts
+    for resumed, straight in sync_workers(stopped_and_resumed, 2):
+        assert resumed["snapshot"].step == resumed["updates"] == 31
+        assert_same_arrays(resumed["snapshot"], straight["snapshot"], ("model/", "optimizer/"))
+        assert resumed["snapshot"].facts == straight["snapshot"].facts
 
 
 def test_the_request_of_one_worker_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:

@@ -52,44 +52,39 @@ def case(model: str, optimizer: str, **more: Any) -> RunConfig:
     return run_config(model, optimizer, **more, **of_model)
 
 
+def train_with_each(worker: SyncWorker, configs: list[RunConfig], steps: int) -> list[dict[str, Any]]:
+    """Several runs in one life of the workers, which take seconds to start."""
+    return [train(worker, config, steps) for config in configs]
+
+
 @pytest.fixture(scope="module")
-def trained_alone(sync_workers: SyncWorkers) -> Callable[[str, str], dict[str, Any]]:
-    """Trains a model on one worker with batches of 150, once for all tests."""
+def on_three(sync_workers: SyncWorkers) -> Callable[[str, str], list[list[dict[str, Any]]]]:
+    """Trains a model on three workers with tf2dist's all-reduce and with TensorFlow's; the results of each worker."""
 
     @functools.cache
-    def trained(model: str, optimizer: str) -> dict[str, Any]:
-        found: dict[str, Any]
-        (found,) = sync_workers(train, num_workers=1, args=(case(model, optimizer, batch_size=150), 20))
-        return found
+    def trained(model: str, optimizer: str) -> list[list[dict[str, Any]]]:
+        configs = [case(model, optimizer, batch_size=50, steps_per_execution=7) for _ in range(2)]
+        configs[1].cluster.all_reduce = "tensorflow"
+        return sync_workers(train_with_each, num_workers=3, args=(configs, 20))
 
     return trained
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "all_reduce"),
-    [
-        pytest.param("softmax", "sgd", "auto", marks=pytest.mark.slow),
-        ("dnn", "adam", "auto"),
-        ("dnn", "adam", "tensorflow"),
-    ],
+    ("model", "optimizer"), [pytest.param("softmax", "sgd", marks=pytest.mark.slow), ("dnn", "adam")]
 )
 def test_three_workers_equal_one_with_three_times_the_batch(
-    sync_workers: SyncWorkers,
-    trained_alone: Callable[[str, str], dict[str, Any]],
-    model: str,
-    optimizer: str,
-    all_reduce: str,
+    sync_workers: SyncWorkers, on_three: Callable[[str, str], list[list[dict[str, Any]]]], model: str, optimizer: str
 ) -> None:
     """Over 20 steps of 150 of 1,257 examples: two epochs, each with an uneven last step."""
-    few = case(model, optimizer, batch_size=50, steps_per_execution=7)
-    few.cluster.all_reduce = all_reduce
-    three, single = sync_workers(train, num_workers=3, args=(few, 20)), trained_alone(model, optimizer)
-    assert_equal_weights(three[0]["weights"], single["weights"], atol=1e-5)
-    for other in three[1:]:
-        assert_equal_weights(other["weights"], three[0]["weights"], atol=0)
-    for result in (*three, single):
-        assert result["progress"].global_step == result["updates"] == 20
-        assert result["progress"].examples == single["progress"].examples == 2 * 1257 + 2 * 150
+    (single,) = sync_workers(train, num_workers=1, args=(case(model, optimizer, batch_size=150), 20))
+    for three in zip(*on_three(model, optimizer), strict=True):
+        assert_equal_weights(three[0]["weights"], single["weights"], atol=1e-5)
+        for other in three[1:]:
+            assert_equal_weights(other["weights"], three[0]["weights"], atol=0)
+        for result in (*three, single):
+            assert result["progress"].global_step == result["updates"] == 20
+            assert result["progress"].examples == single["progress"].examples == 2 * 1257 + 2 * 150
 
 
 def sum_in_memory(worker: SyncWorker) -> tuple[bool, float]:
@@ -106,15 +101,15 @@ def test_processes_of_one_host_share_memory(sync_workers: SyncWorkers) -> None:
     assert sync_workers(sum_in_memory, num_workers=3) == [(True, 111.0)] * 3
 
 
-def test_evaluation_counts_every_example_once(sync_workers: SyncWorkers) -> None:
+def test_evaluation_counts_every_example_once(on_three: Callable[[str, str], list[list[dict[str, Any]]]]) -> None:
     from tf2dist import data
 
-    results = sync_workers(train, num_workers=2, args=(run_config(), 10))
+    results = [first for first, _ in on_three("dnn", "adam")]
     labels = split_of(data.load(run_config().data), "test").y
     for result in results:
         assert result["evaluation"].num_examples == len(labels)
         assert result["evaluation"].metrics["accuracy"] == pytest.approx((result["predictions"] == labels).mean())
-    assert results[0]["evaluation"] == results[1]["evaluation"]
+    assert results[0]["evaluation"] == results[1]["evaluation"] == results[2]["evaluation"]
 
 
 @pytest.mark.slow
@@ -128,44 +123,43 @@ def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
     assert all(np.abs(value).max() > 0 for value in results[0]["state"])
 
 
+def graphs_of_the_step(worker: SyncWorker, configs: list[RunConfig]) -> list[str]:
+    return [graph_of_the_step(worker, config) for config in configs]
+
+
 def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
     from tf2dist.training.synchronous.loop import SyncLoop
     from tf2dist.training.synchronous.step import SHARED
 
-    loop = SyncLoop.build(
-        config, worker.cluster, worker.task, *source_and_splits(config), None, lambda progress: None, worker.strategy
-    )
+    cluster, task, strategy = worker.cluster, worker.task, worker.strategy
+    loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
     arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.source
     traced = loop._graphs._take_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())
 
 
-def test_xla_compiles_the_step(sync_workers: SyncWorkers) -> None:
-    config = run_config()
-    for xla in (False, True):
-        config.devices.xla = xla
-        assert ("_XlaMustCompile" in sync_workers(graph_of_the_step, 1, (config,))[0]) == xla
+def test_the_graph_of_a_step(sync_workers: SyncWorkers) -> None:
+    """Workers communicate once a step, only by our own all-reduce, and XLA compiles the step where it was asked for.
 
-
-def test_workers_communicate_once_a_step(sync_workers: SyncWorkers) -> None:
-    """Only by our own all-reduce; TensorFlow's input would ask all workers in each step whether it has ended."""
-    graph = sync_workers(graph_of_the_step, 2, (run_config(),))[0]
+    TensorFlow's input would ask all workers in each step whether it has ended.
+    """
+    configs = [run_config(), run_config()]
+    configs[1].devices.xla = True
+    graph, compiled = sync_workers(graphs_of_the_step, 2, (configs,))[0]
+    assert "_XlaMustCompile" in compiled
+    assert "_XlaMustCompile" not in graph
     assert graph.count('op: "PyFunc"') == 1
     assert "CollectiveReduce" not in graph
     assert "GetNextAsOptional" not in graph
-
-
-def train_with_each_optimizer(worker: SyncWorker, configs: list[RunConfig]) -> list[dict[str, Any]]:
-    return [train(worker, config, 30) for config in configs]
 
 
 @pytest.mark.slow
 def test_every_optimizer_learns(sync_workers: SyncWorkers) -> None:
     names = ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"]
     configs = [run_config(optimizer=name, batch_size=100, steps_per_execution=5) for name in names]
-    for name, result in zip(names, sync_workers(train_with_each_optimizer, 1, (configs,))[0], strict=True):
+    for name, result in zip(names, sync_workers(train_with_each, 1, (configs, 30))[0], strict=True):
         assert result["losses"][-1] < result["losses"][0], name
 
 
