@@ -60,7 +60,7 @@ def arrays_of(run_dir: Path, step: int) -> dict[str, Any]:
 def test_the_model_that_was_evaluated(command: Command, mode: str, cluster: list[str]) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
     options = ["plugins=[mine.py]", "model=nameless", "data=digits", "train.steps=60", "checkpoint.every_steps=30"]
-    finished = command(f"mode={mode}", "cluster=local", "cluster.num_workers=2", *cluster, *options)
+    finished = command(f"mode={mode}", "cluster=local1", *cluster, *options)
     assert finished.code == 0, finished
     assert "warning: model" not in finished.stderr, finished
     summary = json.loads((finished.run_dir / "summary.json").read_text())

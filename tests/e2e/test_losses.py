@@ -146,7 +146,7 @@ def test_all_workers_lost(command: Command) -> None:
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_restarts_come_to_an_end(command: Command, mode: str) -> None:
-    process = start(command, mode, "max_restarts=1")
+    process = start(command, mode, "cluster=local2", "max_restarts=1")
     for number in range(2):
         wait_for_step(command, process, 100)
         victim = task_process(command.folder / "run", "worker-1")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)  # several runs of some 10 s, each with a 
 
 SYNC_CNN = [
     *("mode=sync", "cluster=local2", "data=digits", "model=cnn", "model.dropout=0.3", "model.batch_norm=true"),
-    *("train.steps=300", "train.batch_size_per_worker=20", "train.log_every_steps=5"),
+    *("train.steps=150", "train.batch_size_per_worker=20", "train.log_every_steps=5"),
 ]
 
 
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(command: Command) -> N
 
 
 def test_a_run_directory_serves_one_run_at_a_time(command: Command) -> None:
-    process = command.start("data=digits", "train.steps=100000000")
+    process = command.start("cluster=local1", "data=digits", "train.steps=100000000")
     wait_until((command.folder / "run" / "metrics.jsonl").exists, process)
     second = command("data=digits", "train.steps=5")
     assert second.code == 2, second

@@ -193,7 +193,8 @@ def slow_start(peak, total_steps):
 def test_plugins(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
     finished = command(
-        *(f"mode={mode}", "plugins=[mine.py]", "model=wide", "+model.width=16", "data=stripes", "train.steps=100"),
+        *(f"mode={mode}", "cluster=local1", "plugins=[mine.py]", "model=wide", "+model.width=16", "data=stripes"),
+        "train.steps=100",
         *("optimizer=slow_start", "+optimizer.peak=0.01", "train.batch_size_per_worker=20"),
         *("+data.size=590", "+data.direction=across", "+model.act=gelu"),
     )
@@ -217,7 +218,7 @@ def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str)
     (command.folder / "mine.py").write_text(
         PLUGIN.replace("Wide(width, num_classes, act)", "keras.Sequential([keras.layers.Dense(-1)])")
     )
-    finished = command(f"mode={mode}", "plugins=[mine.py]", "model=wide", "data=digits")
+    finished = command(f"mode={mode}", "cluster=local1", "plugins=[mine.py]", "model=wide", "data=digits")
     assert finished.code == 1, finished
     assert finished.stderr.count("Traceback") == 1, finished
     assert "ValueError" in finished.stderr
@@ -227,9 +228,8 @@ def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str)
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps", [1, pytest.param(100_000, marks=pytest.mark.slow)])  # the evaluation shows it
 def test_a_loss_that_is_not_finite(command: Command, mode: str, steps: int) -> None:
-    finished = command(
-        f"mode={mode}", "data=digits", "optimizer=sgd", "optimizer.learning_rate=1e30", f"train.steps={steps}"
-    )
+    rate = ["optimizer=sgd", "optimizer.learning_rate=1e30"]
+    finished = command(f"mode={mode}", "cluster=local1", "data=digits", *rate, f"train.steps={steps}")
     assert finished.code == 3, finished
     assert not (finished.run_dir / "summary.json").exists()
     assert "the loss is" in finished.stderr
@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_finite(command: Command, mode: str, steps: int) -> N
 
 def test_without_data_and_network_it_trains_on_digits(command: Command) -> None:
     env = {"TFDS_DATA_DIR": str(command.folder / "none"), "NO_PROXY": "*"}
-    finished = in_no_network(command, "train.steps=50", env=env)
+    finished = in_no_network(command, "cluster=local1", "train.steps=50", env=env)
     summary = summary_of(finished)
     assert summary["data"] == "digits"
     assert finished.stderr.count("warning") == 1
