@@ -48,8 +48,8 @@ def weights(loop: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("num_workers", "optimizer"),
     [
-        (3, "sgd"),
         (4, "adam"),
+        pytest.param(3, "sgd", marks=pytest.mark.slow),
         pytest.param(3, "adam", marks=pytest.mark.slow),
         pytest.param(4, "sgd", marks=pytest.mark.slow),
     ],
@@ -102,7 +102,8 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)
 
 
-def test_updates_that_are_lost_after_admission_are_replaced(async_loop: MakeLoop) -> None:
+def test_what_a_lost_worker_leaves_is_made_good(async_loop: MakeLoop) -> None:
+    """Updates that were admitted and never came, and one that came to the first ps alone."""
     loop = async_loop(run_config())
     loop.train(50)
     for server in loop._graphs.servers:
@@ -110,16 +111,14 @@ def test_updates_that_are_lost_after_admission_are_replaced(async_loop: MakeLoop
     loop.train(150)
     assert_exact(loop, 150)
 
-
-def test_a_ps_that_is_one_update_behind_catches_up(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config())
-    loop.train(150)
     behind = loop._graphs.servers[1]
     counts = behind.counters.now()
     behind.restore(counts._replace(applied=counts.applied - 1))  # as if a worker had died between two pushes
     loop.train(150)
     assert [server.counters.now().applied for server in loop._graphs.servers] == [150, 150]
     assert loop.progress.global_step == 150
+    loop.train(400)
+    assert 0 < loop.facts()["staleness"]["mean"] < 50, "updates of several workers are sometimes stale"
 
 
 def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:
@@ -137,12 +136,6 @@ def test_updates_of_a_single_worker_are_never_stale(async_loop: MakeLoop) -> Non
     loop = async_loop(run_config(), num_workers=1, num_ps=1)
     loop.train(100)
     assert loop.facts()["staleness"] == {"mean": 0.0, "p50": 0, "p99": 0, "max": 0}
-
-
-def test_updates_of_several_workers_are_sometimes_stale(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config())
-    loop.train(400)
-    assert 0 < loop.facts()["staleness"]["mean"] < 50
 
 
 def test_one_worker_equals_plain_keras(async_loop: MakeLoop) -> None:
@@ -178,8 +171,8 @@ def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        *("adam", "adagrad"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "momentum", "adamw", "rmsprop")),
+        "adagrad",  # its updates wait for each other
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "sgd", "momentum", "adamw", "rmsprop")),
     ],
 )
 def test_every_optimizer_learns(async_loop: MakeLoop, optimizer: str) -> None:

@@ -86,7 +86,7 @@ def test_fast_moving_averages_of_four_workers_equal_those_of_plain_keras(async_l
     for name in ("moving_mean", "moving_variance"):  # each is hardly more than that of the last batch: 50 examples
         assert state(loop)[name].mean() == pytest.approx(plain[name].mean(), rel=0.4)
     found = loop.evaluate("test")
-    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=0.2)
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=0.5)
     assert found.metrics["accuracy"] == pytest.approx(expected.metrics["accuracy"], abs=0.08)
 
 
