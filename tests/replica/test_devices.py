@@ -134,10 +134,10 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("cores", "mode", "gpus", "threads"),
     [
-        (3, "async", [], {"worker": "1", "ps": "5", "chief": None}),
-        (4, "async", [], {"worker": None, "ps": "6", "chief": None}),  # two cores for each worker
-        (3, "async", ["gpu"], {"worker": None, "ps": "5", "chief": None}),
-        (3, "sync_replicas", [], {"worker": "1", "ps": "5", "chief": None}),
+        (3, "async", [], {"worker": "1", "ps": None, "chief": None}),
+        (4, "async", [], {"worker": None, "ps": None, "chief": None}),  # two cores for each worker
+        (3, "async", ["gpu"], {"worker": None, "ps": None, "chief": None}),
+        (3, "sync_replicas", [], {"worker": "1", "ps": None, "chief": None}),
         (3, "sync", [], {"worker": None}),
     ],
 )
