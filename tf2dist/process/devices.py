@@ -71,7 +71,7 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
     # in a container or under a scheduler, which can be fewer than the machine has.
     if share_host:
         if task.job == "worker" and cluster.has_coordinator and shares_a_core(cluster.num_workers):
-            execute_calls_in_threads(1)
+            execute_calls_in_one_thread()
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
 
@@ -155,14 +155,15 @@ def shares_a_core(num_workers: int) -> bool:
     return len(os.sched_getaffinity(0)) < 2 * num_workers and not tf.config.list_physical_devices("GPU")
 
 
-def execute_calls_in_threads(num_threads: int) -> None:
-    """How many threads of this task execute what the coordinator calls.
+def execute_calls_in_one_thread() -> None:
+    """Makes this task execute what the coordinator calls in one thread.
 
-    TensorFlow takes their number from the configuration of the coordinator. Where that leaves it open, as ours does, it
-    is that of this variable, or else one for each core. TensorFlow hands operations that are ready from one thread to
-    another; where tasks share a core, that takes a tenth of the time of a model with hundreds of small operations.
+    TensorFlow takes the number of these threads from the configuration of the coordinator. Where that leaves it open,
+    as ours does, it is that of this variable, or else one for each core. TensorFlow hands operations that are ready
+    from one thread to another; where tasks share a core, that takes a tenth of the time of a model with hundreds of
+    small operations.
     """
-    os.environ["TF_NUM_INTEROP_THREADS"] = str(num_threads)
+    os.environ["TF_NUM_INTEROP_THREADS"] = "1"
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:
