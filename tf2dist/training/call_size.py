@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-CALL_SECS = 0.4  # a request to stop or save waits for a call, with mode=async for two; longer ones make no run faster
+CALL_SECS = 0.4  # a request to stop or save waits for a call; longer ones make no run faster
 MAX_STEPS = 50  # more would save little more
 # With parameter servers the steps of a call are unrolled. A worker prepares all of their operations before its first
 # step, which takes seconds for a deep model. And a step takes 20 ns and more for each parameter that it trains.

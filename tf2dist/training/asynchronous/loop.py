@@ -165,10 +165,10 @@ class AsyncLoop:
             scheduler.fill(admitted, until_step - admitted)
             self._read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
-        # A stop has not the time to wait for the calls in flight, which may have many slow steps.
+        # A stop does not wait for the calls in flight, which may have many slow steps.
         if PauseRequest.STOP in requested and missing > 0 and scheduler.cut():
             return requested
-        # At the end they have nothing left to do, at another request they run to their own end.
+        # At the end of the training the calls have nothing left to do; at another request they run to their end.
         return requested | scheduler.finish(pause_request)
 
     def _align_servers(self) -> None:

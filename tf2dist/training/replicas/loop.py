@@ -90,7 +90,7 @@ class ReplicasLoop:
             self._scheduler.begin(self._graphs.deciding.counts())
             requested |= self._train(until_step, requests)
             self._graphs.deciding.close()
-            # The calls in flight can change nothing any more, and a stop has not the time to wait for slow ones.
+            # The calls in flight can change nothing any more, so a stop does not wait for them.
             if PauseRequest.STOP not in requested:
                 requested |= self._scheduler.finish(requests)
         except WorkersAway:
