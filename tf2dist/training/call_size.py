@@ -8,8 +8,8 @@ CALL_SECS = 0.4  # a request to stop or save waits for a call; longer ones make 
 MAX_STEPS = 50  # more would save little more
 # With parameter servers the steps of a call are unrolled. A worker prepares all of their operations before its first
 # step, which takes seconds for a deep model. And a step takes 20 ns and more for each parameter that it trains.
-UNROLLED_STEPS = 20
-UNROLLED_OPERATIONS = 4_000
+UNROLLED_STEPS = 50
+UNROLLED_OPERATIONS = 30_000
 UNROLLED_PARAMETERS = 20_000_000
 
 
