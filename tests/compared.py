@@ -9,7 +9,7 @@ from tf2dist.comparing.matrix import Contender, contenders_of, runs_of
 from tf2dist.comparing.options import Options, split
 from tf2dist.comparing.results import ContenderResult, results_of
 from tf2dist.comparing.running import RUNS, Outcome
-from tf2dist.config.source import Source
+from tf2dist.config.compose import Source
 from tf2dist.launch.start import check_alone
 
 SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed

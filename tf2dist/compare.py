@@ -51,19 +51,20 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
         Interrupted: by a signal; the runs that are done are kept.
     """
     from tf2dist.comparing.comparison import compare
-    from tf2dist.config.arguments import parse
+    from tf2dist.config.flags import ACTIONS, parse, source_of
     from tf2dist.errors import ConfigError
     from tf2dist.launch.streams import say
 
-    request = parse(arguments)
-    if request.action == "--help":
+    asked = parse(arguments)
+    if asked.help:
         say((__doc__ or "").strip(), sys.stdout)
         return
-    if request.action != "--run":
-        raise ConfigError(f"{request.action}: is not for a comparison; see --help")
+    for name in ACTIONS[1:]:
+        if getattr(asked, name):
+            raise ConfigError(f"--{name}: is not for a comparison; see --help")
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
-    compare(arguments, request.overrides, request.source, signals)
+    compare(arguments, asked.overrides, source_of(asked), signals)
 
 
 if __name__ == "__main__":

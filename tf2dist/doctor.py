@@ -19,10 +19,10 @@ from tf2dist import linux
 from tf2dist.cluster import addresses, listening, parsing, reachability
 from tf2dist.cluster.spec import Cluster, HostTask, Task
 from tf2dist.config import paths
-from tf2dist.config.arguments import parse
+from tf2dist.config.compose import Source
+from tf2dist.config.flags import ACTIONS, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, PS_MODES, RunConfig
-from tf2dist.config.source import Source
 from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
@@ -55,16 +55,17 @@ def report(arguments: list[str]) -> int:
     is_json = "--json" in arguments
     try:
         asked = parse([argument for argument in arguments if argument != "--json"])
-        if asked.action not in ("--run", "--help"):
-            raise ConfigError(f"{asked.action}: is not for the doctor, which looks at one run; leave it out")
+        if other := [name for name in ACTIONS[1:] if getattr(asked, name)]:
+            raise ConfigError(f"--{other[0]}: is not for the doctor, which looks at one run; leave it out")
+        source = source_of(asked)
     except ConfigError as error:
         print(f"tf2dist: error: {printable(str(error))}", file=sys.stderr)
         return 2
-    if asked.action == "--help":
+    if asked.help:
         print(__doc__)
         return 0
     found = []
-    for finding in examine(asked.overrides, os.environ.get("TF_CONFIG") or None, asked.source):
+    for finding in examine(asked.overrides, os.environ.get("TF_CONFIG") or None, source):
         found.append(finding)
         # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:

@@ -202,5 +202,6 @@ def printable(text: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that was probably meant, as the end of an error's line; "" if none is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    folded = {one.casefold(): one for one in known}
+    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
+    return f"; did you mean {folded[close[0]]}?" if close else ""

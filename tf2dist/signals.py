@@ -115,6 +115,25 @@ class Signals(StopRequests):
         finally:
             self._is_held = False
 
+    @contextlib.contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """For a block that waits for other processes: each signal goes to the children of this one as well."""
+        from psutil import Process  # only a parallel sweep needs it, and it takes a while
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self._on_signal(number, frame)
+            for child in Process().children():
+                with contextlib.suppress(Exception):  # it has ended meanwhile
+                    child.send_signal(number)
+
+        before = {number: signal.signal(number, pass_on) for number in handled_signals()}
+        try:
+            with self.held():
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.ask(number) or self._is_held:
             return

@@ -75,16 +75,16 @@ def test_flags(command: Command, flag: str, words: str) -> None:
     assert words in finished.stdout
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version", "--cfg"])
+@pytest.mark.parametrize("flag", ["--help", "--version", "--info"])
 def test_a_full_disk_behind_the_standard_output(tmp_path: Path, flag: str) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         finished = subprocess.run([*COMMAND, flag], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert finished.returncode == 1
+    assert finished.returncode == 1, finished.stderr
     assert finished.stderr == "tf2dist: error: the standard output cannot be written (No space left on device)\n"
 
 
 def test_the_configuration_is_shown(command: Command) -> None:
-    finished = command("--cfg", "model=cnn", "train.steps=7")
+    finished = command("--cfg", "job", "model=cnn", "train.steps=7")
     assert finished.code == 0, finished
     assert "steps: 7" in finished.stdout
     assert list(command.folder.iterdir()) == []

@@ -33,7 +33,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(site)}
     where = run(sys.executable, "-c", "import tf2dist.conf; print(tf2dist.conf.__file__)", cwd=elsewhere, env=env)
     assert where.startswith(str(site))
-    assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "model=cnn", cwd=elsewhere, env=env)
+    assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "job", "model=cnn", cwd=elsewhere, env=env)
     assert files(site / "tf2dist", "*.yaml") == {Path("conf", name) for name in files(REPOSITORY / "conf", "*.yaml")}
     assert {Path("comparing", name) for name in ("report.css", "report.js")} <= files(site / "tf2dist", "*.*s")
     modules = files(REPOSITORY / "tf2dist", "*.py") | {Path("conf/__init__.py")}

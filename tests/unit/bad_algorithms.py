@@ -5,7 +5,6 @@ WAYS_OF_TRAINING: list[tuple[list[str], str]] = [
     (["mode=sync", "algorithm=staleness_aware"], "algorithm (staleness_aware): is for mode=async; leave it out"),
     (["algorithm=stale"], "algorithm (stale): must be one of "),
     (["algorithm.kind=plain"], "algorithm.kind=plain: is set by another option; choose with algorithm=NAME"),
-    (["algorithm=[plain]"], "algorithm ([plain]): must be one of "),
     (["algorithm.strength=2"], "algorithm.strength (2.0): is for algorithm=delay_compensated; add that"),
     (["algorithm=delay_compensated", "algorithm.strength=0"], "algorithm.strength (0.0): must be more than 0"),
     (["algorithm.bound=2"], "algorithm.bound (2): is for algorithm=bounded; add that"),

@@ -40,7 +40,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
     monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong request is run"))
-    monkeypatch.setattr("tf2dist.launch.jobs.code_command", lambda *args: pytest.fail("a wrong request is run"))
+    monkeypatch.setattr(cli, "sweep_job", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import PAGES, REPOSITORY
-from tf2dist.config.choices import PLUGIN_GROUPS, groups, public, values
+from tf2dist.config.choices import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
 
@@ -23,6 +23,7 @@ CHOSEN = {
     for entry in yaml.safe_load((REPOSITORY / "conf/config.yaml").read_text())["defaults"]
     if isinstance(entry, dict)
     for group, name in entry.items()
+    if name
 }
 
 
@@ -41,7 +42,7 @@ LISTED = {  # by option: the default and the description
 def defaults() -> dict[str, str]:
     """By option: as in the file of the default choice, or else in the schema, or else in the first file that has it."""
     declared = {name: option.shown for name, option in OPTIONS.items() if not option.is_choice}
-    files = [(group, name) for group in PLUGIN_GROUPS for name in public(group)]
+    files = [(group, name) for group in PLUGIN_GROUPS for name in groups()[group]]
     chosen = [(group, name) for group, name in files if CHOSEN[group] == name]
     return written(files[::-1]) | declared | written(chosen)
 
@@ -61,7 +62,7 @@ def test_the_choices_are_those_in_conf() -> None:
     rows = {in_code(row[0])[0]: row[1] for row in ROWS if in_code(row[0])[0] in groups()}
     for group, shown in rows.items():
         listed = set(in_code(shown)) | ({"local2", "local3"} if "`local1` ... `local4`" in shown else set())
-        assert listed == set(public(group))
+        assert listed == set(groups()[group])
         assert re.findall(r"\*\*`(.*?)`\*\*", shown) == ([CHOSEN[group]] if group in CHOSEN else [])
     assert set(rows) == set(groups())
 

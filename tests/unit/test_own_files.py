@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tf2dist import cli
+from tf2dist.config.compose import Source
 from tf2dist.config.load import load
-from tf2dist.config.source import Source
 from tf2dist.errors import ConfigError
 
 
@@ -19,6 +19,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/experiment/mine/deeper.yaml": "# @package _global_\nseed: 5\n",
         "conf/experiment/wrong.yaml": "# @package _global_\ntrain: {stepss: 40}\n",
         "conf/experiment/lost.yaml": "# @package _global_\ndefaults: [{override /model: none_such}]\n",
+        "conf/experiment/bare.yaml": "train: {steps: 40}\n",
+        "conf/experiment/torn.yaml": "# @package _global_\ntrain:\n  steps: [40\n",
+        "conf/experiment/env.yaml": "# @package _global_\nrun_dir: ${oc.env:A_FOLDER}/${oc.select:nothing,x}\n",
         "conf/model/small.yaml": "name: dnn\nhidden_units: [7, 8]\n",
         "conf/model/cnn.yaml": "name: dnn\nhidden_units: [1]\n",
         "conf/length/short.yaml": "# @package _global_\ntrain: {steps: 3}\n",
@@ -60,13 +63,27 @@ def test_an_own_beginning(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "source", "words"),
     [
-        (["model=smal"], OWN, "must be one of cnn, dnn, softmax, tanh, small; did you mean small?"),
-        (["experiment=mien"], OWN, "mine/deeper, mine, wrong; did you mean mine?"),
-        (["experiment=wrong"], OWN, "train.stepss: there is no such option"),
-        (["experiment=lost"], OWN, "Could not find 'model/none_such'"),
+        (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh; did you mean small?"),
+        (["experiment=mien"], OWN, "mine, regression, torn, wrong; did you mean mine?"),
+        (
+            ["experiment=wrong"],
+            OWN,
+            "train.stepss (in experiment/wrong.yaml): there is no such option; did you mean train.st",
+        ),
+        (
+            ["experiment=lost"],
+            OWN,
+            "model (none_such): must be one of cnn, dnn, small, softmax, tanh (in experiment/lost",
+        ),
         (["length=short"], OWN, "length (short): is not a group of tf2dist; write +length=short for one of yours"),
-        (["+length=long"], OWN, "Could not find 'length/long'"),
+        (["+length=long"], OWN, "length (long): must be one of short"),
         (["experiment=mine"], Source(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
+        (
+            ["experiment=bare"],
+            OWN,
+            'experiment.train (in experiment/bare.yaml): there is no such option; begin the file with "# @package _gl',
+        ),
+        (["experiment=torn"], OWN, "conf/experiment/torn.yaml, line 4: cannot be read (expected"),
         ([], Source("conf", "bare"), 'begin the file with "defaults: [config, _self_]"'),
     ],
 )
@@ -110,7 +127,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_file_without_self_counts_and_nothing_is_said_about_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shown(capsys, "--cfg", "-p", "seed", "-cd", "conf", "-cn", "without_self") == "9\n"
+    assert shown(capsys, "--cfg", "job", "-p", "seed", "-cd", "conf", "-cn", "without_self") == "9\n"
 
 
 def test_a_part_of_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,19 +135,29 @@ def test_a_part_of_the_configuration(folder: Path, capsys: pytest.CaptureFixture
     part = shown(capsys, "--cfg", "job", "-p", "train", *own)
     assert part.startswith("# @package train\nsteps: 40\n")
     assert "log_every_steps: ${train.steps}\n" in part
-    assert "log_every_steps: 40\n" in shown(capsys, "-c", "-p", "train", "--resolve", *own)
-    assert shown(capsys, "-c", "--package=train.log_every_steps", "--resolve", *own) == "40\n"
-    assert shown(capsys, "--cfg", "-p", "_global_", *own) == shown(capsys, "--cfg", *own)
+    assert "log_every_steps: 40\n" in shown(capsys, "-c", "job", "-p", "train", "--resolve", *own)
+    assert shown(capsys, "-c", "job", "--package=train.log_every_steps", "--resolve", *own) == "40\n"
+    assert shown(capsys, "--cfg", "job", "-p", "_global_", *own) == shown(capsys, "--cfg", "job", *own)
 
 
 def test_where_the_configuration_comes_from(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    everything = shown(capsys, "--info", "-cd=conf", "-cn=mine", "experiment=mine", "model=small")
-    assert f"command-line  file://{folder}/conf\n" in everything
-    assert "\n  config:\n    tf2dist_options\n    mode: async\n" in everything
-    assert "\n    model: small\n    optimizer: sgd\n" in everything
-    assert "experiment/mine  _global_   False   config\n" in everything
-    assert "\nConfig\nmode: async\n" in everything
-    parts = ("searchpath", "defaults-tree", "defaults", "config")
-    alone = [shown(capsys, "-i", part, "-cd=conf", "-cn=mine", "experiment=mine", "model=small") for part in parts]
-    assert everything == "\n".join(alone)
-    assert "hydra" not in everything.replace(str(folder), "")
+    own = ["-cd=conf", "-cn=mine", "experiment=mine", "model=small"]
+    path = shown(capsys, "--info", "searchpath", *own)
+    assert f"| command-line | file://{folder}/conf" in path
+    tree = shown(capsys, "--info", "defaults-tree", *own)
+    assert "\n    config:\n      tf2dist_options\n      mode: async\n" in tree
+    assert "\n      model: small\n      optimizer: sgd\n" in tree
+    assert "| experiment/mine " in shown(capsys, "--info", "defaults", *own)
+    assert "seed: 9\n" in shown(capsys, "--info", "config", *own)
+    assert "SweepReport" in shown(capsys, "--cfg", "hydra", *own)
+
+
+def test_an_own_folder_may_come_first(folder: Path) -> None:
+    first = Source(path="conf")
+    assert load(["model=cnn"], None, first).model["hidden_units"] == [1]
+    assert load([], None, Source(name="mine", path="conf")).seed == 9
+
+
+def test_files_use_all_resolvers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_FOLDER", "here")
+    assert load(["experiment=env"], None, OWN).run_dir == "here/x"

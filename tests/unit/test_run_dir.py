@@ -138,7 +138,7 @@ def test_no_room_for_the_fork_servers_log(few_files: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         cli.main([f"run_dir={few_files}/run", "data=digits", "model=softmax", "cluster=local1", "train.steps=1"])
     assert ended.value.code == 2
-    assert "logs/forkserver.log cannot be written (No space left on device); make room" in capsys.readouterr().err
+    assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
 
 
 def run(command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -163,7 +163,7 @@ def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
-    for flag in ("--help", "--cfg"):
+    for flag in ("--help", "--cfg job"):
         done = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
         assert (done.stdout, done.stderr) == ("0\n", ""), flag
 
@@ -179,6 +179,6 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
 
 
 def test_characters_that_an_ascii_terminal_lacks(tmp_path: Path) -> None:
-    done = run("$TF2DIST run_dir=Läufe --cfg", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
+    done = run("$TF2DIST run_dir=Läufe --cfg job", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "run_dir: L\\xe4ufe" in done.stdout

@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra.types import RunMode
 
-from tf2dist.config.source import Source
-from tf2dist.config.sweeps import Job, sweep_of
+from tf2dist.config.compose import Source, opened, prepared
+from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
-from tf2dist.launch import sweep as sweeps
 from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.sweep_table import Row, as_csv, as_table
+from tf2dist.launch.sweep import Row, as_csv, as_table, check_same
 
 NO_FOLDER = Source()
 
 
 def jobs(*overrides: str, source: Source = NO_FOLDER) -> list[Job]:
-    return sweep_of(list(overrides), None, source, lambda config: None).jobs
+    with opened(source) as hydra:
+        given = [*prepared(list(overrides), None), "hydra.mode=MULTIRUN"]
+        return jobs_of(hydra, hydra.compose_config(source.name, given, RunMode.MULTIRUN), lambda config: None)
 
 
 EXPANDED = [
@@ -57,15 +59,6 @@ def test_folders_after_the_options() -> None:
     assert [job.folder for job in made] == ["0-mode=sync,seed=1", "1-mode=sync,seed=2"]
 
 
-def test_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert sweep_of(["seed=1"], None, Source(), lambda config: None).folder is None
-    given = sweep_of(["hydra.sweep.dir='a/${now:%Y}'"], None, Source(), lambda config: None).folder
-    assert given is not None
-    assert given.parent == tmp_path / "a"
-    assert given.name.isdigit()
-
-
 def test_own_experiments_are_swept(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     for seed in (3, 4):
@@ -74,9 +67,14 @@ def test_own_experiments_are_swept(tmp_path: Path) -> None:
     assert [job.config.seed for job in made] == [3, 4]
 
 
+def test_values_of_a_file_are_swept(tmp_path: Path) -> None:
+    (tmp_path / "search.yaml").write_text("defaults: [config, _self_]\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
+    assert [job.config.seed for job in jobs(source=Source(str(tmp_path), "search"))] == [1, 2]
+
+
 def finished(folder: Path, job: Job, saved_step: int = 5) -> None:
-    (folder / job.folder / ".hydra").mkdir(parents=True)
-    (folder / job.folder / ".hydra" / "config.yaml").write_text(job.config.to_yaml())
+    (folder / job.folder).mkdir(parents=True)
+    (folder / job.folder / "config.yaml").write_text(job.config.to_yaml())
     (folder / job.folder / "summary.json").write_text(json.dumps({"global_step": 5, "saved_step": saved_step}))
 
 
@@ -84,13 +82,13 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
     before, now = jobs("seed=1,2"), jobs("seed=1,3")
     for job in before:
         finished(tmp_path, job)
-    sweeps._check_folder(tmp_path / "0", now[0])
-    with pytest.raises(ConfigError, match=r"1 in it is of another sweep \(seed=2 there, 3 here\); give the same"):
-        sweeps._check_folder(tmp_path / "1", now[1])
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="2 in it has a run that is of no sweep"):
-        sweeps._check_folder(tmp_path / "2", now[1])
+    check_same(tmp_path / "0", now[0].config, "0", has_data=True)
+    check_same(tmp_path / "2", now[1].config, "2", has_data=True)
+    with pytest.raises(ConfigError, match=r"1 is of another sweep \(seed=2 there, 3 here\); give the same"):
+        check_same(tmp_path / "1", now[1].config, "1", has_data=True)
+    (tmp_path / "1" / "config.yaml").write_text("[")
+    with pytest.raises(ConfigError, match=r"1 has a config.yaml that cannot be read"):
+        check_same(tmp_path / "1", now[1].config, "1", has_data=True)
 
 
 def test_a_job_whose_weights_are_lost_is_not_done(tmp_path: Path) -> None:
@@ -109,10 +107,9 @@ RESULT = {"test_accuracy": 0.97654, "test_loss": 0.08775, "steps_per_sec": 1234.
 def rows() -> list[Row]:
     made = [Row(number, str(number), {"mode": mode, "model.hidden_units": "[3,4]"}) for number, mode in
             enumerate(("async", "sync", "async", "sync"))]  # fmt: skip
-    assert made[0].finish(RESULT, 0)
-    assert not made[1].finish(None, 0)
-    made[1].fail(3, is_stopped=False)
-    made[2].fail(130, is_stopped=True)
+    made[0].finish(RESULT)
+    made[1].fail(3)
+    made[2].fail(130)
     return made
 
 

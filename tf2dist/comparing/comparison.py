@@ -9,7 +9,7 @@ from tf2dist.comparing.options import Options, split
 from tf2dist.comparing.report import REPORT, write_report
 from tf2dist.comparing.results import results_of
 from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
-from tf2dist.config.source import Source
+from tf2dist.config.compose import Source
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
 from tf2dist.launch.console import Console

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from tf2dist.comparing.options import Options, backups_of
+from tf2dist.config.compose import Source
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS, RunConfig
-from tf2dist.config.source import Source
 from tf2dist.config.sweeps import MAX_JOBS, expanded
 from tf2dist.data.location import NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError

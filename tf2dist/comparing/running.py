@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tf2dist import files
 from tf2dist.comparing.matrix import ContenderRun
+from tf2dist.config.compose import in_quotes
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary, run_job
@@ -128,7 +129,7 @@ def _run(
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place)
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
-            code = run_job([*flags, *run.overrides, f"run_dir={place}"], received, log, whole.look)
+            code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(place))}"], received, log, whole.look)
     except OSError as error:
         whole.console.warn(f"{place} cannot be written ({error.strerror}); make room, or name another directory")
         code = ConfigError.exit_code

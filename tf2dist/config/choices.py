@@ -10,7 +10,6 @@ from tf2dist.config.schema import OPTIONS
 
 CONF_MODULE = "tf2dist.conf"
 PLUGIN_GROUPS = ("model", "data", "optimizer")
-HIDDEN = "plugin"  # the file in conf/ that stands for every name that a plugin registers
 
 
 @functools.cache
@@ -25,11 +24,6 @@ def groups() -> dict[str, list[str]]:
     }
 
 
-def public(group: str) -> list[str]:
-    """The names in a group that a user chooses from."""
-    return [name for name in groups()[group] if name != HIDDEN]
-
-
 @functools.cache
 def values(group: str, name: str) -> dict[str, str]:
     """The settings in the file of one choice, each value as written there, such as 1e-7, 0.0 and [300, 50]."""
@@ -41,7 +35,7 @@ def values(group: str, name: str) -> dict[str, str]:
 @functools.cache
 def keys(group: str, name: str) -> tuple[str, ...]:
     """The options that belong to one choice, such as learning_rate; none for a plugin's choice."""
-    if name not in public(group):
+    if name not in groups()[group]:
         return ()
     # Options of the schema belong to every choice of their group, and come first in the help.
     declared = [option.partition(".")[2] for option in OPTIONS if option.startswith(f"{group}.")]
@@ -52,7 +46,7 @@ def choices_by_option() -> dict[str, list[str]]:
     """The choices to which each option belongs, as in {"model.dropout": ["model=cnn"]}."""
     found: dict[str, list[str]] = {}
     for group in PLUGIN_GROUPS:
-        for name in public(group):
+        for name in groups()[group]:
             for key in keys(group, name):
                 found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
     return found

@@ -1,197 +1,389 @@
-"""Composes the command line and the files into one plain tree by Hydra, or says in one line why not."""
+"""Hydra itself, around the files in ``conf/`` and those of the user, with errors that are one line."""
 
+import contextlib
+import copy
+import os
 import re
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config import interpolation
-from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS, choices_by_option, groups
+from tf2dist.config.choices import CONF_MODULE, PLUGIN_GROUPS, choices_by_option, groups
 from tf2dist.config.hints import for_unknown
-from tf2dist.config.schema import SECTIONS
-from tf2dist.config.source import Source, check_complete, opened, what_hydra_says, why_missing
+from tf2dist.config.paths import expand
+from tf2dist.config.schema import OPTIONS, SECTIONS
+from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 
-VERBATIM = (
-    "run_dir",
-    "init_from",
-    "init_layers",
-    "data.dir",
-)  # paths and patterns, which Hydra's grammar would misread: brackets, blanks and ~ mean something there
-MAX_OVERRIDE_CHARS = 4096  # far more than any real override has
-CALL = re.compile(r"\w+\s*\(.*\)\s*")
-MANY = ", or --multirun for a run of each"
+MAIN = "config"  # conf/config.yaml
+OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
+PATHS = ("run_dir", "init_from", "init_layers", "data.dir", "hydra.run.dir", "hydra.sweep.dir")
 FORM = "options look like train.steps=1000; put values with ~ : [ ] or blanks in quotes, as in ['~/a b']"
 # What Hydra and its parser raise: the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
-UNREADABLE = (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError)
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
 
-def compose(overrides: list[str], source: Source) -> dict[str, Any]:
-    """The tree of all options: the schema's defaults, the settings of the choices, and the overrides, all resolved.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the configuration files are.
+
+    Attributes:
+        folder: ``--config-dir``, whose files come after those in ``conf/``.
+        name: ``--config-name``, the primary configuration file.
+        path: ``--config-path``, whose files come before those in ``conf/``.
+    """
+
+    folder: str | None = None
+    name: str = MAIN
+    path: str | None = None
+
+    def search_path(self) -> ConfigSearchPath:
+        found = create_config_search_path(_address(self.path))
+        ours, before = f"pkg://{CONF_MODULE}", SearchPathQuery(provider="schema")
+        found.prepend("tf2dist" if self.path else "main", ours, before)
+        if folder := _address(self.folder):
+            found.prepend("command-line", folder, before)
+        return found
+
+    def flags(self) -> list[str]:
+        """The flags that give the same source in any working directory."""
+        given = {"--config-dir": _address(self.folder), "--config-path": _address(self.path)}
+        named = [f"{flag}={place.removeprefix('file://')}" for flag, place in given.items() if place]
+        return [*named, *([f"--config-name={self.name}"] if self.name != MAIN else [])]
+
+
+def _address(folder: str | None) -> str | None:
+    """A folder as Hydra's search path names it."""
+    if folder is None or folder.startswith("pkg://"):
+        return folder
+    path = expand(folder)
+    return f"file://{path.absolute()}" if path else None
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader of configurations; its errors are one line, and options that do not exist are refused.
+
+    Hydra composes every configuration through it: of a run, of each job of a sweep, and those that flags show.
+    """
+
+    known: ClassVar = frozenset({*groups(), *OPTIONS, *SECTIONS})
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self._last: tuple[Any, DictConfig] | None = None
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Composes a configuration.
+
+        Raises:
+            ConfigError: says what is wrong, and names the nearest option if there is one.
+        """
+        # The check before a run and the run itself ask for the same one, which takes a tenth of a second to compose.
+        # What the first caller changes in it, such as the name of the folder, holds for the second.
+        key = (config_name, tuple(overrides), run_mode)
+        if self._last and self._last[0] == key:
+            return copy.deepcopy(self._last[1])  # Hydra removes parts of what it prints
+        _register_plugins(overrides)
+        try:
+            found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        except ERRORS as error:
+            raise ConfigError(_explain(error, overrides, config_name, self)) from None
+        if config_name is not None:
+            if "run_dir" in found and as_written(found)["run_dir"] is None:
+                found.run_dir = DEFAULT_RUN_DIR
+            self._check(found, config_name, overrides, run_mode)
+        self._last = key, found
+        return found
+
+    def _check(self, found: DictConfig, config_name: str, overrides: list[str], run_mode: RunMode) -> None:
+        """Refuses options that do not exist, wherever they are given."""
+        given = {_key(override) for override in overrides}
+        for key in _unknown(found):
+            if key in given:
+                raise ConfigError(f"{key}: there is no such option{_meant(key, found)}")
+            file, package = self._file_with(key, config_name, overrides, run_mode)
+            where = f"{key} (in {file}.yaml)" if file else key
+            if package and package == key.partition(".")[0]:
+                raise ConfigError(f'{where}: there is no such option; begin the file with "# @package _global_"')
+            raise ConfigError(f"{where}: there is no such option{_meant(key, found)}")
+        missing = sorted(set(defaults()) - set(map(str, found)))
+        if missing and not any(override.startswith("~") for override in overrides):
+            raise ConfigError(
+                f"--config-name ({config_name}): lacks {missing[0]} and others; begin the file with "
+                f'"defaults: [{MAIN}, _self_]"'
+            )
+
+    def _file_with(self, key: str, config_name: str, overrides: list[str], mode: RunMode) -> tuple[str, str]:
+        """The last file that sets an option, and the part of the configuration that the file is about."""
+        for each in reversed(self.compute_defaults_list(config_name, overrides, mode).defaults):
+            package = each.package or ""
+            inner = key.removeprefix(f"{package}.") if package else key
+            found = self.repository.load_config(each.config_path) if each.config_path else None
+            if found is None or (package and inner == key) or not isinstance(found.config, DictConfig):
+                continue
+            if OmegaConf.select(found.config, inner, throw_on_resolution_failure=False) is not None:
+                return each.config_path or "", package
+        return "", ""
+
+
+@contextlib.contextmanager
+def opened(source: Source) -> Iterator[Hydra]:
+    """Hydra with ``conf/`` and the user's folders on its search path."""
+    stored = ConfigStore.instance().repo
+    names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
+    ConfigStore.instance().store(OPTIONS_NODE, defaults())
+    try:
+        # Everything below resolves relative paths, and would fail with a traceback.
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
+    # Hydra is a singleton, which the caller may have initialized.
+    GlobalHydra.instance().clear()
+    before = HydraConfig.instance().cfg
+    # Hydra's behaviour depends on this number; without it an older version's would apply.
+    version.setbase("1.3")
+    hydra = Hydra("tf2dist", Loader(source.search_path()))
+    GlobalHydra.instance().initialize(hydra)
+    try:
+        with warnings.catch_warnings():
+            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant.
+            warnings.filterwarnings("ignore", ".*_self_", UserWarning)
+            yield hydra
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = before
+        stored.update(names)  # without those of this command line's plugins
+
+
+def overrides_of(composed: Any) -> list[str]:
+    """The overrides of the command line, as they were written."""
+    return list(as_written(composed.hydra.overrides.task))
+
+
+@contextlib.contextmanager
+def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
+    """Makes Hydra's settings known to the resolver ``${hydra:...}``; gives the overrides of the command line."""
+    holder: HydraConfig = HydraConfig.instance()
+    before = holder.cfg
+    if "hydra" in composed:
+        holder.set_config(composed)
+        OmegaConf.set_readonly(composed.hydra, False)  # Hydra itself sets some of them later
+    try:
+        yield overrides_of(holder.cfg) if holder.cfg else []
+    finally:
+        holder.cfg = before
+
+
+def prepared(overrides: list[str], tf_config: str | None) -> list[str]:
+    """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one.
 
     Raises:
-        ConfigError: an override or a file cannot be used; says why, and names the nearest known option if there is one.
+        ConfigError: an override sets what a choice sets.
     """
-    tree = interpolation.resolve(unresolved(overrides, source), overrides)
-    check_complete(source, tree)
-    return tree
-
-
-def unresolved(overrides: list[str], source: Source) -> DictConfig:
-    """The same tree before interpolation, with its ``${...}``. Raises ConfigError as `compose` does."""
-    parts = for_hydra(overrides, source)
-    try:
-        return _hydra(parts, source)
-    except MissingConfigException as error:
-        if error.missing_cfg_file == source.name:
-            raise why_missing(source) from None
-        raise ConfigError(_explain(error, parts, source)) from None
-    except UNREADABLE as error:
-        raise ConfigError(_explain(error, parts, source)) from None
-
-
-def for_hydra(overrides: list[str], source: Source) -> list[str]:
-    """The overrides in the form that Hydra needs. Raises ConfigError for those that this command does not accept."""
     for override in overrides:
-        _check_form(override)
-    return [part for override in overrides for part in _checked_choice(override, overrides, source)]
+        group, _, argument = _key(override).partition(".")
+        if override[0:1] == "+" and (_key(override) in groups() or _is_set(override)):
+            raise ConfigError(f"{override[:60]}: is an option already; leave out the +")
+        # The name alone would leave the arguments of another choice in place.
+        if (group in PLUGIN_GROUPS and argument == "name") or (group, argument) in _KINDS:
+            raise ConfigError(f"{override[:60]}: is set by another option; choose with {group}=NAME")
+    ready = [quoted(override) for override in overrides]
+    if tf_config and not any(override.startswith("cluster=") for override in overrides):
+        ready.append("cluster=tf_config")
+    return ready
 
 
-def _hydra(overrides: list[str], source: Source) -> DictConfig:
-    with opened(source) as hydra:
-        tree = hydra.compose_config(source.name, overrides, RunMode.RUN, from_shell=False)
-    # Hydra's own settings are no options of a run, and would not fit the schema.
-    with open_dict(tree):
-        del tree["hydra"]
-    return tree
+def _is_set(override: str) -> bool:
+    # Hydra itself refuses to add what has a value, and takes null for none.
+    key = _key(override)
+    return not override.startswith("++") and key in OPTIONS and not isinstance(OPTIONS[key].default, list)
 
 
-def _check_form(override: str) -> None:
-    """Refuses overrides that Hydra would accept and this command does not; each message says why."""
-    key = re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
-    group, _, argument = key.partition(".")
-    value = override.partition("=")[2]
-    shown = f"{override[:60]}..." if len(override) > 60 else override
-    if len(override) > MAX_OVERRIDE_CHARS:
-        raise ConfigError(f"{shown}: is longer than {MAX_OVERRIDE_CHARS} characters; shorten it")
-    if override.startswith("~"):
-        raise ConfigError(f"{shown}: options cannot be removed; leave it out for the default")
-    if group.partition("/")[0] == "hydra" or "@" in override.partition("=")[0]:
-        instead = {"hydra.run.dir": "give run_dir=DIR", "hydra.mode": "give --multirun"}.get(key, "see --help")
-        instead = "it is for --multirun; add that" if key.startswith("hydra.sweep.") else instead
-        raise ConfigError(f"{shown}: there is no such option; {instead}")
-    if override.startswith("+") and key in groups():
-        raise ConfigError(f"{shown}: is an existing option; leave out the +, as in {key}=NAME")
-    # The name alone would leave the arguments of another choice in place.
-    if (group in PLUGIN_GROUPS and argument == "name") or key in ("cluster.kind", "algorithm.kind"):
-        raise ConfigError(f"{shown}: is set by another option; choose with {group}=NAME")
-    if "=" in override and key in SECTIONS - {*groups(), "keras"}:  # the old form keras={epsilon: 1e-5} is accepted
-        is_task = key == "task"
-        way_out = "two options; give task.type and task.index" if is_task else "several options; give them one by one"
-        raise ConfigError(f"{key} ({value}): holds {way_out}, see --help")
-    if value.count("${") > value.count("}"):
-        raise ConfigError(f"{key} ({value}): has ${{ without }}; close it, as in ${{train.steps}}")
-    if key not in VERBATIM and CALL.fullmatch(value):  # a sweep, or a function that Hydra evaluates, such as shuffle
-        raise ConfigError(f"{key} ({value}): is a function, and a run takes one value; give the value itself{MANY}")
-
-
-def _checked_choice(override: str, overrides: list[str], source: Source) -> list[str]:
-    """One override in the form that Hydra needs.
-
-    Paths are quoted and ``group=name`` is checked; for a name that a plugin may register, the file `HIDDEN` is chosen.
-    """
-    key, separator, value = override.partition("=")
-    if key == "plugins" or key in VERBATIM:
-        return [quoted(override)]
-    if override == "experiment=null":  # Hydra would look for a file of that name
-        return []
-    known = source.names(key)
-    # Hydra's message for an unknown choice has many lines, and suggests nothing.
-    if not separator or key not in groups() or value in known:
-        return [override]
-    offered = [name for name in known if name != HIDDEN]
-    names = ", ".join(offered)
-    if "," in value:
-        raise ConfigError(f"{key} ({value}): must be one of {names}; a run takes one of them, so give one{MANY}")
-    # Which names a plugin registers is known only when it is loaded, which the launching process does not do.
-    if key in PLUGIN_GROUPS and any(other.startswith("plugins=") for other in overrides):
-        return [f"{key}={HIDDEN}", f"{key}.name={value}"]
-    raise ConfigError(f"{key} ({value}): must be one of {names}{nearest(value, offered)}")
+_KINDS = (("cluster", "kind"), ("algorithm", "kind"))
 
 
 def quoted(override: str) -> str:
-    """The override with its path in quotes, since brackets and blanks have a meaning in Hydra's grammar."""
+    """The override, with a path in quotes where Hydra's grammar cannot read it without."""
     key, _, value = override.partition("=")
-    if key == "plugins":
-        return f"{key}={_quoted_list(value)}"
-    if key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"{key}='{escaped}'"
-    return override
+    if key not in (*PATHS, "plugins") or not value or _is_readable(override):
+        return override
+    if key != "plugins":
+        return f"{key}={in_quotes(value)}"
+    if value[0] + value[-1] != "[]" or any(sign in value[1:-1] for sign in "'\"\\[]{}"):
+        return override
+    return f"plugins=[{','.join(in_quotes(path.strip()) for path in value[1:-1].split(','))}]"
 
 
-def _quoted_list(value: str) -> str:
-    """The paths of a list in brackets, quoted for Hydra; unchanged if there are quotes or brackets inside already."""
-    inside = value[1:-1].strip() if value[:1] + value[-1:] == "[]" else ""
-    if not inside or any(sign in inside for sign in "'\"\\[]{}"):
-        return value
-    paths = [path.strip() for path in inside.split(",")]
-    return "[" + ",".join(path if path in ("", "null") else f"'{path}'" for path in paths) + "]"
+def in_quotes(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _explain(error: Exception, overrides: list[str], source: Source) -> str:
-    """One line that says why Hydra could not compose the overrides, with the nearest known option."""
+def _is_readable(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except ERRORS:
+        return False
+    return True
+
+
+def _register_plugins(overrides: list[str]) -> None:
+    """Makes every unknown name that a plugin may register a choice of its own."""
+    # Which names a plugin registers is known only when it is loaded, which the launching process does not do.
+    if not any(override.startswith("plugins=") for override in overrides):
+        return
+    for group, _, value in (override.partition("=") for override in overrides):
+        if group in PLUGIN_GROUPS:
+            for name in set(re.findall(r"[A-Za-z_][\w.-]*", value)) - set(groups()[group]):
+                node = {"name": name} | ({"offline": "fail"} if group == "data" else {})
+                ConfigStore.instance().store(name, node, group)
+
+
+def _key(override: str) -> str:
+    return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
+
+
+def _unknown(found: DictConfig) -> Iterator[str]:
+    """The dotted names in a configuration that the schema does not have."""
+    # Unresolved: an option may refer to something that is known only later.
+    for name, value in as_written(found).items():
+        if name == "hydra":
+            continue
+        if name not in Loader.known:
+            inner = next(iter(value), "") if isinstance(value, dict) else ""
+            yield f"{name}.{inner}" if inner else str(name)
+        elif name not in PLUGIN_GROUPS and isinstance(value, dict):
+            yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in Loader.known)
+
+
+def _meant(key: str, found: DictConfig) -> str:
+    """The end of a message about an unknown option."""
+    return for_unknown(key, [*groups(), *_leaves(as_written(found))], choices_by_option())
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all known options, except for those that only a choice sets."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and key != "hydra":
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif key not in ("name", "kind", "hydra") and (prefix.rstrip(".") in PLUGIN_GROUPS or prefix + key in OPTIONS):
+            yield f"{prefix}{key}"
+
+
+def _explain(error: Exception, overrides: list[str], config_name: str | None, loader: Loader) -> str:
+    """One line that says why Hydra could not compose a configuration."""
+    if isinstance(error, yaml.YAMLError):
+        return what_yaml_says(error)
+    if isinstance(error, MissingConfigException):
+        return _missing(error, overrides, config_name, loader)
     parsed = []
     # Hydra's errors do not always say which override they are about, so each is parsed by itself to find it.
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
-        except UNREADABLE:
+        except ERRORS:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
+    if told := next(filter(None, map(_wrong_kind, parsed)), ""):
+        return told
     try:
         # The choices alone: they decide which options exist.
-        tree = _hydra([text for text in overrides if text.partition("=")[0] in groups()], source)
-        chosen = _leaves(OmegaConf.to_container(tree))
-    except UNREADABLE:
+        chosen = [text for text in overrides if _key(text) in groups() and text[0] not in "+~"]
+        tree = ConfigLoaderImpl.load_configuration(loader, config_name, chosen, RunMode.MULTIRUN)
+    except ERRORS:
         return what_hydra_says(error)
-    for override in parsed:
-        if (key := override.key_or_group) not in groups() and not override.is_add() and source.names(key):
-            return (
-                f"{key} ({override.value()}): is not a group of tf2dist; write +{override.input_line} for one of yours"
-            )
-    problems = (_problem(override, chosen, overrides) for override in parsed)
+    problems = (_problem(override, tree, overrides, loader) for override in parsed)
     return next(filter(None, problems), what_hydra_says(error))
 
 
-def _problem(override: Override, chosen: dict[str, Any], overrides: list[str]) -> str:
-    """What is wrong with one override, or ""; `chosen`: the options of the choices that were made, with values."""
-    key, known = override.key_or_group, [*groups(), *chosen]
-    if override.is_sweep_override():
-        value = str(override.input_line).partition("=")[2]
-        if key in known and not isinstance(chosen.get(key), list):
-            return f"{key} ({value}): has a comma, and a run takes one value; give one, and a number with a point{MANY}"
-        return f"{key} ({value}): has a comma; write a list in brackets, {key}=[{value}], and a number with a point"
-    names = [f"{group}.name" for group in PLUGIN_GROUPS]
-    if key in [*known, *names] or override.is_add() or override.is_force_add():
+def _wrong_kind(override: Override) -> str:
+    """Says that an override has several values, or none, where there must be one; "" if it has one."""
+    key, value = override.key_or_group, str(override.input_line).partition("=")[2]
+    if override.is_sweep_override() and not key.startswith("hydra"):
+        is_list = isinstance(OPTIONS[key].default, list) if key in OPTIONS else key == "model.hidden_units"
+        instead = f"write a list in brackets, {key}=[{value}]" if is_list else "give one of them"
+        return f"{key} ({value}): is several values; {instead}, or add --multirun for a run of each"
+    if key in groups() and override.value() is None:
+        return f"{key} ({value}): must be one of {', '.join(groups()[key])}"
+    return ""
+
+
+def _problem(override: Override, tree: DictConfig, overrides: list[str], loader: Loader) -> str:
+    """What is wrong with one override, or ""; `tree`: the configuration of the choices that were made."""
+    key, known = override.key_or_group, {*groups(), *_leaves(as_written(tree))}
+    value = str(override.input_line).partition("=")[2]
+    if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
         return ""
-    group = key.partition(".")[0]
-    meant = for_unknown(key, known, choices_by_option())
-    if f"{group}={HIDDEN}" in overrides and not (group == "data" and "mean" in meant):
+    if key in known or OmegaConf.select(tree, key, throw_on_missing=False) is not None:
+        return ""
+    if loader.get_group_options(key):
+        return f"{key} ({value}): is not a group of tf2dist; write +{override.input_line} for one of yours"
+    meant = for_unknown(key, [*groups(), *_leaves(as_written(tree))], choices_by_option())
+    has_plugins = any(other.startswith("plugins=") for other in overrides)
+    if has_plugins and key.partition(".")[0] in PLUGIN_GROUPS and "mean" not in meant:
         return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
     return f"{key}: there is no such option{meant}"
 
 
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """All options below a node by dotted name, with their values, except for those that only a choice sets."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{key}.")
-        elif key not in ("name", "kind"):
-            found[f"{prefix}{key}"] = value
-    return found
+def _missing(error: MissingConfigException, overrides: list[str], config_name: str | None, loader: Loader) -> str:
+    """What is wrong with the name of a file that is not there."""
+    missing = error.missing_cfg_file or ""
+    if missing == config_name:
+        known = sorted({name for source in loader.get_sources() if source.provider not in ("hydra", "schema")
+                        for name in source.list("", ObjectType.CONFIG) if not name.startswith("__")})  # fmt: skip
+        return f"--config-name ({missing[:60]}): there is no such file{nearest(missing, known) or '; add --config-dir'}"
+    group, _, name = missing.rpartition("/")
+    offered = sorted(error.options or loader.get_group_options(group))
+    where = ""
+    # The files that the command line chooses, of which one may name it in its list of defaults.
+    chosen = [f"{_key(override)}/{override.partition('=')[2]}" for override in overrides if _key(override) != group]
+    for path in [config_name or MAIN, *chosen]:
+        file = loader.repository.load_config(path)
+        if file and any(each.get_name() == name for each in file.defaults_list or () if hasattr(each, "value")):
+            where = f" (in {path}.yaml)"
+    return f"{group} ({name}): must be one of {', '.join(offered)}{nearest(name, offered)}{where}"
+
+
+def setting(composed: DictConfig, name: str) -> str:
+    """A setting of Hydra's own. Raises ConfigError if its ``${...}`` cannot be resolved."""
+    try:
+        with hydra_settings(composed):
+            return str(OmegaConf.select(composed, name))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}: cannot be filled in ({first_line(error)})") from None
+
+
+def what_yaml_says(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}, line {mark.line + 1}" if mark else "a configuration file"
+    return f"{where}: cannot be read ({getattr(error, 'problem', None) or first_line(error)}); correct the file"
+
+
+def what_hydra_says(error: Exception) -> str:
+    """The message of an error of Hydra, on one line."""
+    # Some of its errors have no text of their own, only a cause.
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) and not str(error) else error
+    return " ".join(str(cause).split()) or type(cause).__name__

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from tf2dist.config.choices import groups, keys, public, values
+from tf2dist.config.choices import groups, keys, values
 from tf2dist.config.rules import ARGUMENTS
 from tf2dist.config.schema import OPTIONS, RunConfig
 
@@ -20,16 +20,19 @@ TAIL = """
   --multirun, -m            every combination, one run after the other, with a table of the results: mode=async,sync
                             optimizer=glob(*) seed=range(3)
   --config-dir, -cd DIR     a folder with configuration files of your own, such as DIR/experiment/mine.yaml
+  --config-path, -cp DIR    the same, and its files come before those of tf2dist with the same names
   --config-name, -cn NAME   the primary configuration file, instead of ours; begin it with "defaults: [config, _self_]"
-  --cfg, -c                 print the configuration that the other arguments make;
+  --cfg, -c job|hydra|all   print the configuration that the other arguments make;
                             --package, -p SECTION: only a part of it; --resolve: with values for ${...}
-  --info, -i                print where it comes from; searchpath, defaults-tree, defaults or config: only that
-  --shell-completion, -sc   for bash: eval "$(tf2dist -sc install=bash)"
+  --info, -i                print where it comes from; searchpath, defaults-tree, defaults, config or plugins: only that
+  --shell-completion, -sc   install=bash, zsh or fish, as in eval "$(tf2dist -sc install=bash)"
+  --experimental-rerun FILE run a saved config.pickle again
+  --hydra-help              print the settings of Hydra itself, such as hydra/launcher
   --help, -h                print this text
   --version                 print the version
 
-A value may refer to other options, as in run_dir=runs/${model.name}; on the command line also to environment variables,
-as in ${oc.env:HOME}.
+The flags are those of Hydra, https://hydra.cc. A value may refer to other options, as in run_dir=runs/${model.name},
+and to environment variables, as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
 # "": the options outside of all sections.
@@ -39,13 +42,13 @@ OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 def help_text(line_chars: int) -> str:
     """The whole text; descriptions are wrapped at `line_chars` characters."""
-    choices = [f"  {group:10} {', '.join(public(group))}\n" for group in sorted(groups())]
+    choices = [f"  {group:10} {', '.join(groups()[group])}\n" for group in sorted(groups())]
     described = [row for section in SECTIONS for row in _of_section(section)]
     chosen = RunConfig()
     defaults = {"data": chosen.data.name, "model": chosen.model["name"], "optimizer": chosen.optimizer["name"]}
     # The default choice first, since its values are those that apply if nothing is given.
     for group, default in defaults.items():
-        described += _of_choices(group, sorted(public(group), key=lambda name: name != default))
+        described += _of_choices(group, sorted(groups()[group], key=lambda name: name != default))
     rows = [_row(option, text, line_chars) + "\n" for option, text in described]
     return "".join([HEAD, *choices, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
 

@@ -1,18 +1,21 @@
 """From one command line to one checked `RunConfig`, or to one line that says what is wrong."""
 
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config import keras_settings
 from tf2dist.config.checks import check
 from tf2dist.config.choices import groups, keys
-from tf2dist.config.compose import compose
+from tf2dist.config.compose import Source, hydra_settings, opened, prepared
 from tf2dist.config.rules import with_floats
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.source import Source
-from tf2dist.config.tree import from_tree
+from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
 from tf2dist.errors import ConfigError
 
 BUILT_IN = Source()
@@ -30,14 +33,23 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
     Raises:
         ConfigError: says what is wrong and what would be right.
     """
-    try:
-        # Everything below resolves relative paths, and would fail with a traceback.
-        os.getcwd()
-    except OSError as error:
-        raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
-    tree = compose(with_cluster(overrides, tf_config), source)
+    with opened(source) as hydra:
+        composed = hydra.compose_config(source.name, prepared(overrides, tf_config), RunMode.RUN)
+    return to_config(composed, tf_config)
+
+
+def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
+    """Converts and checks what Hydra has composed, with or without Hydra's own settings.
+
+    Raises:
+        ConfigError: says what is wrong and what would be right.
+    """
+    with hydra_settings(composed) as overrides:
+        tree = _resolved(composed)
     check_literal(tree)
     config = from_tree(tree)
+    if as_written(composed).get("run_dir", DEFAULT_RUN_DIR) == DEFAULT_RUN_DIR:
+        config.run_dir = None  # a folder with this name, and a number at its end if there is one already
     _check_names(config, overrides)
     # The scheduler that has set it expects one task of its cluster here; a local cluster on each host would be wrong.
     if tf_config and config.cluster.kind != "tf_config":
@@ -56,11 +68,45 @@ def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN)
     return config
 
 
-def with_cluster(overrides: list[str], tf_config: str | None) -> list[str]:
-    """The overrides, with cluster=tf_config if TF_CONFIG is set and they choose no cluster."""
-    if tf_config and not any(override.startswith("cluster=") for override in overrides):
-        return [*overrides, "cluster=tf_config"]
-    return overrides
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    """The options as plain values, with all ``${...}`` resolved.
+
+    Raises:
+        ConfigError: one cannot be resolved; names the option.
+    """
+    options = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    try:
+        tree: Any = OmegaConf.to_container(options, resolve=True)
+    except (OmegaConfBaseException, RecursionError):
+        _refuse_interpolation(options)
+        raise
+    return {str(key): value for key, value in tree.items()}
+
+
+def _refuse_interpolation(options: DictConfig) -> None:
+    """Raises ConfigError for the first option whose ``${...}`` cannot be resolved."""
+    for name, text in _written(as_written(options)):
+        try:
+            value = OmegaConf.select(options, name)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            why = "it leads back to itself" if isinstance(error, RecursionError) else first_line(error)
+            raise ConfigError(
+                f"{name} ({text}): cannot be filled in ({why}); name an option that has a value"
+            ) from None
+
+
+def _written(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted names of all options that are written with ``${...}``, and their texts."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _written(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _written(value, f"{name}[{index}]")
+    elif isinstance(node, str) and "${" in node:
+        yield name, node
 
 
 def check_literal(node: Any, name: str = "") -> None:

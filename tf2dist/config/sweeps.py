@@ -1,29 +1,26 @@
-"""The jobs of a sweep: the command line of each, expanded by Hydra's own sweeper, and its checked configuration."""
+"""The jobs of a sweep, expanded by Hydra's own sweeper, each with its checked configuration."""
 
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, RangeSweep
+from hydra.core.override_parser.types import Override, RangeSweep
+from omegaconf import DictConfig, open_dict
 
-from tf2dist.config.choices import HIDDEN, PLUGIN_GROUPS
-from tf2dist.config.compose import FORM, UNREADABLE, VERBATIM, quoted
-from tf2dist.config.load import load
-from tf2dist.config.paths import expand, is_path
+from tf2dist.config.compose import ERRORS, FORM, Source, opened, overrides_of, quoted, setting, what_hydra_says
+from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.source import Source, opened, what_hydra_says
 from tf2dist.errors import ConfigError, RequestError
 
 MAX_JOBS = 1000  # all are checked before the first begins, which takes a tenth of a second each
-FOLDER = "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"  # Hydra's default, as is the next one
-JOB_FOLDER = "${hydra.job.num}"
-NOW = re.compile(r"\$\{now:([^{}]*)\}")
+Check = Callable[[RunConfig], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,147 +40,86 @@ class Job:
     folder: str
     config: RunConfig
 
-    def __str__(self) -> str:
-        return " ".join([f"job {self.number}", *(f"{name}={value}" for name, value in self.varying.items())])
 
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """All jobs, and the directory of the sweep; None for a new one below `multirun`."""
-
-    jobs: list[Job]
-    folder: Path | None
-
-
-def sweep_of(overrides: list[str], tf_config: str | None, source: Source, check: Callable[[RunConfig], None]) -> Sweep:
-    """Expands a command line and checks every job in it.
+def jobs_of(hydra: Hydra, composed: DictConfig, check: Check) -> list[Job]:
+    """The checked jobs of a sweep; none if its sweeper decides about jobs by earlier ones.
 
     Args:
+        composed: the configuration of the whole sweep.
         check: raises RequestError for a configuration that cannot be run.
 
     Raises:
         RequestError: the command line is wrong, or that of a job; names the job.
     """
-    own, rest = _split(overrides)
-    if tf_config:
-        raise ConfigError("--multirun: a sweep runs on this machine alone; unset TF_CONFIG, or run the jobs one by one")
-    folder = _folder(own["hydra.sweep.dir"]) if "hydra.sweep.dir" in own else None
+    if not is_basic(composed, "sweeper"):
+        _check_job(composed, check)
+        return []
+    params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.params or {}).items()]
     jobs = []
     # All jobs are checked before the first one starts: a mistake in the last must not be found hours later.
-    for number, (line, varying) in enumerate(expanded(rest, source)):
-        place = _job_folder(own.get("hydra.sweep.subdir", JOB_FOLDER), number, line)
+    for number, (line, varying) in enumerate(_expanded([*params, *overrides_of(composed)], hydra.config_loader)):
         try:
-            config = load(list(line), None, source)
-            if config.cluster.kind != "local":
-                raise ConfigError(
-                    f"cluster ({config.cluster.kind}): a sweep runs on this machine alone; take a local one"
-                )
-            check(config)
+            of_job = hydra.config_loader.load_sweep_config(composed, list(line))
+            with open_dict(of_job):
+                of_job.hydra.job.num = number
+            config = _check_job(of_job, check)
         except RequestError as error:
             raise type(error)(f"{error} (in job {number} of the sweep: {' '.join(line)[:100]})") from None
-        jobs.append(Job(number, line, varying, place, config))
+        jobs.append(Job(number, line, varying, setting(of_job, "hydra.sweep.subdir"), config))
     folders = [job.folder for job in jobs]
     if same := [name for name in folders if folders.count(name) > 1]:
         raise ConfigError(f"hydra.sweep.subdir ({same[0]}): is the same for two jobs; put ${{hydra.job.num}} into it")
-    return Sweep(jobs, folder)
+    return jobs
 
 
-def _split(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of the sweep itself, and those of its jobs."""
-    # `compose` refuses all of Hydra's settings, so these two are taken out before.
-    own, rest = {}, []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in ("hydra.sweep.dir", "hydra.sweep.subdir"):
-            own[key] = value[1:-1] if value[:1] in ("'", '"') and value[-1:] == value[:1] else value
-        elif key.lstrip("+") == "run_dir":
-            raise ConfigError(f"run_dir ({value}): each job of a sweep has its own; give hydra.sweep.dir=DIR")
-        else:
-            rest.append(override)
-    return own, rest
+def is_basic(composed: Any, kind: str) -> bool:
+    """Whether the launcher or the sweeper is the one that comes with Hydra."""
+    target: str = composed.hydra[kind].get("_target_", "")
+    return target.startswith("hydra._internal.core_plugins.basic_")
 
 
-def _folder(text: str) -> Path:
-    # By hand and not by OmegaConf, whose resolvers could read the environment.
-    filled = NOW.sub(lambda found: datetime.now().strftime(found[1]), text)
-    path = expand(filled)
-    if not is_path(filled) or path is None:
-        raise ConfigError(f"hydra.sweep.dir ({text}): is not a valid name of a directory; leave it out for the default")
-    if "${" in filled:
-        raise ConfigError(f"hydra.sweep.dir ({text}): only the time may be inserted, as in ${{now:%Y-%m-%d}}")
-    return path.absolute()
-
-
-def new_folder() -> Path:
-    """The directory of a new sweep, named after the present time; no other sweep has it."""
-    first = _folder(FOLDER)
-    names = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
-
-
-def _job_folder(text: str, number: int, overrides: tuple[str, ...]) -> str:
-    values = {"num": str(number), "override_dirname": ",".join(sorted(overrides))}
-    filled = re.sub(r"\$\{hydra[.:]job\.(num|override_dirname)\}", lambda found: values[found[1]], text)
-    if "${" in filled:
-        raise ConfigError(
-            f"hydra.sweep.subdir ({text}): only ${{hydra.job.num}} and ${{hydra.job.override_dirname}} may stand in it"
-        )
-    # The values of overrides come into the name, so it could lead out of the folder of the sweep.
-    parts = PurePosixPath(filled).parts
-    if not parts or filled.startswith("/") or ".." in parts or not is_path(filled):
-        raise ConfigError(
-            f"hydra.sweep.subdir ({text}): must be a folder in that of the sweep, such as run-{JOB_FOLDER}"
-        )
-    return filled
+def _check_job(composed: DictConfig, check: Check) -> RunConfig:
+    config = to_config(composed, None)
+    if config.cluster.kind != "local":
+        raise ConfigError(f"cluster ({config.cluster.kind}): a sweep runs on this machine alone; take a local one")
+    if config.run_dir:
+        raise ConfigError(f"run_dir ({config.run_dir}): each job of a sweep has its own; give hydra.sweep.dir=DIR")
+    check(config)
+    return config
 
 
 def expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
     with opened(source) as hydra:
-        parser = OverridesParser.create(config_loader=hydra.config_loader)
-        parsed = [_parsed(parser, override) for override in overrides]
-        # If an option is given twice, the last one counts, as in a single run.
-        last = {override.get_key_element(): override for override in parsed}
-        varying = [key for key, override in last.items() if override.is_sweep_override()]
-        counts = {key: _count(last[key]) for key in varying}
-        # Before the expansion, which would build the list of all combinations in memory.
-        if math.prod(counts.values()) > MAX_JOBS:
-            raise ConfigError(f"--multirun: would make more than {MAX_JOBS:,} jobs; sweep over fewer values")
-        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        yield from _expanded([quoted(override) for override in overrides], hydra.config_loader)
+
+
+def _expanded(overrides: list[str], loader: ConfigLoader) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    parser = OverridesParser.create(config_loader=loader)
+    parsed = [_parsed(parser, override) for override in overrides]
+    # If an option is given twice, the last one counts, as in a single run.
+    last = {override.get_key_element(): override for override in parsed}
+    varying = [key for key, override in last.items() if override.is_sweep_override()]
+    # Before the expansion, which would build the list of all combinations in memory.
+    if math.prod(_count(last[key]) for key in varying) > MAX_JOBS:
+        raise ConfigError(f"--multirun: would make more than {MAX_JOBS:,} jobs; sweep over fewer values")
     # There is one batch, since its size has no limit.
-    for line in batches[0]:
-        pairs = dict(_pair(override) for override in line)
-        yield (
-            tuple(f"{key}={value}" for key, value in pairs.items()),
-            {key.lstrip("+"): _plain(pairs[key]) for key in varying},
-        )
+    for line in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]:
+        values = dict(override.split("=", 1) for override in line)
+        yield tuple(line), {key.lstrip("+"): plain(values[key]) for key in varying}
 
 
-def _pair(override: str) -> tuple[str, str]:
-    """Name and value; a path loses the backslashes of Hydra's grammar, which does not apply to paths."""
-    key, _, value = override.partition("=")
-    return key, _plain(value) if key in VERBATIM else value
-
-
-def _plain(value: str) -> str:
+def plain(value: str) -> str:
     """A value without the backslashes of Hydra's grammar, unless it is in quotes."""
     return value if value[:1] in ("'", '"') else re.sub(r"\\(.)", r"\1", value)
 
 
 def _parsed(parser: OverridesParser, override: str) -> Override:
     """Raises ConfigError if the override cannot be read."""
-    # A path may contain characters that Hydra's grammar cannot parse without quotes.
-    for text in (override, quoted(override)):
-        try:
-            parsed = parser.parse_overrides([text])[0]
-        except UNREADABLE:
-            continue
-        value = parsed.value()
-        # glob(*) means the choices that users see.
-        if isinstance(value, Glob) and parsed.key_or_group in PLUGIN_GROUPS:
-            value.exclude.append(HIDDEN)
-        return parsed
-    raise ConfigError(f"{' '.join(override.split())}: cannot be read; {FORM}")
+    try:
+        return parser.parse_overrides([override])[0]
+    except ERRORS:
+        raise ConfigError(f"{' '.join(override.split())}: cannot be read; {FORM}") from None
 
 
 def _count(override: Override) -> int:
@@ -200,7 +136,7 @@ def _count(override: Override) -> int:
         # Hydra's iterator of a shuffled range would build the whole list, even of range(1000000000).
         values = value.range() if isinstance(value, RangeSweep) else override.sweep_string_iterator()
         count = sum(1 for _ in itertools.islice(values, MAX_JOBS + 1))
-    except UNREADABLE as error:
+    except ERRORS as error:
         raise ConfigError(
             f"{name} ({text}): cannot be counted ({what_hydra_says(error)}); give a list such as 1,2,3"
         ) from None

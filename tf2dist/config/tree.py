@@ -10,10 +10,18 @@ from tf2dist.config.convert import to_dataclass
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 
+DEFAULT_RUN_DIR = "outputs/${now:%Y%m%d_%H%M%S}-${mode}-${model.name}"
+
+
+def as_written(node: Any) -> Any:
+    """A part of what Hydra has composed as plain values, with its ``${...}``."""
+    return OmegaConf.to_container(node, resolve=False)
+
 
 def defaults() -> dict[str, Any]:
     """The tree of all options with their defaults, except for those that come with a choice."""
     tree = RunConfig().as_tree()
+    tree["run_dir"] = DEFAULT_RUN_DIR
     del tree["mode"], tree["cluster"]["kind"], tree["algorithm"]["kind"]
     for group in ("data", "model", "optimizer"):
         del tree[group]["name"]

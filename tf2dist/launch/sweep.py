@@ -1,40 +1,53 @@
-"""Runs the jobs of a sweep one after the other, each as a command of its own, and reports their results.
+"""The report of a sweep, a callback of Hydra: a record of each job, sweep.csv after each, and a table at the end.
 
-A job that fails, even one that the system kills, does not affect the others. The same sweep in the same directory is
-resumed: jobs that are done are not run again, and one that was stopped goes on from its checkpoint.
+The records are files, since a launcher may run the jobs in other processes or on other machines.
 """
 
-import os
+import csv
+import io
+import json
 import shutil
 import sys
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from tf2dist import files
+from tf2dist.config.compose import overrides_of
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.sweeps import Job, Sweep, new_folder
+from tf2dist.config.sweeps import Job, plain
 from tf2dist.config.tree import from_yaml
-from tf2dist.errors import ConfigError, Interrupted, TfDistError
-from tf2dist.launch.console import Console
-from tf2dist.launch.jobs import finished_summary, run_job
-from tf2dist.launch.run_dir import locked
+from tf2dist.errors import ConfigError, TfDistError
+from tf2dist.launch.console import Console, rate_text
+from tf2dist.launch.jobs import finished_summary
 from tf2dist.launch.streams import say
-from tf2dist.launch.sweep_table import Row, as_csv, as_table
-from tf2dist.signals import Signals
 
 OPTION = "hydra.sweep.dir"
-OVERRIDES = ".hydra/overrides.yaml"  # in the folder of each job, as Hydra has them
-CONFIG = ".hydra/config.yaml"
+RECORDS = ".jobs"  # in the folder of the sweep
+RESULTS = ("test_accuracy", "test_loss", "steps_per_sec", "wall_secs")
 MAX_NAMED = 8
+SIGNALLED = (129, 130, 143)  # exit codes of a job that was stopped, and has saved
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
+
+    exit_code: int
 
 
 class JobsFailed(TfDistError):
     """Some jobs of a sweep failed; the exit code is that of the first of them."""
 
-    def __init__(self, rows: list[Row], folder: Path) -> None:
+    def __init__(self, rows: "list[Row]", folder: Path) -> None:
         failed = [row for row in rows if row.state == "failed"]
         which = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
         which += ", ..." if len(failed) > MAX_NAMED else ""
@@ -45,115 +58,96 @@ class JobsFailed(TfDistError):
         self.exit_code = failed[0].exit_code or 1
 
 
-def run_sweep(sweep: Sweep, flags: list[str], signals: Signals) -> None:
-    """Runs all jobs; writes `sweep.csv` after each, and a table to the standard output at the end.
+@dataclass
+class Row:
+    """One job of the sweep.
 
-    Args:
-        flags: the flags of the command line that each job gets too.
+    Attributes:
+        varying: its values of the options that the sweep varies.
+        state: waiting, running, done, failed or stopped.
+        results: the values of `RESULTS`; None before the job is done.
+    """
+
+    number: int
+    folder: str
+    varying: dict[str, str] = field(default_factory=dict)
+    state: str = "waiting"
+    exit_code: int | None = None
+    results: dict[str, Any] | None = None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.state, self.exit_code = "done", 0
+        self.results = {name: summary.get(name) for name in RESULTS}
+
+    def fail(self, exit_code: int) -> None:
+        self.state, self.exit_code = "stopped" if exit_code in SIGNALLED else "failed", exit_code
+
+    @property
+    def outcome(self) -> str:
+        return f"failed ({self.exit_code})" if self.state == "failed" else self.state
+
+    def write(self, sweep_dir: Path) -> None:
+        files.write_whole(sweep_dir / RECORDS / f"{self.number}.json", json.dumps(asdict(self)))
+
+    def __str__(self) -> str:
+        return " ".join([f"job {self.number}", *(f"{name}={value}" for name, value in self.varying.items())])
+
+
+def read_rows(sweep_dir: Path) -> list[Row]:
+    """The jobs of a sweep so far, in their order."""
+    found = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep_dir / RECORDS).glob("*.json")]
+    return sorted(found, key=lambda row: row.number)
+
+
+def begin(sweep_dir: Path, jobs: list[Job]) -> None:
+    """Makes the folder of a sweep, accessible by its owner alone, with a record of each job that is known already.
 
     Raises:
-        ConfigError: the directory cannot be used, or has jobs of another sweep; nothing has been made or run.
-        JobsFailed: at least one of them failed; all have been tried.
-        Interrupted: by a signal; the current job has saved and ended in order.
+        ConfigError: it cannot be used, or has jobs of another sweep; nothing has been made.
     """
-    folder = sweep.folder or new_folder()
-    for job in sweep.jobs:
-        _check_folder(folder / job.folder, job)
-    _make(folder)
-    console = Console()
-    with locked(folder, OPTION), signals.held() as received:
-        running = _Running(sweep, folder, flags, received, console)
-        for job in sweep.jobs:
-            if not received:
-                running.run(job)
-    running.print_table()
-    if received:
-        raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
-    if any(row.state == "failed" for row in running.rows):
-        raise JobsFailed(running.rows, folder)
-
-
-@dataclass
-class _Running:
-    """A sweep and the state of its jobs."""
-
-    sweep: Sweep
-    folder: Path
-    flags: list[str]
-    received: list[int]
-    console: Console
-    rows: list[Row] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = [Row(job.number, job.folder, job.varying) for job in self.sweep.jobs]
-
-    def run(self, job: Job) -> None:
-        """Runs one job, unless it is done already."""
-        row = self.rows[job.number]
-        place = self.folder / job.folder
-        count = f"{job} ({job.number + 1} of {len(self.rows)})"
-        if row.finish(finished_summary(place), 0):
-            self.console.note(f"{count}: is done already")
-        else:
-            self.console.note(count)
-            code = self._run_command(job, place)
-            if not row.finish(finished_summary(place), code):
-                row.fail(code, is_stopped=bool(self.received))
-        # Written after each job: a sweep that is killed leaves the results that it has.
-        try:
-            files.write_whole(self.folder / "sweep.csv", as_csv(self.rows))
-        except OSError as error:
-            self.console.warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
-
-    def _run_command(self, job: Job, place: Path) -> int:
-        """Runs the job's command to its end, passing signals on; returns its exit code."""
-        try:
-            files.make_private(place)
-            (place / CONFIG).parent.mkdir(mode=0o700, exist_ok=True)
-            files.write_whole(place / CONFIG, job.config.to_yaml())
-            files.write_whole(place / OVERRIDES, yaml.safe_dump(list(job.overrides)))
-        except OSError as error:
-            self.console.warn(f"{place} cannot be written ({error.strerror}); make room, or name another directory")
-            return ConfigError.exit_code
-        return run_job([*self.flags, *job.overrides, f"run_dir={place}"], self.received)
-
-    def print_table(self) -> None:
-        """Prints the results of all jobs."""
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        try:
-            say(f"{as_table(self.rows, width)}\n{self.folder}", sys.stdout)
-        except BrokenPipeError:
-            pass  # the reader has left; the exit code still says how the jobs went
-        except OSError as error:
-            self.console.warn(f"the table could not be printed ({error.strerror}); it is in {self.folder}/sweep.csv")
-
-
-def _check_folder(place: Path, job: Job) -> None:
-    """Raises ConfigError if the folder of a job holds another job, or a run that belongs to no sweep."""
-    shown = f"{OPTION} ({place.parent}): {place.name} in it"
+    for job in jobs:
+        check_same(sweep_dir / job.folder, job.config, f"{OPTION} ({sweep_dir}): {job.folder} in it", False)
     try:
-        with files.open_to_read(place / CONFIG) as file:
+        if (sweep_dir / "config.yaml").exists():
+            raise ConfigError(f"{OPTION} ({sweep_dir}): is the directory of one run; name another directory")
+        files.make_private(sweep_dir)
+        files.make_private(sweep_dir / RECORDS)
+        for path in (sweep_dir / RECORDS).glob("*.json"):
+            path.unlink()
+        for job in jobs:
+            Row(job.number, job.folder, job.varying).write(sweep_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"{OPTION} ({sweep_dir}): cannot be written ({error.strerror}); name another directory"
+        ) from None
+
+
+def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> None:
+    """Checks that a job whose folder holds a run would only go on with it.
+
+    Args:
+        name: of the folder, for the message.
+        has_data: whether it has been decided which data is used.
+
+    Raises:
+        ConfigError: the run there has another configuration.
+    """
+    try:
+        with files.open_to_read(run_dir / "config.yaml") as file:
             before = from_yaml(file.read(1 << 24).decode())  # a file that is not ours must not fill the memory
-    except FileNotFoundError:
-        if (place / "config.yaml").exists():
-            raise ConfigError(f"{shown} has a run that is of no sweep; name another directory") from None
-        return
-    except NotADirectoryError:  # `_make` gives the error
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError, ConfigError):
-        raise ConfigError(f"{shown} cannot be read; name another directory") from None
-    if differing := _differences(before, job.config):
-        raise ConfigError(f"{shown} is of another sweep ({differing}); give the same command, or another directory")
-
-
-def _differences(before: RunConfig, now: RunConfig) -> str:
-    """The first option that has changed, with both values; "" if none has."""
-    old, new = _leaves(before.as_tree()), _leaves(now.as_tree())
-    for name in [*new, *old]:
-        # The sweep chooses the run_dir of each job, and its directory may have been moved or be named in another way.
-        if name != "run_dir" and old.get(name) != new.get(name):
-            return f"{name}={old.get(name)} there, {new.get(name)} here"
-    return ""
+        raise ConfigError(f"{name} has a config.yaml that cannot be read; name another directory") from None
+    old, new = _leaves(before.as_tree()), _leaves(config.as_tree())
+    for key in [*new, *old]:
+        # The folder may have been moved or be named in another way.
+        is_compared = key != "run_dir" and (has_data or not key.startswith("data."))
+        if is_compared and old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{name} is of another sweep ({key}={old.get(key)} there, {new.get(key)} here); give the same "
+                "command, or another directory"
+            )
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -163,16 +157,137 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _make(folder: Path) -> None:
-    """Creates the sweep's directory, accessible by its owner alone. Raises ConfigError if it cannot be written."""
+class SweepReport(Callback):
+    """Records the jobs of a sweep. Does nothing in a single run."""
+
+    def __init__(self) -> None:
+        self._fixed: set[str] = set()  # options that have one value in all jobs
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        parsed = OverridesParser.create().parse_overrides(overrides_of(config))
+        self._fixed = {each.get_key_element() for each in parsed if not each.is_sweep_override()}
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        sweep_dir, row = self._row(config)
+        row.state = "running"
+        row.write(sweep_dir)
+        done = ": is done already" if finished_summary(Path(config.hydra.runtime.output_dir)) else ""
+        Console().note(f"{row}{done}")
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        sweep_dir, row = self._row(config)
+        is_raised = job_return.status != JobStatus.COMPLETED  # an error in tf2dist itself
+        result = None if is_raised else job_return.return_value
+        summary = finished_summary(Path(config.hydra.runtime.output_dir))
+        if isinstance(result, Failed):
+            row.fail(result.exit_code)
+        elif is_raised or not summary:
+            row.fail(1)
+        else:
+            row.finish(summary)
+        row.write(sweep_dir)
+        write_csv(sweep_dir)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        rows = read_rows(sweep_dir)
+        for row in rows:
+            if row.state == "running":  # and its end was not told: a signal came
+                row.state = "stopped"
+                row.write(sweep_dir)
+        write_csv(sweep_dir)
+        if not rows:
+            return
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        try:
+            say(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
+        except BrokenPipeError:
+            pass  # the reader has left; the exit code still says how the jobs went
+        except OSError as error:
+            Console().warn(f"the table could not be printed ({error.strerror}); it is in {sweep_dir}/sweep.csv")
+
+    def _row(self, config: DictConfig) -> tuple[Path, Row]:
+        sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        pairs = (override.split("=", 1) for override in overrides_of(config))
+        varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in self._fixed}
+        return sweep_dir, Row(int(config.hydra.job.num), str(config.hydra.sweep.subdir), varying)
+
+
+def write_csv(sweep_dir: Path) -> None:
+    """Writes sweep.csv. After each job: a sweep that is killed leaves the results that it has."""
     try:
-        if (folder / "config.yaml").exists():
-            raise ConfigError(f"{OPTION} ({folder}): is the directory of one run; name another directory")
-        files.make_private(folder)
-        # A directory that was there before keeps its mode, so it may be read-only.
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
+        files.write_whole(sweep_dir / "sweep.csv", as_csv(read_rows(sweep_dir)))
     except OSError as error:
-        raise ConfigError(
-            f"{OPTION} ({folder}): cannot be written ({error.strerror}); name another directory"
-        ) from None
+        Console().warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
+
+
+def as_csv(rows: list[Row]) -> str:
+    """One line for each job, after one with the names of the columns."""
+    names = _names(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")  # its default is \r\n
+    writer.writerow(["job", "folder", *names, "state", "exit_code", *RESULTS])
+    for row in rows:
+        # With all their digits, since programs read them.
+        results = [(row.results or {}).get(key) for key in RESULTS]
+        values = [row.varying.get(name) for name in names]
+        cells = [row.number, row.folder, *values, row.state, row.exit_code, *results]
+        writer.writerow(["" if cell is None else cell for cell in cells])
+    return text.getvalue()
+
+
+def _names(rows: list[Row]) -> list[str]:
+    """The options that vary, in the order of the command line."""
+    return list(dict.fromkeys(name for row in rows for name in row.varying))
+
+
+def as_table(rows: list[Row], width: int | None) -> str:
+    """A column for each option that varies and each result; where these do not fit, a few lines for each job.
+
+    Args:
+        width: of the terminal, in columns; None for a file or a pipe, whose lines may have any length.
+    """
+    names = _names(rows)
+    head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
+    cells = [
+        [str(row.number), *(row.varying.get(name, "-") for name in names), *_shown(row), row.outcome] for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
+    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        return "\n".join(line for row in rows for line in _stanza(row, width))
+    # Text is aligned at its left and numbers at their right, so that digits of equal weight are below each other.
+    is_text = [False, *(True for _ in names), False, False, False, False, True]
+    lines = []
+    for line in [head, *cells]:
+        parts = zip(line, widths, is_text, strict=True)
+        lines.append("  ".join(cell.ljust(size) if text else cell.rjust(size) for cell, size, text in parts).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(row: Row) -> list[str]:
+    """The results, rounded for the screen."""
+    # A loss that has diverged may have thirty digits before the point.
+    formats: dict[str, Callable[[float], str]] = {
+        "test_accuracy": lambda value: f"{value:.4f}",
+        "test_loss": lambda value: f"{value:.4f}" if value < 1e4 else f"{value:.3g}",
+        "steps_per_sec": rate_text,
+        "wall_secs": lambda value: f"{value:.1f}",
+    }
+    results = row.results or {}
+    return ["-" if (value := results.get(name)) is None else shown(value) for name, shown in formats.items()]
+
+
+def _stanza(row: Row, width: int) -> list[str]:
+    """One job in lines of at most `width` columns, as far as they can be broken."""
+    accuracy, loss, rate, secs = _shown(row)
+    values = " ".join(f"{name}={value}" for name, value in row.varying.items())
+    result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
+    # A long value stays whole and sticks out of the line, so that it can still be copied.
+    lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
+    return lines + textwrap.wrap(
+        f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "
+    )

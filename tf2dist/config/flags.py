@@ -1,0 +1,61 @@
+"""The flags of the command: Hydra's own parser, whose errors are one line."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from tf2dist.config.compose import MAIN, Source
+from tf2dist.config.paths import is_folder, is_path
+from tf2dist.errors import ConfigError, nearest
+
+ACTIONS = ("run", "multirun", "cfg", "info", "shell_completion")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags and overrides of one command line, under the names that Hydra gives them.
+
+    Raises:
+        ConfigError: a flag is unknown, lacks its value, or contradicts another one.
+    """
+    parser = get_args_parser()
+    known = re.findall(r"--[\w-]+", parser.format_usage())
+
+    def refuse(message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (\S*)", message):
+            flag = unknown[1].partition("=")[0]
+            raise ConfigError(f"{unknown[1]}: there is no such flag{nearest(flag, known) or '; see --help'}")
+        raise ConfigError(f"{message.removeprefix('argument ')}; see --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    try:
+        # Flags and overrides in any order, which `parse_args` does not take.
+        asked = parser.parse_intermixed_args(arguments)
+    except RecursionError:
+        raise ConfigError(f"{arguments[0][:60]}: cannot be read; see --help") from None
+    given = [name for name in ACTIONS if getattr(asked, name)]
+    if len(given) > 1:
+        names = [f"--{name.replace('_', '-')}" for name in given]
+        raise ConfigError(f"{names[1]}: cannot be combined with {names[0]}; leave out one of them")
+    for flag, value in (("--package", asked.package), ("--resolve", asked.resolve)):
+        # Without the check the training would start, although the user wanted to see something.
+        if value and not (asked.cfg or asked.help):
+            raise ConfigError(f"{flag}: is for --cfg; add that")
+    return asked
+
+
+def source_of(asked: argparse.Namespace) -> Source:
+    """The configuration files that a command line names.
+
+    Raises:
+        ConfigError: a folder does not exist.
+    """
+    for flag, folder in (("--config-dir", asked.config_dir), ("--config-path", asked.config_path)):
+        # Before anything that depends on the files in it.
+        if folder is not None and not folder.startswith("pkg://") and not is_folder(folder):
+            raise ConfigError(f"{flag} ({folder}): there is no such folder; name one with your .yaml files")
+    name = asked.config_name or MAIN
+    if not is_path(name) or name.startswith("/") or ".." in name.split("/"):
+        raise ConfigError(f"--config-name ({name[:60]}): there is no such file; name one in --config-dir")
+    return Source(asked.config_dir, name, asked.config_path)
