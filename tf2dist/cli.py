@@ -10,7 +10,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra import main as hydra_main
 from hydra._internal.callbacks import Callbacks
@@ -25,7 +25,7 @@ from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import exposure
 from tf2dist.cluster.spec import HostTask
 from tf2dist.config import keras_settings
-from tf2dist.config.compose import ERRORS, in_quotes, opened, prepared, setting, what_hydra_says
+from tf2dist.config.compose import ERRORS, Loader, in_quotes, opened, prepared, setting, what_hydra_says
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.config.load import to_config
@@ -113,6 +113,7 @@ def start(hydra: Hydra, asked: argparse.Namespace, started_at: float, signals: S
     if host_task is None or host_task.leads:
         with locked(run_dir):
             pass
+    cast(Loader, hydra.config_loader).keep(composed)
     begun = []
 
     def task(_: DictConfig) -> int:
@@ -215,9 +216,10 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
         except TfDistError:
             raise
         except Exception as error:  # of a launcher or a sweeper
+            Callbacks(composed).on_multirun_end(config=composed, config_name=name)
             if not any(row.state == "failed" for row in read_rows(folder)):
                 raise ConfigError(f"--multirun: {what_hydra_says(error)}") from error
-            Callbacks(composed).on_multirun_end(config=composed, config_name=name)
+            Console().warn(f"the sweeper gave up: {what_hydra_says(error)}")
     if number:
         raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
     rows = read_rows(folder)
@@ -233,11 +235,16 @@ def sweep_dir_of(composed: DictConfig) -> Path:
     return path.absolute()
 
 
+_stopped_by: list[int] = []  # the signal that has stopped a job of this process, which then begins no other
+
+
 def sweep_job(composed: DictConfig) -> float | Failed | None:
     """Runs one job of a sweep, in this process or in one of a launcher; returns its validation accuracy, if it has one.
 
     A job that is done already returns at once.
     """
+    if _stopped_by:
+        return Failed(128 + _stopped_by[0])
     started_at = time.time()
     run_dir, is_here = Path(HydraConfig.get().runtime.output_dir), is_basic(HydraConfig.instance().cfg, "launcher")
     with Signals() as signals:
@@ -254,8 +261,10 @@ def sweep_job(composed: DictConfig) -> float | Failed | None:
             code = report(Interrupted(signals.received[0]))
         except RequestError as error:
             code = report(error)
-    if signals.received and is_here:
-        raise KeyboardInterrupt(signals.received[0])
+    if signals.received:
+        if is_here:
+            raise KeyboardInterrupt(signals.received[0])
+        _stopped_by.append(signals.received[0])
     return Failed(code) if code else summary.get("validation_accuracy")
 
 

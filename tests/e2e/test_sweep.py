@@ -84,7 +84,6 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
-    """The job saves first."""
     others = our_processes()  # such as the fork server of a fixture, which ends with pytest
     process = start(tmp_path, "mode=sync", "train.steps=1000000", "seed=1,2", "hydra.sweep.dir=sweep")
     log = tmp_path / "sweep" / "0" / "logs" / "worker-0.log"
@@ -93,5 +92,4 @@ def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     _, left = psutil.wait_procs([each for each in our_processes() if each not in others], timeout=60)
     assert not left, [each.cmdline() for each in left] + [log.read_text()]
-    assert list((tmp_path / "sweep" / "0" / "checkpoints").glob("step-*"))
     assert not (tmp_path / "sweep" / "1").exists()
