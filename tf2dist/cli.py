@@ -17,6 +17,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -122,9 +123,11 @@ def start(hydra: Hydra, asked: argparse.Namespace, started_at: float, signals: S
 
     try:
         code = hydra.run(asked.config_name, task, overrides).return_value
-    except OSError as error:
+    except ERRORS as error:
         if begun:
             raise
+        if not isinstance(error, OSError):  # of a callback, for example
+            raise ConfigError(what_hydra_says(error)) from None
         raise ConfigError(
             f"run_dir ({run_dir}): .hydra in it cannot be written ({error.strerror}); make room, or name another"
         ) from None
@@ -174,6 +177,7 @@ def unpickled(path: str) -> tuple[DictConfig, str]:
     def take(composed: DictConfig) -> None:
         found.append((composed, str(HydraConfig.get().runtime.output_dir)))
 
+    setup_globals()  # Hydra's resolvers, which it does not make known here
     before = sys.argv
     sys.argv = [before[0], f"--experimental-rerun={path}"]  # where Hydra reads it
     try:

@@ -91,7 +91,8 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
 
 
-LINES = [line for line in re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT) if "--config-dir" not in line]
+LINES = re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT)
+LINES = [line for line in LINES if "--config-dir" not in line and "hydra/" not in line]
 LINES += re.findall(r'make train ARGS="(.*?)"', TEXT)
 
 

@@ -51,7 +51,7 @@ def test_a_search_maximizes_the_validation_accuracy(tmp_path: Path) -> None:
     """Also where a trial fails."""
     given = ["mode=sync", "figure=false", "train.steps=30", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"]
     given += ["optimizer.learning_rate=choice(0.001,0.1,1e38)", "hydra.sweeper.n_trials=10"]
-    given += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.max_failure_rate=1.0", "hydra.sweep.dir=sweep"]
+    given += ["hydra.sweeper.sampler.seed=1", "hydra.sweep.dir=sweep"]
     ended(start(tmp_path, *given), 3)
     found = rows(tmp_path / "sweep")
     assert len(found) == 10

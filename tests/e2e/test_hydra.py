@@ -1,0 +1,57 @@
+"""What a user of Hydra tries first, in single runs."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import COMMAND
+
+RUN = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=5"]
+PICKLE = "hydra.experimental.callbacks.PickleJobInfoCallback"
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> None:
+    pass
+
+
+def command(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done
+    return done
+
+
+def test_the_directory_under_hydras_name_and_a_rerun(tmp_path: Path) -> None:
+    command(
+        tmp_path,
+        *RUN,
+        "~train.log_every_steps",
+        "++seed=3",
+        "hydra.run.dir=here",
+        f"+hydra.callbacks.p._target_={PICKLE}",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["here"], "one directory, and the working one stays"
+    run_dir = tmp_path / "here"
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert "- ++seed=3\n" in (run_dir / ".hydra" / "overrides.yaml").read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["seed"], summary["global_step"]) == (3, 5)
+
+    (run_dir / "summary.json").unlink()
+    command(tmp_path, "--experimental-rerun", "here/.hydra/config.pickle")
+    assert json.loads((run_dir / "summary.json").read_text())["seed"] == 3
+
+
+def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
+    quiet = command(tmp_path, "--cfg", "job", "-p", "seed")
+    assert (quiet.stdout, quiet.stderr) == ("0\n", "")
+    loud = command(tmp_path, *RUN, "hydra/hydra_logging=default", "hydra.verbose=true", "run_dir=loud")
+    assert "[HYDRA] " in loud.stdout + loud.stderr
+
+
+def test_settings_of_sweeps_do_nothing_in_a_single_run(tmp_path: Path) -> None:
+    command(tmp_path, *RUN, "run_dir=one", "hydra.sweep.dir=x")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
