@@ -119,7 +119,7 @@ def start(hydra: Hydra, asked: argparse.Namespace, started_at: float, signals: S
 
     def task(_: DictConfig) -> int:
         begun.append(True)
-        return _train(config, host_task, console, started_at, signals)[1]
+        return train(config, host_task, console, started_at, signals)[1]
 
     try:
         code = hydra.run(asked.config_name, task, overrides).return_value
@@ -166,7 +166,7 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
     config.run_dir = run_dir
     console = Console()
     prepare(config, host_task, console)
-    if code := _train(config, host_task, console, started_at, signals)[1]:
+    if code := train(config, host_task, console, started_at, signals)[1]:
         sys.exit(code)
 
 
@@ -260,7 +260,7 @@ def sweep_job(composed: DictConfig) -> float | Failed | None:
             check_same(run_dir, config, f"{OPTION} ({run_dir.parent}): {run_dir.name} in it", True)
             summary, code = finished_summary(run_dir) or {}, 0
             if not summary:
-                summary, code = _train(config, None, console, started_at, signals)
+                summary, code = train(config, None, console, started_at, signals)
         except KeyboardInterrupt:
             code = report(Interrupted(signals.received[0]))
         except RequestError as error:
@@ -319,7 +319,7 @@ def prepare(config: RunConfig, host_task: HostTask | None, console: Console) -> 
     check_alone(config, host_task)  # again: it may be another data set now
 
 
-def _train(
+def train(
     config: RunConfig, host_task: HostTask | None, console: Console, started_at: float, signals: Signals
 ) -> tuple[dict[str, Any], int]:
     """Runs, tells an error, and draws the picture after all that the user waits for; returns summary and exit code."""

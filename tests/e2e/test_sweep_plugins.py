@@ -26,6 +26,7 @@ def test_two_jobs_side_by_side_in_networks_of_their_own(tmp_path: Path) -> None:
     done = rows(tmp_path / "sweep")
     assert [(row["seed"], row["state"]) for row in done] == [("1", "done"), ("2", "done")]
     assert stdout.splitlines()[-4].split()[:2] == ["job", "seed"]
+    assert [(tmp_path / "sweep" / job).stat().st_mode & 0o777 for job in "01"] == [0o700, 0o700]
     # Each has begun before the other has ended.
     times = [(tmp_path / "sweep" / job / ".hydra" / "config.yaml").stat().st_mtime for job in "01"]
     ends = [(tmp_path / "sweep" / job / "summary.json").stat().st_mtime for job in "01"]

@@ -127,6 +127,7 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["-m", "seed=range(0,1,0)"], "seed (range(0,1,0)): cannot be counted"),
     (["-m", "seed=interval(0,1)"], "seed (interval(0,1)): has no single values"),
     (["-m", "seed=[1"], "seed=[1: cannot be read"),
+    (["-m", "seed=1,2", "stepss=3"], "stepss: there is no such option; did you mean train.steps?"),
     (["-m", "stepss=3,4"], "stepss: there is no such option; did you mean train.steps? (in job 0"),
     (["-m", "run_dir=a,b"], "run_dir (a): each job of a sweep has its own; give hydra.sweep.dir=DIR"),
     (["-m", "cluster=local1,hosts"], "cluster (hosts): "),

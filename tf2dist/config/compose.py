@@ -109,7 +109,7 @@ class Loader(ConfigLoaderImpl):
         try:
             found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         except ERRORS as error:
-            raise ConfigError(_explain(error, overrides, config_name, self)) from None
+            raise ConfigError(_explain(error, overrides, config_name, run_mode, self)) from None
         if config_name is not None:
             if "run_dir" in found and as_written(found)["run_dir"] is None:
                 found.run_dir = DEFAULT_RUN_DIR
@@ -294,7 +294,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _explain(error: Exception, overrides: list[str], config_name: str | None, loader: Loader) -> str:
+def _explain(error: Exception, overrides: list[str], config_name: str | None, run_mode: RunMode, loader: Loader) -> str:
     """One line that says why Hydra could not compose a configuration."""
     if isinstance(error, yaml.YAMLError):
         return what_yaml_says(error)
@@ -307,7 +307,8 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, lo
             parsed.append(OverridesParser.create().parse_override(text))
         except ERRORS:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
-    if told := next(filter(None, map(_wrong_kind, parsed)), ""):
+    single = [override for override in parsed if run_mode == RunMode.RUN or not override.is_sweep_override()]
+    if told := next(filter(None, map(_wrong_kind, single)), ""):
         return told
     try:
         # The choices alone: they decide which options exist.
@@ -315,7 +316,7 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, lo
         tree = ConfigLoaderImpl.load_configuration(loader, config_name, chosen, RunMode.MULTIRUN)
     except ERRORS:
         return what_hydra_says(error)
-    problems = (_problem(override, tree, overrides, loader) for override in parsed)
+    problems = (_problem(override, tree, overrides, loader) for override in single)
     return next(filter(None, problems), what_hydra_says(error))
 
 

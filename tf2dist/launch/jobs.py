@@ -1,4 +1,4 @@
-"""Runs as commands of their own, one after the other: what sweeps and comparisons have in common."""
+"""Runs as commands of their own, one after the other, and whether one is done."""
 
 import contextlib
 import json

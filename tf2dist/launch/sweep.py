@@ -173,7 +173,10 @@ class SweepReport(Callback):
         sweep_dir, row = self._row(config)
         row.state = "running"
         row.write(sweep_dir)
-        done = ": is done already" if finished_summary(Path(config.hydra.runtime.output_dir)) else ""
+        run_dir = Path(config.hydra.runtime.output_dir)
+        if [path.name for path in run_dir.iterdir()] == [config.hydra.output_subdir]:
+            run_dir.chmod(0o700)  # Hydra has just made it
+        done = ": is done already" if finished_summary(run_dir) else ""
         Console().note(f"{row}{done}")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
