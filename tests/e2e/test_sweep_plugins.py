@@ -34,7 +34,7 @@ def test_two_jobs_side_by_side_in_networks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_jobs_side_by_side_are_stopped_and_go_on(tmp_path: Path) -> None:
-    given = ["mode=sync", "train.steps=3000", "seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    given = ["mode=sync", "train.steps=40000", "seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     folder = tmp_path / "sweep"
     process = start(tmp_path, *given, "hydra.sweep.dir=sweep")
     logs = [folder / job / "logs" / "worker-0.log" for job in "01"]
