@@ -12,7 +12,8 @@ from tf2dist.config.compose import Source, opened, prepared
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.sweep import Row, as_csv, as_table, check_same
+from tf2dist.launch.sweep import check_same
+from tf2dist.launch.sweep_report import Row, as_csv, as_table
 
 NO_FOLDER = Source()
 

@@ -1,47 +1,36 @@
-"""The report of a sweep, a callback of Hydra: a record of each job, sweep.csv after each, and a table at the end.
+"""A sweep: its directory, its jobs by Hydra's launcher, and each job in the process that the launcher gives it."""
 
-The records are files, since a launcher may run the jobs in other processes or on other machines.
-"""
-
-import csv
-import io
-import json
-import shutil
-import sys
-import textwrap
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import contextlib
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.experimental.callback import Callback
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from tf2dist import files
-from tf2dist.config.compose import overrides_of
+from tf2dist.config.compose import in_quotes, setting, what_hydra_says
+from tf2dist.config.paths import expand, is_path
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.sweeps import Job, plain
+from tf2dist.config.sweeps import Job, is_basic, jobs_of
 from tf2dist.config.tree import from_yaml
-from tf2dist.errors import ConfigError, TfDistError
-from tf2dist.launch.console import Console, rate_text
+from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
+from tf2dist.launch.command import report
+from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.streams import say
+from tf2dist.launch.run_dir import locked
+from tf2dist.launch.single_run import checked, prepare, train
+from tf2dist.launch.start import check_alone
+from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
+from tf2dist.signals import Signals
 
 OPTION = "hydra.sweep.dir"
-RECORDS = ".jobs"  # in the folder of the sweep
-RESULTS = ("test_accuracy", "test_loss", "steps_per_sec", "wall_secs")
 MAX_NAMED = 8
-SIGNALLED = (129, 130, 143)  # exit codes of a job that was stopped, and has saved
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
-
-    exit_code: int
 
 
 class JobsFailed(TfDistError):
@@ -58,68 +47,93 @@ class JobsFailed(TfDistError):
         self.exit_code = failed[0].exit_code or 1
 
 
-@dataclass
-class Row:
-    """One job of the sweep.
+def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -> None:
+    """Runs all jobs of a sweep by Hydra's launcher; `SweepReport` tells their results.
 
-    Attributes:
-        varying: its values of the options that the sweep varies.
-        state: waiting, running, done, failed or stopped.
-        results: the values of `RESULTS`; None before the job is done.
+    Raises:
+        RequestError: the command line is wrong; nothing has been made or run.
+        JobsFailed: at least one of them failed; all have been tried.
+        Interrupted: by a signal; the current job has saved and ended in order.
     """
-
-    number: int
-    folder: str
-    varying: dict[str, str] = field(default_factory=dict)
-    state: str = "waiting"
-    exit_code: int | None = None
-    results: dict[str, Any] | None = None
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.state, self.exit_code = "done", 0
-        self.results = {name: summary.get(name) for name in RESULTS}
-
-    def fail(self, exit_code: int) -> None:
-        self.state, self.exit_code = "stopped" if exit_code in SIGNALLED else "failed", exit_code
-
-    @property
-    def outcome(self) -> str:
-        return f"failed ({self.exit_code})" if self.state == "failed" else self.state
-
-    def write(self, sweep_dir: Path) -> None:
-        files.write_whole(sweep_dir / RECORDS / f"{self.number}.json", json.dumps(asdict(self)))
-
-    def __str__(self) -> str:
-        return " ".join([f"job {self.number}", *(f"{name}={value}" for name, value in self.varying.items())])
+    if os.environ.get("TF_CONFIG"):
+        raise ConfigError("--multirun: a sweep runs on this machine alone; unset TF_CONFIG, or run the jobs one by one")
+    composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
+    jobs = jobs_of(hydra, composed, check_alone)
+    folder = sweep_dir_of(composed)
+    # Composed again, the time in the name of the folder would be another one.
+    overrides = [*overrides, f"{OPTION}={in_quotes(str(folder))}"]
+    composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
+    with sweep_dir(folder, jobs):
+        number = launch(hydra, name, composed, overrides, folder, signals)
+    if number:
+        raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
+    rows = read_rows(folder)
+    if any(row.state == "failed" for row in rows):
+        raise JobsFailed(rows, folder)
 
 
-def read_rows(sweep_dir: Path) -> list[Row]:
-    """The jobs of a sweep so far, in their order."""
-    found = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep_dir / RECORDS).glob("*.json")]
-    return sorted(found, key=lambda row: row.number)
+def launch(
+    hydra: Hydra, name: str, composed: DictConfig, overrides: list[str], folder: Path, signals: Signals
+) -> int | None:
+    """Runs the jobs to the end of the last one, or of those that run when a signal comes; returns that signal.
+
+    Raises:
+        ConfigError: the launcher or the sweeper fails before a job does.
+    """
+    # A job in this process raises the signal that has stopped it; one in another process is sent the signal.
+    passing_on = contextlib.nullcontext() if is_basic(composed, "launcher") else signals.passed_on()
+    number = None
+    try:
+        with passing_on:
+            hydra.multirun(name, sweep_job, overrides)
+        return next(iter(signals.received), None)
+    except TfDistError:
+        raise
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signals.received[0]
+    except Exception as error:  # of a launcher or a sweeper
+        if not any(row.state == "failed" for row in read_rows(folder)):
+            raise ConfigError(f"--multirun: {what_hydra_says(error)}") from error
+        Console().warn(f"the sweeper gave up: {what_hydra_says(error)}")
+    Callbacks(composed).on_multirun_end(config=composed, config_name=name)  # Hydra itself calls it only without errors
+    return number
 
 
-def begin(sweep_dir: Path, jobs: list[Job]) -> None:
-    """Makes the folder of a sweep, accessible by its owner alone, with a record of each job that is known already.
+def sweep_dir_of(composed: DictConfig) -> Path:
+    text = setting(composed, OPTION)
+    path = expand(text)
+    if not is_path(text) or path is None:
+        raise ConfigError(f"{OPTION} ({text}): is not a valid name of a directory; leave it out for the default")
+    return path.absolute()
+
+
+@contextlib.contextmanager
+def sweep_dir(folder: Path, jobs: list[Job]) -> Iterator[None]:
+    """Makes and locks the folder of a sweep, with a record of each job that is known already.
+
+    The folder is accessible by its owner alone.
 
     Raises:
         ConfigError: it cannot be used, or has jobs of another sweep; nothing has been made.
     """
     for job in jobs:
-        check_same(sweep_dir / job.folder, job.config, f"{OPTION} ({sweep_dir}): {job.folder} in it", False)
-    try:
-        if (sweep_dir / "config.yaml").exists():
-            raise ConfigError(f"{OPTION} ({sweep_dir}): is the directory of one run; name another directory")
-        files.make_private(sweep_dir)
-        files.make_private(sweep_dir / RECORDS)
-        for path in (sweep_dir / RECORDS).glob("*.json"):
-            path.unlink()
-        for job in jobs:
-            Row(job.number, job.folder, job.varying).write(sweep_dir)
-    except OSError as error:
-        raise ConfigError(
-            f"{OPTION} ({sweep_dir}): cannot be written ({error.strerror}); name another directory"
-        ) from None
+        check_same(folder / job.folder, job.config, f"{OPTION} ({folder}): {job.folder} in it", False)
+    with contextlib.ExitStack() as stack:
+        try:
+            if (folder / "config.yaml").exists():
+                raise ConfigError(f"{OPTION} ({folder}): is the directory of one run; name another directory")
+            files.make_private(folder)
+            stack.enter_context(locked(folder, OPTION))
+            files.make_private(folder / RECORDS)
+            for path in (folder / RECORDS).glob("*.json"):
+                path.unlink()
+            for job in jobs:
+                Row(job.number, job.folder, job.varying).write(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{OPTION} ({folder}): cannot be written ({error.strerror}); name another directory"
+            ) from None
+        yield
 
 
 def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> None:
@@ -157,140 +171,34 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-class SweepReport(Callback):
-    """Records the jobs of a sweep. Does nothing in a single run."""
-
-    def __init__(self) -> None:
-        self._fixed: set[str] = set()  # options that have one value in all jobs
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        parsed = OverridesParser.create().parse_overrides(overrides_of(config))
-        self._fixed = {each.get_key_element() for each in parsed if not each.is_sweep_override()}
-
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        if config.hydra.mode != RunMode.MULTIRUN:
-            return
-        sweep_dir, row = self._row(config)
-        row.state = "running"
-        row.write(sweep_dir)
-        run_dir = Path(config.hydra.runtime.output_dir)
-        if [path.name for path in run_dir.iterdir()] == [config.hydra.output_subdir]:
-            run_dir.chmod(0o700)  # Hydra has just made it
-        done = ": is done already" if finished_summary(run_dir) else ""
-        Console().note(f"{row}{done}")
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        if config.hydra.mode != RunMode.MULTIRUN:
-            return
-        sweep_dir, row = self._row(config)
-        is_raised = job_return.status != JobStatus.COMPLETED  # an error in tf2dist itself
-        result = None if is_raised else job_return.return_value
-        summary = finished_summary(Path(config.hydra.runtime.output_dir))
-        if isinstance(result, Failed):
-            row.fail(result.exit_code)
-        elif is_raised or not summary:
-            row.fail(1)
-        else:
-            row.finish(summary)
-        row.write(sweep_dir)
-        write_csv(sweep_dir)
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sweep_dir = Path(config.hydra.sweep.dir).absolute()
-        rows = read_rows(sweep_dir)
-        for row in rows:
-            if row.state == "running":  # and its end was not told: a signal came
-                row.state = "stopped"
-                row.write(sweep_dir)
-        write_csv(sweep_dir)
-        if not rows:
-            return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        try:
-            say(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
-        except BrokenPipeError:
-            pass  # the reader has left; the exit code still says how the jobs went
-        except OSError as error:
-            Console().warn(f"the table could not be printed ({error.strerror}); it is in {sweep_dir}/sweep.csv")
-
-    def _row(self, config: DictConfig) -> tuple[Path, Row]:
-        sweep_dir = Path(config.hydra.sweep.dir).absolute()
-        pairs = (override.split("=", 1) for override in overrides_of(config))
-        varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in self._fixed}
-        return sweep_dir, Row(int(config.hydra.job.num), str(config.hydra.sweep.subdir), varying)
+_stopped_by: list[int] = []  # the signal that has stopped a job of this process, which then begins no other
 
 
-def write_csv(sweep_dir: Path) -> None:
-    """Writes sweep.csv. After each job: a sweep that is killed leaves the results that it has."""
-    try:
-        files.write_whole(sweep_dir / "sweep.csv", as_csv(read_rows(sweep_dir)))
-    except OSError as error:
-        Console().warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
+def sweep_job(composed: DictConfig) -> float | Failed | None:
+    """Runs one job of a sweep, in this process or in one of a launcher; returns its validation accuracy, if it has one.
 
-
-def as_csv(rows: list[Row]) -> str:
-    """One line for each job, after one with the names of the columns."""
-    names = _names(rows)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")  # its default is \r\n
-    writer.writerow(["job", "folder", *names, "state", "exit_code", *RESULTS])
-    for row in rows:
-        # With all their digits, since programs read them.
-        results = [(row.results or {}).get(key) for key in RESULTS]
-        values = [row.varying.get(name) for name in names]
-        cells = [row.number, row.folder, *values, row.state, row.exit_code, *results]
-        writer.writerow(["" if cell is None else cell for cell in cells])
-    return text.getvalue()
-
-
-def _names(rows: list[Row]) -> list[str]:
-    """The options that vary, in the order of the command line."""
-    return list(dict.fromkeys(name for row in rows for name in row.varying))
-
-
-def as_table(rows: list[Row], width: int | None) -> str:
-    """A column for each option that varies and each result; where these do not fit, a few lines for each job.
-
-    Args:
-        width: of the terminal, in columns; None for a file or a pipe, whose lines may have any length.
+    A job that is done already returns at once.
     """
-    names = _names(rows)
-    head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
-    cells = [
-        [str(row.number), *(row.varying.get(name, "-") for name in names), *_shown(row), row.outcome] for row in rows
-    ]
-    widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
-    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        return "\n".join(line for row in rows for line in _stanza(row, width))
-    # Text is aligned at its left and numbers at their right, so that digits of equal weight are below each other.
-    is_text = [False, *(True for _ in names), False, False, False, False, True]
-    lines = []
-    for line in [head, *cells]:
-        parts = zip(line, widths, is_text, strict=True)
-        lines.append("  ".join(cell.ljust(size) if text else cell.rjust(size) for cell, size, text in parts).rstrip())
-    return "\n".join(lines)
-
-
-def _shown(row: Row) -> list[str]:
-    """The results, rounded for the screen."""
-    # A loss that has diverged may have thirty digits before the point.
-    formats: dict[str, Callable[[float], str]] = {
-        "test_accuracy": lambda value: f"{value:.4f}",
-        "test_loss": lambda value: f"{value:.4f}" if value < 1e4 else f"{value:.3g}",
-        "steps_per_sec": rate_text,
-        "wall_secs": lambda value: f"{value:.1f}",
-    }
-    results = row.results or {}
-    return ["-" if (value := results.get(name)) is None else shown(value) for name, shown in formats.items()]
-
-
-def _stanza(row: Row, width: int) -> list[str]:
-    """One job in lines of at most `width` columns, as far as they can be broken."""
-    accuracy, loss, rate, secs = _shown(row)
-    values = " ".join(f"{name}={value}" for name, value in row.varying.items())
-    result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
-    # A long value stays whole and sticks out of the line, so that it can still be copied.
-    lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
-    return lines + textwrap.wrap(
-        f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "
-    )
+    if _stopped_by:
+        return Failed(128 + _stopped_by[0])
+    started_at = time.time()
+    run_dir, is_here = Path(HydraConfig.get().runtime.output_dir), is_basic(HydraConfig.instance().cfg, "launcher")
+    with Signals() as signals:
+        try:
+            config, _ = checked(composed, None)
+            config.run_dir = str(run_dir)
+            console = Console()
+            prepare(config, None, console)
+            check_same(run_dir, config, f"{OPTION} ({run_dir.parent}): {run_dir.name} in it", True)
+            summary, code = finished_summary(run_dir) or {}, 0
+            if not summary:
+                summary, code = train(config, None, console, started_at, signals)
+        except KeyboardInterrupt:
+            code = report(Interrupted(signals.received[0]))
+        except RequestError as error:
+            code = report(error)
+    if signals.received:
+        if is_here:
+            raise KeyboardInterrupt(signals.received[0])
+        _stopped_by.append(signals.received[0])
+    return Failed(code) if code else summary.get("validation_accuracy")

@@ -1,0 +1,219 @@
+"""The report of a sweep, a callback of Hydra: a record of each job, sweep.csv after each, and a table at the end.
+
+The records are files, since a launcher may run the jobs in other processes or on other machines.
+"""
+
+import csv
+import io
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from tf2dist import files
+from tf2dist.config.compose import overrides_of
+from tf2dist.config.sweeps import plain
+from tf2dist.launch.console import Console, rate_text
+from tf2dist.launch.jobs import finished_summary
+from tf2dist.launch.streams import say
+
+RECORDS = ".jobs"  # in the folder of the sweep
+RESULTS = ("test_accuracy", "test_loss", "steps_per_sec", "wall_secs")
+SIGNALLED = (129, 130, 143)  # exit codes of a job that was stopped, and has saved
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
+
+    exit_code: int
+
+
+@dataclass
+class Row:
+    """One job of the sweep.
+
+    Attributes:
+        varying: its values of the options that the sweep varies.
+        state: waiting, running, done, failed or stopped.
+        results: the values of `RESULTS`; None before the job is done.
+    """
+
+    number: int
+    folder: str
+    varying: dict[str, str] = field(default_factory=dict)
+    state: str = "waiting"
+    exit_code: int | None = None
+    results: dict[str, Any] | None = None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.state, self.exit_code = "done", 0
+        self.results = {name: summary.get(name) for name in RESULTS}
+
+    def fail(self, exit_code: int) -> None:
+        self.state, self.exit_code = "stopped" if exit_code in SIGNALLED else "failed", exit_code
+
+    @property
+    def outcome(self) -> str:
+        return f"failed ({self.exit_code})" if self.state == "failed" else self.state
+
+    def write(self, sweep_dir: Path) -> None:
+        files.write_whole(sweep_dir / RECORDS / f"{self.number}.json", json.dumps(asdict(self)))
+
+    def __str__(self) -> str:
+        return " ".join([f"job {self.number}", *(f"{name}={value}" for name, value in self.varying.items())])
+
+
+def read_rows(sweep_dir: Path) -> list[Row]:
+    """The jobs of a sweep so far, in their order."""
+    found = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep_dir / RECORDS).glob("*.json")]
+    return sorted(found, key=lambda row: row.number)
+
+
+class SweepReport(Callback):
+    """Records the jobs of a sweep. Does nothing in a single run."""
+
+    def __init__(self) -> None:
+        self._fixed: set[str] = set()  # options that have one value in all jobs
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        parsed = OverridesParser.create().parse_overrides(overrides_of(config))
+        self._fixed = {each.get_key_element() for each in parsed if not each.is_sweep_override()}
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        sweep_dir, row = self._row(config)
+        row.state = "running"
+        row.write(sweep_dir)
+        run_dir = Path(config.hydra.runtime.output_dir)
+        if [path.name for path in run_dir.iterdir()] == [config.hydra.output_subdir]:
+            run_dir.chmod(0o700)  # Hydra has just made it
+        done = ": is done already" if finished_summary(run_dir) else ""
+        Console().note(f"{row}{done}")
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        sweep_dir, row = self._row(config)
+        is_raised = job_return.status != JobStatus.COMPLETED  # an error in tf2dist itself
+        result = None if is_raised else job_return.return_value
+        summary = finished_summary(Path(config.hydra.runtime.output_dir))
+        if isinstance(result, Failed):
+            row.fail(result.exit_code)
+        elif is_raised or not summary:
+            row.fail(1)
+        else:
+            row.finish(summary)
+        row.write(sweep_dir)
+        write_csv(sweep_dir)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        rows = read_rows(sweep_dir)
+        for row in rows:
+            if row.state == "running":  # and its end was not told: a signal came
+                row.state = "stopped"
+                row.write(sweep_dir)
+        write_csv(sweep_dir)
+        if not rows:
+            return
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        try:
+            say(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
+        except BrokenPipeError:
+            pass  # the reader has left; the exit code still says how the jobs went
+        except OSError as error:
+            Console().warn(f"the table could not be printed ({error.strerror}); it is in {sweep_dir}/sweep.csv")
+
+    def _row(self, config: DictConfig) -> tuple[Path, Row]:
+        sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        pairs = (override.split("=", 1) for override in overrides_of(config))
+        varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in self._fixed}
+        return sweep_dir, Row(int(config.hydra.job.num), str(config.hydra.sweep.subdir), varying)
+
+
+def write_csv(sweep_dir: Path) -> None:
+    """Writes sweep.csv. After each job: a sweep that is killed leaves the results that it has."""
+    try:
+        files.write_whole(sweep_dir / "sweep.csv", as_csv(read_rows(sweep_dir)))
+    except OSError as error:
+        Console().warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
+
+
+def as_csv(rows: list[Row]) -> str:
+    """One line for each job, after one with the names of the columns."""
+    names = _names(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")  # its default is \r\n
+    writer.writerow(["job", "folder", *names, "state", "exit_code", *RESULTS])
+    for row in rows:
+        # With all their digits, since programs read them.
+        results = [(row.results or {}).get(key) for key in RESULTS]
+        values = [row.varying.get(name) for name in names]
+        cells = [row.number, row.folder, *values, row.state, row.exit_code, *results]
+        writer.writerow(["" if cell is None else cell for cell in cells])
+    return text.getvalue()
+
+
+def _names(rows: list[Row]) -> list[str]:
+    """The options that vary, in the order of the command line."""
+    return list(dict.fromkeys(name for row in rows for name in row.varying))
+
+
+def as_table(rows: list[Row], width: int | None) -> str:
+    """A column for each option that varies and each result; where these do not fit, a few lines for each job.
+
+    Args:
+        width: of the terminal, in columns; None for a file or a pipe, whose lines may have any length.
+    """
+    names = _names(rows)
+    head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
+    cells = [
+        [str(row.number), *(row.varying.get(name, "-") for name in names), *_shown(row), row.outcome] for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
+    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        return "\n".join(line for row in rows for line in _stanza(row, width))
+    # Text is aligned at its left and numbers at their right, so that digits of equal weight are below each other.
+    is_text = [False, *(True for _ in names), False, False, False, False, True]
+    lines = []
+    for line in [head, *cells]:
+        parts = zip(line, widths, is_text, strict=True)
+        lines.append("  ".join(cell.ljust(size) if text else cell.rjust(size) for cell, size, text in parts).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(row: Row) -> list[str]:
+    """The results, rounded for the screen."""
+    # A loss that has diverged may have thirty digits before the point.
+    formats: dict[str, Callable[[float], str]] = {
+        "test_accuracy": lambda value: f"{value:.4f}",
+        "test_loss": lambda value: f"{value:.4f}" if value < 1e4 else f"{value:.3g}",
+        "steps_per_sec": rate_text,
+        "wall_secs": lambda value: f"{value:.1f}",
+    }
+    results = row.results or {}
+    return ["-" if (value := results.get(name)) is None else shown(value) for name, shown in formats.items()]
+
+
+def _stanza(row: Row, width: int) -> list[str]:
+    """One job in lines of at most `width` columns, as far as they can be broken."""
+    accuracy, loss, rate, secs = _shown(row)
+    values = " ".join(f"{name}={value}" for name, value in row.varying.items())
+    result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
+    # A long value stays whole and sticks out of the line, so that it can still be copied.
+    lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
+    return lines + textwrap.wrap(
+        f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "
+    )
