@@ -16,7 +16,7 @@ from tests.conftest import COMMAND, REPOSITORY
 from tf2dist import cli
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
-from tf2dist.launch import run_dir, supervisor
+from tf2dist.launch import run_dir, single_run, supervisor
 from tf2dist.launch.console import Console
 from tf2dist.training.metrics import JsonlWriter
 
@@ -173,7 +173,7 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "run_in_folder", run_in_folder)
+    monkeypatch.setattr(single_run, "run_in_folder", run_in_folder)
     with pytest.raises(BrokenPipeError):
         cli.main(["data=digits"])
 
