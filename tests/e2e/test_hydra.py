@@ -52,6 +52,13 @@ def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
     assert "[HYDRA] " in loud.stdout + loud.stderr
 
 
+def test_hydras_own_help(tmp_path: Path) -> None:
+    shown = command(tmp_path, "--hydra-help")
+    assert "hydra/launcher: basic" in shown.stdout
+    assert "--experimental-rerun" in shown.stdout
+    assert (shown.stderr, list(tmp_path.iterdir())) == ("", [])
+
+
 def test_settings_of_sweeps_do_nothing_in_a_single_run(tmp_path: Path) -> None:
     command(tmp_path, *RUN, "run_dir=one", "hydra.sweep.dir=x")
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
