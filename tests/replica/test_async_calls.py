@@ -56,8 +56,8 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 @pytest.mark.parametrize(
     ("model", "given", "num_steps"),
     [
-        ({"model": "softmax"}, None, 20),
-        ({"model": "deep"}, None, 3),
+        ({"model": "softmax"}, None, 50),
+        ({"model": "deep"}, None, 28),
         ({"model": "deep"}, 2, 2),
         ({"model": "dnn", "hidden_units": [1500, 1500]}, None, 5),
     ],
@@ -278,7 +278,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["20 set()"]), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["50 set()"]), done.stderr
 
 
 def test_the_first_copies_of_several_threads_move_no_table() -> None:

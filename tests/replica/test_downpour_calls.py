@@ -34,9 +34,9 @@ def test_a_call_fetches_only_after_so_many_batches(async_loop: MakeLoop) -> None
     assert calls_of(async_loop(run_config(steps_per_execution=3), num_ps=1)) == ["pull", "exchange", "exchange", "push"]
 
 
-@pytest.mark.parametrize(("n_fetch", "num_steps"), [(12, 3), (60, 15)])
+@pytest.mark.parametrize(("n_fetch", "num_steps"), [(12, 12), (60, 15)])
 def test_calls_are_whole_rounds(async_loop: MakeLoop, n_fetch: int, num_steps: int) -> None:
-    """They have 10 steps of one batch otherwise; here a step has 4."""
+    """They have 50 steps of one batch otherwise; here a step has 4."""
     config = downpour_config(4, n_fetch, steps_per_execution=None)
     assert async_loop(config, num_ps=1)._scheduler.num_steps == num_steps
 
