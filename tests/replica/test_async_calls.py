@@ -71,6 +71,12 @@ def test_deep_and_large_models_get_short_calls(
     assert_exact(loop, 5)
 
 
+def test_workers_share_the_steps_between_two_evaluations(async_loop: MakeLoop) -> None:
+    config = run_config(model="softmax", steps_per_execution=None)
+    config.train.eval_every_steps = 12
+    assert async_loop(config, num_workers=2)._scheduler.num_steps == 3
+
+
 def test_a_call_still_in_flight_does_not_cause_more_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

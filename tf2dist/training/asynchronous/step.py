@@ -32,7 +32,7 @@ from tf2dist.training.asynchronous.feeds import feed_of
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.server import ParameterServer
 from tf2dist.training.asynchronous.vectors import Parcel
-from tf2dist.training.call_size import unrolled_steps
+from tf2dist.training.call_size import steps_to_pause, unrolled_steps
 from tf2dist.training.stragglers import Stragglers
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -100,7 +100,9 @@ class AsyncStep(Computation):
         step.loss_scale = self.servers[0].loss_scale
         self.decays: dict[int, float] = {}
         self._compute = self.traced_compute()
-        chosen = min(unrolled_steps(self._compute, step.model), self.stragglers.max_steps)
+        to_pause = steps_to_pause(config, plan, sharding, total_steps)
+        chosen = unrolled_steps(self._compute, step.model, to_pause / sharding.num_shards)
+        chosen = min(chosen, self.stragglers.max_steps)
         self.steps_per_call = config.train.steps_per_execution or self._whole_rounds(chosen)
         for server in self.servers:
             server.trace_push(self.decays)

@@ -22,7 +22,7 @@ from tf2dist.training.asynchronous.examples import evaluated_examples
 from tf2dist.training.asynchronous.progress_line import print_progress
 from tf2dist.training.asynchronous.step import ACCELERATOR
 from tf2dist.training.asynchronous.vectors import Parcel
-from tf2dist.training.call_size import unrolled_steps
+from tf2dist.training.call_size import steps_to_pause, unrolled_steps
 from tf2dist.training.replicas.feeds import SharedArrayFeed
 from tf2dist.training.replicas.part import ModelPart
 from tf2dist.training.replicas.servers import DecidingServer, FollowingServer
@@ -91,7 +91,9 @@ class ReplicasStep:
         self.feed = SharedArrayFeed(step.layout, sharding, offsets, lambda worker: self.deciding.pushed_by(worker)[0])
         step.loss_scale = first.loss_scale
         self._compute = self._traced_compute()
-        chosen = min(unrolled_steps(self._compute, step.model), self.stragglers.max_steps)
+        to_pause = steps_to_pause(config, plan, sharding, total_steps)
+        chosen = unrolled_steps(self._compute, step.model, to_pause)
+        chosen = min(chosen, self.stragglers.max_steps)
         self.steps_per_call = config.train.steps_per_execution or chosen
 
     def train_function(self, num_steps: int) -> Any:
