@@ -32,12 +32,12 @@ from tf2dist.control.messages import (
     Identity,
     Join,
     Lost,
-    Place,
     Probe,
     Process,
     Refused,
     State,
     Stop,
+    TaskAddress,
     Wire,
 )
 from tf2dist.control.token import NO_TOKEN_KEY
@@ -51,8 +51,10 @@ JSON_VALUES = st.recursive(
 HERE = "here:2222"  # becomes the leader's address
 TEXTS = st.text(max_size=20) | st.sampled_from(["worker-1", HERE, "\x1b[2J"])
 NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.integers(0, 3)
-PLACES = st.builds(Place, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS | st.just(HERE))
-TO = PLACES | st.just(Place(Task("chief", 0), HERE))
+PLACES = st.builds(
+    TaskAddress, st.builds(Task, TEXTS | st.sampled_from(["chief", "worker"]), NUMBERS), TEXTS | st.just(HERE)
+)
+TO = PLACES | st.just(TaskAddress(Task("chief", 0), HERE))
 PROCESSES = st.builds(Process, TEXTS, NUMBERS, TEXTS)
 JOBS = st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=3)
 CONFIGS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)

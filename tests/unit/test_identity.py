@@ -12,7 +12,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, TaskConfig
 from tf2dist.control import identity, token
 from tf2dist.control.identity import differences, explain, identity_of
-from tf2dist.control.messages import Call, Difference, Identity, Join, Place, Process
+from tf2dist.control.messages import Call, Difference, Identity, Join, Process, TaskAddress
 from tf2dist.errors import ClusterError, ConfigError
 from tf2dist.packing import pack, unpack
 
@@ -28,7 +28,7 @@ def config(**values: Any) -> RunConfig:
 
 def test_an_identity_can_be_sent() -> None:
     made = identity_of(config(), CLUSTER)
-    place = Place(Task("worker", 1), "b:1")
+    place = TaskAddress(Task("worker", 1), "b:1")
     join = Join(place, place, Process("b", 1, "x"), made)
     assert unpack(pack(join), Call) == join
     assert set(made.versions) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}

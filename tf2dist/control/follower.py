@@ -32,7 +32,7 @@ class Follower:
 
     def __init__(self, membership: Membership, links: Links) -> None:
         self._membership, self._links = membership, links
-        self._leader = membership.place(membership.cluster.leader)
+        self._leader = membership.task_address(membership.cluster.leader)
         self._dialer = Dialer(links, *control_address(self._leader.address, membership.port_shift), CALL_EVERY_SECS)
         self._link: Link | None = None  # to the leader, once it has accepted us
         self._num_denials = 0

@@ -63,8 +63,8 @@ class Leader:
         self._dialers = {task: self._dialer(task) for task in others}
         self._refused: dict[Task, str] = {}
         self._beat_at = 0.0
-        self.waiting_for = ", ".join(str(membership.place(task)) for task in others)
-        self.held = Held(membership.job_id, membership.place(membership.task), membership.process)
+        self.waiting_for = ", ".join(str(membership.task_address(task)) for task in others)
+        self.held = Held(membership.job_id, membership.task_address(membership.task), membership.process)
 
     def _dialer(self, task: Task) -> Dialer:
         address = control_address(self._membership.cluster.address(task), self._membership.port_shift)
@@ -186,7 +186,7 @@ class Leader:
         # It may have joined while the answer to the probe was on its way.
         if task in self._members or membership.agreed.is_set():
             return
-        here = f"{membership.place(task)} ({state.process})"
+        here = f"{membership.task_address(task)} ({state.process})"
         if state.leads:
             lists = membership.compare_lists(state.cluster)
             membership.fail(ClusterError, f"{here} is the leader in its own list: {lists}")

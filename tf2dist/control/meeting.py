@@ -225,7 +225,7 @@ class Meeting:
         a caller that is not is reported, and named as a possible reason if the meeting times out.
         """
         membership, held = self._membership, self._role.held
-        leader = membership.place(membership.cluster.leader)
+        leader = membership.task_address(membership.cluster.leader)
         link.send(State(membership.process, membership.identity.cluster, membership.leads, held))
         link.finish()
         # A job that runs, or has a leader, does not end because of a process with a wrong list.

@@ -16,10 +16,10 @@ from tf2dist.control.messages import (
     Jobs,
     Join,
     MeetingEvent,
-    Place,
     Probe,
     Process,
     Stop,
+    TaskAddress,
     TryAgain,
 )
 from tf2dist.errors import Interrupted, TfDistError
@@ -88,11 +88,11 @@ class Membership:
 
     def join(self) -> Join:
         """The message by which this task asks the leader to join."""
-        return Join(self.place(self.cluster.leader), self.place(self.task), self.process, self.identity)
+        return Join(self.task_address(self.cluster.leader), self.task_address(self.task), self.process, self.identity)
 
     def probe(self, task: Task) -> Probe:
         """The message that asks which process is at the address of a task."""
-        return Probe(self.place(task), self.place(self.task), self.process, self.identity.cluster)
+        return Probe(self.task_address(task), self.task_address(self.task), self.process, self.identity.cluster)
 
     def misdirected(self, call: Join | Probe) -> TryAgain | None:
         """The answer to a first message that was meant for another address but reached us; None for any other.
@@ -104,18 +104,18 @@ class Membership:
         if canonical(call.to.address) == canonical(self.cluster.address(self.task)):
             return None
         found = list_differences(self.identity.cluster, call.cluster)
-        text = f"{self.place(self.task)} answers there, and the connection was meant for {call.to}"
+        text = f"{self.task_address(self.task)} answers there, and the connection was meant for {call.to}"
         if found:
             text = f"{text}; {explain(found, 'there', 'here')}"
         return TryAgain(text, lists_differ=bool(found))
 
-    def place(self, task: Task) -> Place:
-        return Place(task, self.cluster.address(task))
+    def task_address(self, task: Task) -> TaskAddress:
+        return TaskAddress(task, self.cluster.address(task))
 
     def missing(self, task: Task, why: str) -> str:
         """Such as "worker-1 at host:2222 (connection refused, control port 3222)"."""
         port = control_address(self.cluster.address(task), self.port_shift)[1]
-        return f"{self.place(task)} ({why}, control port {port})"
+        return f"{self.task_address(task)} ({why}, control port {port})"
 
     def compare_lists(self, theirs: Jobs) -> str:
         """Says where our cluster list and theirs differ."""

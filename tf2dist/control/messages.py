@@ -21,7 +21,7 @@ Jobs = dict[str, tuple[str, ...]]  # a cluster list: addresses by job and index
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskAddress:
     """A task and its address "host:port", as the sender's cluster list has it."""
 
     task: Task
@@ -52,7 +52,7 @@ class Held:
     """The job that a task has joined: its leader, and the leader's process."""
 
     job_id: str
-    leader: Place
+    leader: TaskAddress
     process: Process
 
     def __str__(self) -> str:
@@ -98,8 +98,8 @@ class Join:
         caller: the task that the process claims.
     """
 
-    to: Place
-    caller: Place
+    to: TaskAddress
+    caller: TaskAddress
     process: Process
     identity: Identity
 
@@ -112,8 +112,8 @@ class Join:
 class Probe:
     """The leader asks which process is at the address of a missing task; see `Join` for the fields."""
 
-    to: Place
-    caller: Place
+    to: TaskAddress
+    caller: TaskAddress
     process: Process
     cluster: Jobs
 
