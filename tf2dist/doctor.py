@@ -11,18 +11,19 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import NoReturn
 
 from tf2dist import linux
-from tf2dist.cluster import addresses, listening, parsing, reachability
-from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.cluster import addresses, listening, reachability
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import paths
 from tf2dist.config.compose import Source
 from tf2dist.config.flags import ACTIONS, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
-from tf2dist.config.schema import MODES, PS_MODES, RunConfig
+from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
 from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
@@ -65,7 +66,7 @@ def report(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     found = []
-    for finding in examine(asked.overrides, os.environ.get("TF_CONFIG") or None, source):
+    for finding in examine(asked.overrides, os.environ, source):
         found.append(finding)
         # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:
@@ -76,29 +77,29 @@ def report(arguments: list[str]) -> int:
     return 2 if any(finding.level == "fail" for finding in found) else 0
 
 
-def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN) -> Iterator[Finding]:
+def examine(overrides: list[str], environ: Mapping[str, str], source: Source = BUILT_IN) -> Iterator[Finding]:
     """All findings, the quick ones first."""
-    config, host_task, mistakes = request(overrides, tf_config, source)
+    config, place, mistakes = request(overrides, environ, source)
     yield from mistakes
-    local = config is not None and config.cluster.kind == "local"
     checks: list[Check] = [machine.versions, tensorflow_findings.internals]
     if config:
-        checks += [lambda: data(config, host_task), lambda: machine.run_folder(config.run_dir)]
+        checks += [lambda: data(config, place), lambda: machine.run_folder(config.run_dir)]
         checks += [lambda: tensorflow_findings.plugins(config)] if config.plugins else []
-    if config and host_task and host_task.has_address:
+    if config and place and place.has_peers:
         checks += [
-            lambda: own_address(config, *host_task),
-            lambda: meeting(config, *host_task),
-            lambda: other_addresses(*host_task),
+            lambda: own_address(config, *place),
+            lambda: meeting(config, *place),
+            lambda: other_addresses(*place),
         ]
-    if config and (local or host_task):
-        checks += [lambda: stragglers(config, host_task)]
-    if config and local:
-        checks += [lambda: machine.processors(*num_local_tasks(config)), machine.isolation]
-    elif host_task:
-        checks += [lambda: machine.processors(1, int(host_task.task in host_task.cluster.training_tasks))]
+    if config and place:
+        checks += [lambda: stragglers(config, place.cluster)]
+    if place and place.cluster.is_managed:
+        checks += [lambda: machine.processors(len(place.cluster.tasks), place.cluster.num_workers), machine.isolation]
+    elif place:
+        checks += [lambda: machine.processors(1, int(place.task in place.cluster.training_tasks))]
     # The GPUs come last: TensorFlow has to be imported to list them.
-    checks += [lambda: tensorflow_findings.gpus(config.cluster.num_workers if config and local else 0)]
+    shared_by = place.cluster.num_workers if place and place.cluster.shares_host else 0
+    checks += [lambda: tensorflow_findings.gpus(shared_by)]
     for check in checks:
         try:
             yield from check()
@@ -107,30 +108,30 @@ def examine(overrides: list[str], tf_config: str | None, source: Source = BUILT_
 
 
 def request(
-    overrides: list[str], tf_config: str | None, source: Source = BUILT_IN
-) -> tuple[RunConfig | None, HostTask | None, list[Finding]]:
-    """The configuration and this process's task, each None if it is invalid, and the findings about both."""
-    config, host_task, found = None, None, []
+    overrides: list[str], environ: Mapping[str, str], source: Source = BUILT_IN
+) -> tuple[RunConfig | None, Place | None, list[Finding]]:
+    """The configuration and this process's place, each None if it is invalid, and the findings about both."""
+    config, place, found = None, None, []
     try:
-        config = load(overrides, tf_config, source)
+        config = load(overrides, environ.get("TF_CONFIG"), source)
         location.check_dir(config.data)
         found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:
         found += failures("configuration", error)
     # The cluster is checked even if the options are wrong, so that the user learns of all mistakes at once.
-    kind = config.cluster.kind if config else "tf_config" if tf_config else "local"
+    if config is None and not environ.get("TF_CONFIG"):
+        return None, None, found
     mode = config.mode if config else next((mode for mode in MODES if f"mode={mode}" in overrides), MODES[0])
-    if kind == "local":
-        return config, None, found
     try:
-        asked = config or RunConfig(mode=mode, run_dir=".")  # a mistake in the configuration has been found above
-        asked.cluster.kind = kind
-        host_task = parsing.from_config(asked, tf_config)
-        counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(host_task.cluster.jobs.items()))
-        found.append(Finding("ok", "cluster", f"{counts}; this is {host_task.task}"))
+        # A mistake in the configuration has been found above.
+        asked = config or RunConfig(mode=mode, run_dir=".", cluster=ClusterConfig(kind="tf_config"))
+        place = find_place(asked, environ)
+        if not place.cluster.is_managed:
+            counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(place.cluster.jobs.items()))
+            found.append(Finding("ok", "cluster", f"{counts}; this is {place.task}"))
     except RequestError as error:
         found += failures("cluster", error)
-    return config, host_task, found
+    return config, place, found
 
 
 def failures(topic: str, error: TfDistError) -> list[Finding]:
@@ -140,29 +141,23 @@ def failures(topic: str, error: TfDistError) -> list[Finding]:
     return [Finding("fail", topic, text or fix, fix if text else "") for text, _, fix in parts]
 
 
-def num_local_tasks(config: RunConfig) -> tuple[int, int]:
-    """How many tasks a local cluster has, and how many of them compute gradients."""
-    workers = config.cluster.num_workers
-    return workers + (1 + config.cluster.num_ps if config.mode in PS_MODES else 0), workers
-
-
-def stragglers(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
+def stragglers(config: RunConfig, cluster: Cluster) -> Iterator[Finding]:
     """The options simulate.*, against the workers of the cluster; no finding if they fit."""
     try:
-        check_simulated(config, host_task)
+        check_simulated(config, cluster)
     except ConfigError as error:
         yield from failures("configuration", error)
 
 
-def data(config: RunConfig, host_task: HostTask | None) -> Iterator[Finding]:
+def data(config: RunConfig, place: Place | None) -> Iterator[Finding]:
     """The data, and whether each worker's share of it fills a batch."""
     try:
-        location.check_batch_size(config, host_task.cluster.num_workers if host_task else config.cluster.num_workers)
+        location.check_batch_size(config, place.cluster.num_workers if place else config.cluster.num_workers)
     except RequestError as error:
         yield from failures("data", error)
-    if host_task is None:
+    if place is None or place.cluster.is_managed:
         yield from machine.training_data(config.data)
-    elif host_task.task.job != "ps":  # all hosts fall back to other data or none does, so none may
+    elif place.task.job != "ps":  # all hosts fall back to other data or none does, so none may
         yield from machine.training_data(replace(config.data, offline="fail"))
 
 

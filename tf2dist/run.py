@@ -66,9 +66,8 @@ def run_task(
     """
     # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
     # the user's code, which may run operations in a plugin or when it makes the data.
-    share_host = config.cluster.kind == "local"
-    server_config = devices.configure(config.devices, cluster, task, share_host=share_host)
-    if advice := devices.advice_on_gpus(cluster, task, share_host=share_host):
+    server_config = devices.configure(config.devices, cluster, task)
+    if advice := devices.advice_on_gpus(cluster, task):
         to_launcher.note(advice)
     strategy = None
     if cluster.mode == "sync" and task in cluster.training_tasks:
@@ -167,7 +166,7 @@ def train(
         given = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
-        with saver, abandoning(loop, config), profile or contextlib.nullcontext():
+        with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():
             if source.plan is None:
                 drive(*given)
             else:
@@ -187,14 +186,14 @@ def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
 
 
 @contextlib.contextmanager
-def abandoning(loop: Loop, config: RunConfig) -> Iterator[None]:
+def abandoning(loop: Loop, cluster: Cluster) -> Iterator[None]:
     """Tells the other tasks when an error ends the training in this one."""
     try:
         yield
     except Interrupted:
         raise  # the training has been ended on all tasks
     except Exception as error:
-        if config.cluster.kind != "local":  # or the launcher stops the others, with a better reason
+        if not cluster.is_managed:  # or the launcher stops the others, with a better reason
             loop.abandon(reason_of(error))
         raise
 

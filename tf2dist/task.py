@@ -45,14 +45,15 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Runs the task that `payload` describes; returns the exit code.
 
     Args:
-        payload: "config" (YAML), "mode" and "jobs" of the cluster, "task" (job and index), "run_dir",
+        payload: "config" (YAML), "cluster" (its fields), "task" (job and index), "run_dir",
             "started_at", "job" (the folder of a call of `fit`, or None).
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops us with SIGTERM
     end_on_sigterm()
     sys.stdout, sys.stderr = (LossyLog(stream.buffer, errors="backslashreplace") for stream in (sys.stdout, sys.stderr))
-    cluster = Cluster(payload["mode"], {job: tuple(addresses) for job, addresses in payload["jobs"].items()})
+    jobs = {job: tuple(addresses) for job, addresses in payload["cluster"]["jobs"].items()}
+    cluster = Cluster(**payload["cluster"] | {"jobs": jobs})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
         run_config = tree.from_yaml(payload["config"])

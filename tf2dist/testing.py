@@ -32,7 +32,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from tf2dist.cluster.spec import Cluster, Task, local
+from tf2dist.cluster.sources import local
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, DevicesConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.files import write_whole
@@ -80,7 +81,8 @@ def start_ps_cluster(num_workers: int = 2, num_ps: int = 1, cpus_per_worker: int
     from tf2dist.process.strategy import start_server
 
     ports = unused_ports(num_workers + num_ps + 1)
-    cluster = local("async", ClusterConfig(num_workers=num_workers, num_ps=num_ps), ports)
+    config = RunConfig(cluster=ClusterConfig(num_workers=num_workers, num_ps=num_ps))
+    cluster = local(config, {}).cluster.at_ports(ports)
     for task in cluster.tasks:
         if task != COORDINATOR:
             device_count = {"CPU": cpus_per_worker} if task.job == "worker" else {}
@@ -142,7 +144,7 @@ class SyncWorkers:
         first = self._next if self._next + num_workers <= len(self._launcher.ports) else 0
         self._next = first + num_workers  # the next call takes other ports: a used one is not free again at once
         ports = self._launcher.ports[first:]
-        cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])})
+        cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])}, True, True)
         call = self._folder / f"call-{self._runs}.pickle"
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
@@ -194,7 +196,7 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     function, cluster, args = cloudpickle.loads(call.read_bytes())
     try:
         task = Task("worker", payload["index"])
-        claim_gpus(DevicesConfig(), cluster, task, tf.compat.v1.ConfigProto(), share_host=True)
+        claim_gpus(DevicesConfig(), cluster, task, tf.compat.v1.ConfigProto())
         result = function(SyncWorker(cluster, task), *args)
         write_whole(call.with_name(f"{name}.result"), cloudpickle.dumps(result))
     except BaseException:

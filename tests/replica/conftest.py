@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,6 @@ def coordinator_address(num_workers: int, num_ps: int) -> str:
 
 def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes loops of a mode; at the end waits for the work of the last loop."""
-    from tf2dist.cluster.spec import Cluster
     from tf2dist.model.source import Registered
 
     loops: list[Any] = []
@@ -72,7 +72,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (coordinator_address(num_workers, num_ps),)
-        part = Cluster(mode, jobs)
+        part = replace(cluster.cluster, mode=mode, jobs=jobs)
         source = source or Registered(config)
         loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
         return loops[-1]

@@ -262,16 +262,16 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     """
     code = """if True:
         import os
+        from dataclasses import replace
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
         from tf2dist.training.asynchronous.loop import AsyncLoop
         from tf2dist.training.asynchronous.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
-        config.cluster.kind = "hosts"
         source, splits = source_and_splits(config)
         publish(splits)
-        cluster = start_ps_cluster().cluster
+        cluster = replace(start_ps_cluster().cluster, shares_host=False)
         loop = AsyncLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
         known = context.context().list_function_names()
         for steps in (100, 150):

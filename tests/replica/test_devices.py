@@ -9,13 +9,14 @@ import sys
 import pytest
 import tensorflow as tf
 
-from tf2dist.cluster.spec import Cluster, Task, local
-from tf2dist.config.schema import ClusterConfig, DevicesConfig
+from tf2dist.cluster.sources import local
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import ClusterConfig, DevicesConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process import devices
 
-ASYNC = local("async", ClusterConfig(num_workers=3), list(range(1, 9)))
-SYNC = local("sync", ClusterConfig(num_workers=3), list(range(1, 9)))
+ASYNC = local(RunConfig(mode="async"), {}).cluster
+SYNC = local(RunConfig(mode="sync"), {}).cluster
 # Host "a" has the coordinator, a ps, two workers and an evaluator; "b", which is written in two ways, has two workers.
 ON_HOSTS = {
     "chief": ("a:1",),
@@ -28,26 +29,23 @@ ON_HOSTS = {
 def chosen(mode: str, num_gpus: int, *, divided: bool = True) -> list[list[int]]:
     jobs = ON_HOSTS if mode == "async" else {job: ON_HOSTS[job] for job in ("worker", "evaluator")}
     cluster = Cluster(mode, jobs)
-    return [
-        devices.choose_gpus(num_gpus, cluster, worker, share_host=False, divided=divided)
-        for worker in cluster.training_tasks
-    ]
+    return [devices.choose_gpus(num_gpus, cluster, worker, divided=divided) for worker in cluster.training_tasks]
 
 
 def test_local_workers_get_gpus_round_robin() -> None:
     for cluster in (ASYNC, SYNC):
-        assert [devices.choose_gpus(2, cluster, Task("worker", i), share_host=True) for i in range(3)] == [
+        assert [devices.choose_gpus(2, cluster, Task("worker", i)) for i in range(3)] == [
             [0],
             [1],
             [0],
         ]
-        assert devices.choose_gpus(0, cluster, Task("worker", 1), share_host=True) == []
+        assert devices.choose_gpus(0, cluster, Task("worker", 1)) == []
 
 
 def test_coordinator_and_ps_get_no_gpu() -> None:
     for task in (Task("ps", 0), Task("chief", 0)):
         for divided in (True, False):
-            assert devices.choose_gpus(2, ASYNC, task, share_host=divided, divided=divided) == []
+            assert devices.choose_gpus(2, ASYNC, task, divided=divided) == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_a_worker_keeps_the_gpus_that_the_user_has_chosen_for_it() -> None:
 )
 def test_an_evaluator_gets_a_gpu_that_is_free(num_gpus: int, divided: bool, expected: list[int]) -> None:
     cluster = Cluster("async", ON_HOSTS)
-    found = devices.choose_gpus(num_gpus, cluster, Task("evaluator", 0), share_host=False, divided=divided)
+    found = devices.choose_gpus(num_gpus, cluster, Task("evaluator", 0), divided=divided)
     assert found == expected
 
 
@@ -86,8 +84,8 @@ def test_gpus_have_the_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyP
 
 
 def test_the_fraction_that_is_advised_is_accepted() -> None:
-    cluster, task = local("async", ClusterConfig(num_workers=6), list(range(1, 9))), Task("worker", 0)
-    check = functools.partial(devices.check_fraction, cluster=cluster, task=task, share_host=True, divided=True)
+    cluster, task = local(RunConfig(cluster=ClusterConfig(num_workers=6)), {}).cluster, Task("worker", 0)
+    check = functools.partial(devices.check_fraction, cluster=cluster, task=task, divided=True)
     with pytest.raises(ConfigError, match=r"6 workers share a GPU, so it must be at most 0\.16;"):
         check(0.17, 1)
     check(0.16, 1)
@@ -96,7 +94,7 @@ def test_the_fraction_that_is_advised_is_accepted() -> None:
 @pytest.mark.parametrize("fraction", [0.5, 0.51])
 def test_fractions_of_one_gpu_add_up_to_at_most_one(fraction: float) -> None:
     cluster, task = Cluster("async", ON_HOSTS), Task("worker", 0)
-    check = functools.partial(devices.check_fraction, fraction, cluster=cluster, task=task, share_host=False)
+    check = functools.partial(devices.check_fraction, fraction, cluster=cluster, task=task)
     check(2, divided=True)
     check(1, divided=False)
     with contextlib.nullcontext() if fraction == 0.5 else pytest.raises(ConfigError, match="2 workers share a GPU"):
@@ -106,6 +104,7 @@ def test_fractions_of_one_gpu_add_up_to_at_most_one(fraction: float) -> None:
 def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
     """The coordinator of many hosts makes the graphs of workers whose devices it does not know."""
     code = """if True:
+        from dataclasses import replace
         import tensorflow as tf
         from tensorflow.python.eager import context
         from tf2dist.process import devices
@@ -113,7 +112,7 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
         from tf2dist.config.schema import DevicesConfig
         clusters = {"sync": Cluster("sync", {"worker": ("localhost:1", "localhost:2")}),
                     "async": Cluster("async", {j: ("localhost:1",) for j in ("chief", "ps", "worker")})}
-        for mode, share_host, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
+        for mode, shares_host, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
                                                  ("sync", False, ["gpu"], False),
                                                  ("sync", False, [], True), ("async", True, [], True)]:
             tf.config.list_physical_devices = lambda kind: gpus
@@ -121,11 +120,11 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
             tf.config.experimental.set_memory_growth = lambda gpu, grows: None
             context.context()._config = None
             task = clusters[mode].training_tasks[0]
-            devices.configure(DevicesConfig(), clusters[mode], task, share_host=share_host)
+            devices.configure(DevicesConfig(), replace(clusters[mode], shares_host=shares_host), task)
             rewriting = context.context().config.graph_options.rewrite_options
-            assert (rewriting.meta_optimizer_iterations == rewriting.ONE) == expected, (mode, share_host, gpus)
+            assert (rewriting.meta_optimizer_iterations == rewriting.ONE) == expected, (mode, shares_host, gpus)
             spins = not context.context().config.experimental.disable_thread_spinning
-            assert spins == (not share_host), "both are set"
+            assert spins == (not shares_host), "both are set"
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -150,11 +149,13 @@ def test_how_many_threads_execute_the_calls_of_tasks_that_share_a_host(
         monkeypatch.setattr(f"tensorflow.config.{name}", lambda *_: None)
     for name in ("optimize_graphs_for_cpus", "share_cores"):
         monkeypatch.setattr(devices, name, lambda *_: None)
-    cluster = Cluster(mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads})
+    cluster = Cluster(
+        mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads}, shares_host=True
+    )
     monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "")  # so that it is set back in the end
     for job, number in threads.items():
         os.environ.pop("TF_NUM_INTEROP_THREADS", None)
-        devices.configure(DevicesConfig(), cluster, Task(job, 0), share_host=True)
+        devices.configure(DevicesConfig(), cluster, Task(job, 0))
         assert os.environ.get("TF_NUM_INTEROP_THREADS") == number, job
 
 
@@ -162,6 +163,7 @@ def test_how_many_threads_execute_the_calls_of_tasks_that_share_a_host(
 def test_tasks_of_one_host_share_its_cores() -> None:
     """Runs in a process of its own, because TensorFlow accepts these settings only before its first operation."""
     code = """if True:
+        from dataclasses import replace
         import tensorflow as tf
         from tensorflow.python.eager import context
         from tf2dist.process import devices
@@ -174,9 +176,9 @@ def test_tasks_of_one_host_share_its_cores() -> None:
                 assert config.experimental.disable_thread_spinning, config
                 assert config.intra_op_parallelism_threads == threads, config
         cluster, task = Cluster("sync", {"worker": ("localhost:1", "localhost:2")}), Task("worker", 0)
-        for share_host in (False, True):
-            server_config = devices.configure(DevicesConfig(), cluster, task, share_host=share_host)
-            assert server_config.experimental.disable_thread_spinning == share_host
+        for shares_host in (False, True):
+            server_config = devices.configure(DevicesConfig(), replace(cluster, shares_host=shares_host), task)
+            assert server_config.experimental.disable_thread_spinning == shares_host
         assert float(tf.reduce_sum(tf.ones([1000]))) == 1000
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -277,9 +277,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     """Returns the configuration of the run, and the job that tasks would read."""
     found: list[Any] = []
 
-    def run(
-        config: Any, run_dir: Path, host_task: Any, console: Any, started_at: float, asked: Any, caller: Any
-    ) -> Any:
+    def run(config: Any, run_dir: Path, place: Any, console: Any, started_at: float, asked: Any, caller: Any) -> Any:
         found[:] = [config, shipping.Shipped(caller.job)]
         found.append(found[1].load())
         return {}

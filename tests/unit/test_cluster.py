@@ -1,21 +1,25 @@
 """Clusters as values: TF_CONFIG and host lists, and the mistakes in them."""
 
+import contextlib
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from tf2dist.cluster import parsing
-from tf2dist.cluster.spec import Cluster, Task, local
+from tf2dist.cluster.sources import SOURCES, find_place
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, TaskConfig
-from tf2dist.errors import ClusterError
+from tf2dist.errors import ClusterError, ConfigError
 
 ASYNC = {"chief": ["h0:1"], "ps": ["h1:1"], "worker": ["h2:1", "h3:1"]}
 SYNC = {"worker": ["h2:1", "h3:1"]}
 
 
-def parse(text: str | None, mode: str, run_dir: str | None = None) -> tuple[Cluster, Task]:
-    return parsing.from_config(RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir), text)
+def parse(text: str | None, mode: str, run_dir: str | None = None) -> Place:
+    config = RunConfig(mode=mode, cluster=ClusterConfig(kind="tf_config"), run_dir=run_dir)
+    return find_place(config, {"TF_CONFIG": text} if text else {})
 
 
 def tf_config(jobs: Any, job: Any = "worker", index: Any = 0) -> str:
@@ -56,8 +60,7 @@ def test_an_evaluator_needs_a_run_dir(jobs: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize("jobs", [ASYNC, {**ASYNC, "evaluator": []}], ids=["missing", "empty"])
 def test_an_evaluator_may_be_left_out_of_the_cluster(jobs: dict[str, list[str]]) -> None:
     """TensorFlow's documentation, TFJob and Vertex AI leave it out."""
-    config = RunConfig(cluster=ClusterConfig(kind="tf_config"), run_dir="shared")
-    found = parsing.from_config(config, tf_config(jobs, "evaluator", 1))
+    found = parse(tf_config(jobs, "evaluator", 1), "async", run_dir="shared")
     assert found.task == Task("evaluator", 1)
     assert not found.has_address
     assert found.cluster == parse(tf_config(ASYNC), "async")[0], "the others do not know of it"
@@ -139,23 +142,62 @@ def test_all_mistakes_are_reported_at_once() -> None:
 def test_host_lists_give_the_same_as_tf_config() -> None:
     lists = ClusterConfig(kind="hosts", **ASYNC)  # type: ignore[arg-type]
     config = RunConfig(cluster=lists, task=TaskConfig(type="ps", index=0))
-    assert parsing.from_config(config, None) == parse(tf_config(ASYNC, "ps", 0), "async")
+    assert find_place(config, {}) == parse(tf_config(ASYNC, "ps", 0), "async")
 
 
 def test_host_lists_need_a_task() -> None:
     config = RunConfig(mode="sync", cluster=ClusterConfig(kind="hosts", worker=["a:1"]))
     with pytest.raises(ClusterError, match=r"task\.type and task\.index"):
-        parsing.from_config(config, None)
+        find_place(config, {})
 
 
 def test_each_task_of_a_local_cluster_has_its_own_address() -> None:
-    made = local("async", ClusterConfig(num_workers=3, num_ps=2), list(range(2222, 2240)))
+    place = find_place(RunConfig(cluster=ClusterConfig(num_workers=3, num_ps=2)), {})
+    made = place.cluster.at_ports(range(2222, 2240))
     assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert len({made.address(task) for task in made.tasks}) == 6
     assert {made.address(task).partition(":")[0] for task in made.tasks} == {"127.0.0.1"}, "no name to look up"
-    assert set(local("sync", ClusterConfig(num_workers=3), list(range(9))).jobs) == {"worker"}
+    assert set(find_place(RunConfig(mode="sync"), {}).cluster.jobs) == {"worker"}
 
 
-def test_a_local_cluster_has_a_maximum_size() -> None:
-    with pytest.raises(ClusterError, match="use several hosts"):
-        local("sync", ClusterConfig(num_workers=100), list(range(64)))
+def test_one_command_leads_a_local_cluster_and_meets_no_other() -> None:
+    for mode in ("async", "sync"):
+        place = find_place(RunConfig(mode=mode), {})
+        assert (place.leads, place.has_peers) == (True, False)
+        assert (place.cluster.is_managed, place.cluster.shares_host) == (True, True)
+
+
+def test_many_commands_make_the_cluster_of_tf_config() -> None:
+    assert [parse(tf_config(SYNC, index=index), "sync").leads for index in range(2)] == [True, False]
+    place = parse(tf_config(SYNC), "sync")
+    assert (place.has_peers, place.cluster.is_managed, place.cluster.shares_host) == (True, False, False)
+    assert not parse(tf_config(SYNC, "evaluator"), "sync", run_dir="shared").has_peers, "nobody knows of it"
+
+
+@pytest.mark.parametrize(("num_ps", "replicas", "refused"), [(1, 3, False), (2, 2, False), (2, 3, True)])
+def test_several_gradients_of_a_worker_need_a_single_ps(num_ps: int, replicas: int, refused: bool) -> None:
+    environ = {"TF_CONFIG": tf_config({**ASYNC, "ps": [f"p{index}:1" for index in range(num_ps)]})}
+    text = (
+        "sync_replicas.replicas_to_aggregate (3): is more than the 2 workers, which needs a single ps; give at most 2, "
+        "or use one ps"
+    )
+    for kind in ("local", "tf_config"):
+        config = RunConfig(mode="sync_replicas", cluster=ClusterConfig(kind=kind, num_workers=2, num_ps=num_ps))
+        config.sync_replicas.replicas_to_aggregate = replicas
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$") if refused else contextlib.nullcontext():
+            find_place(config, environ)
+
+
+def test_a_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine adds a function; whatever follows works by the two facts about the cluster that it makes."""
+
+    def find(config: RunConfig, environ: Mapping[str, str]) -> Place:
+        addresses = tuple(environ["ADDRESSES"].split(","))
+        return Place(Cluster(config.mode, {"worker": addresses}), Task("worker", int(environ["RANK"])))
+
+    config = RunConfig(mode="sync", cluster=ClusterConfig(kind="mine"))
+    with pytest.raises(ConfigError, match=r"cluster\.kind \(mine\): must be one of local, hosts, tf_config$"):
+        find_place(config, {})
+    monkeypatch.setitem(SOURCES, "mine", find)
+    place = find_place(config, {"ADDRESSES": "a:1,b:1", "RANK": "1"})
+    assert (place.task, place.cluster.num_workers, place.leads, place.has_peers) == (Task("worker", 1), 2, False, True)

@@ -128,10 +128,6 @@ BAD = [
         "sync_replicas.replicas_to_aggregate (2): is for mode=sync_replicas; add that",
     ),
     (
-        ["mode=sync_replicas", "cluster=local", "cluster.num_ps=2", "sync_replicas.replicas_to_aggregate=4"],
-        "sync_replicas.replicas_to_aggregate (4): is more than the 3 workers, which needs a single ps; give at most 3",
-    ),
-    (
         ["mode=sync", "cluster.placement=balanced"],
         "cluster.placement (balanced): is for modes with a ps; leave it out",
     ),

@@ -35,7 +35,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def examined(*overrides: str, tf_config: Any = None) -> list[str]:
     text = json.dumps(tf_config) if isinstance(tf_config, dict) else tf_config
-    return [str(finding) for finding in doctor.examine(list(overrides), text)]
+    return [str(finding) for finding in doctor.examine(list(overrides), {"TF_CONFIG": text} if text else {})]
 
 
 def hosts(*workers: str, index: int = 0) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_all_mistakes_of_a_configuration_are_reported() -> None:
 
 
 def test_the_fix_of_a_mistake_is_a_field_of_its_own() -> None:
-    _, _, found = doctor.request(["data.dir=/no/such/folder"], None)
+    _, _, found = doctor.request(["data.dir=/no/such/folder"], {})
     assert found == [
         Finding(
             "fail",

@@ -12,7 +12,8 @@ from typing import Any
 import matplotlib
 import pytest
 
-from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
 from tf2dist.launch.plotting import SeriesByName, draw_run, metrics_of, rows_of, series_of, training_figure
@@ -70,6 +71,7 @@ def test_damaged_lines_and_one_that_is_still_written_are_left_out(tmp_path: Path
 
 ODD: dict[str, Any] = {"$\\x": 1.0, "_hidden": 2.0, "精度": 3.0}
 NAN = float("nan")
+LOCAL = find_place(RunConfig(), {})
 RUNS = {
     "a usual one": [row(step, step / 9, loss=2 / step, accuracy=1 - 1 / step) for step in range(1, 30)],
     "a long one": [row(step, step * 9.0, loss=math.sin(step) ** 2) for step in range(1, 900)],
@@ -188,8 +190,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf2dist.launch.start.SILENT_SECS", 60.0)
 
 
-def draw_at_end(run_dir: Path, host_task: HostTask | None = None, **options: Any) -> None:
-    draw_training(RunConfig(run_dir=str(run_dir), **options), host_task, Console())
+def draw_at_end(run_dir: Path, place: Place = LOCAL, **options: Any) -> None:
+    draw_training(RunConfig(run_dir=str(run_dir), **options), place, Console())
 
 
 @pytest.mark.usefixtures("_patient")
@@ -197,9 +199,9 @@ def test_a_run_is_drawn_by_the_process_of_its_leader(tmp_path: Path, capsys: pyt
     cluster = Cluster("sync", {"worker": ("a:1", "b:1")})
     write_run(tmp_path, rows_of_mode("sync"))
     draw_at_end(tmp_path, figure=False)
-    draw_at_end(tmp_path, HostTask(cluster, Task("worker", 1)))
+    draw_at_end(tmp_path, Place(cluster, Task("worker", 1)))
     assert not (tmp_path / "training.png").exists()
-    draw_at_end(tmp_path, HostTask(cluster, Task("worker", 0)))
+    draw_at_end(tmp_path, Place(cluster, Task("worker", 0)))
     assert (tmp_path / "training.png").exists()
     assert capsys.readouterr().err == ""
 
@@ -211,7 +213,7 @@ def test_a_run_that_failed_before_its_first_step_is_not_drawn(
     draw_at_end(tmp_path)
     write_run(tmp_path, [row(1, 5.0, loss=None)])
     draw_at_end(tmp_path)
-    draw_training(RunConfig(), None, Console())
+    draw_training(RunConfig(), LOCAL, Console())
     assert capsys.readouterr().err == ""
 
 
@@ -226,12 +228,14 @@ def test_a_picture_that_cannot_be_written_is_one_warning(tmp_path: Path, capsys:
 
 DRAW = """
 import sys
+from tf2dist.cluster.sources import find_place
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
 from tf2dist.launch.start import draw_training
 
 assert "matplotlib" not in sys.modules, "importing it would delay the start of every run"
-draw_training(RunConfig(run_dir=sys.argv[1]), None, Console())
+config = RunConfig(run_dir=sys.argv[1])
+draw_training(config, find_place(config, {}), Console())
 """
 
 

@@ -1,10 +1,10 @@
 """The cluster as a small immutable value: its tasks and their addresses."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tf2dist.config.schema import PS_MODES, ClusterConfig
-from tf2dist.errors import ClusterError
+from tf2dist.config.schema import PS_MODES
 
 ALL_JOBS = ("chief", "ps", "worker", "evaluator")
 JOBS = dict.fromkeys(PS_MODES, ALL_JOBS) | {"sync": ("chief", "worker", "evaluator")}
@@ -33,10 +33,16 @@ class Cluster:
 
     In modes with parameter servers the task `chief` is the coordinator and computes no gradients; in mode sync a chief
     is the first of the workers.
+
+    Attributes:
+        is_managed: whether one launcher starts and owns all tasks; otherwise each is started by a command of its own.
+        shares_host: whether all tasks divide the devices of one host.
     """
 
     mode: str
     jobs: dict[str, tuple[str, ...]]
+    is_managed: bool = False
+    shares_host: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -81,14 +87,21 @@ class Cluster:
         """Whether the others go on when a task is lost, and take it back when it returns."""
         return can_lose(self.mode, task.job)
 
+    def at_ports(self, ports: Iterable[int]) -> "Cluster":
+        """The same tasks on this machine, each at the next of these ports."""
+        # An address instead of "localhost", which may resolve to ::1 in one process and to 127.0.0.1 in another.
+        free = iter(ports)
+        jobs = {job: tuple(f"127.0.0.1:{next(free)}" for _ in addresses) for job, addresses in self.jobs.items()}
+        return replace(self, jobs=jobs)
+
     def tf_jobs(self) -> dict[str, list[str]]:
         """The cluster as TensorFlow gets it, without the evaluator."""
         # TensorFlow waits for every task in its cluster, while an evaluator may come and go at any time.
         return {job: list(addresses) for job, addresses in self.jobs.items() if job != "evaluator"}
 
 
-class HostTask(NamedTuple):
-    """A cluster of many hosts, and the one task in it that this command runs."""
+class Place(NamedTuple):
+    """A cluster, and the one task in it that this command runs; the leader, where it runs all of them."""
 
     cluster: Cluster
     task: Task
@@ -97,6 +110,11 @@ class HostTask(NamedTuple):
     def has_address(self) -> bool:
         """Whether the cluster lists the task; an evaluator that it does not list meets nobody and only reads files."""
         return self.task in self.cluster.tasks
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether this command meets those of the other tasks."""
+        return self.has_address and not self.cluster.is_managed
 
     @property
     def leads(self) -> bool:
@@ -109,22 +127,3 @@ def can_lose(mode: str, job: str) -> bool:
     # A worker with parameter servers has no state of its own: all of it is on the ps. Without them it is part of every
     # step.
     return job == "evaluator" or (mode in PS_MODES and job == "worker")
-
-
-def local(mode: str, config: ClusterConfig, ports: list[int]) -> Cluster:
-    """A cluster of this machine alone, on the given free ports.
-
-    Raises:
-        ClusterError: more tasks than ports.
-    """
-    counts = {"worker": config.num_workers}
-    if mode in PS_MODES:
-        counts |= {"chief": 1, "ps": config.num_ps}
-    if sum(counts.values()) > len(ports):
-        raise ClusterError(
-            f"cluster.num_workers ({config.num_workers}): a local cluster has at most {len(ports)} tasks, "
-            "coordinator and parameter servers included; use several hosts for more"
-        )
-    # An address instead of "localhost", which may resolve to ::1 in one process and to 127.0.0.1 in another.
-    free = iter(ports)
-    return Cluster(mode, {job: tuple(f"127.0.0.1:{next(free)}" for _ in range(n)) for job, n in sorted(counts.items())})

@@ -14,7 +14,7 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_dir import locked
-from tf2dist.launch.start import check_alone
+from tf2dist.launch.start import check_local
 from tf2dist.launch.streams import say
 from tf2dist.signals import Signals
 
@@ -68,14 +68,14 @@ def compare(arguments: list[str], overrides: list[str], source: Source, signals:
 
 def _with_resolved_data(options: Options, rest: list[str], source: Source, console: Console) -> list[Contender]:
     """The contenders, after the data were found, downloaded, or replaced by others: by one process, before all runs."""
-    contenders = contenders_of(options, rest, source, check_alone)
+    contenders = contenders_of(options, rest, source, check_local)
     for name in dict.fromkeys(one.config.data.name for one in contenders):
         config = next(one.config for one in contenders if one.config.data.name == name)
         if options.until.kind == "accuracy" and name == "parabola":
             raise ConfigError(f"until ({options.until}): data=parabola has no classes; give until=2000steps")
         found = location.resolve(replace(config.data), console.warn)
         if found.name != name:
-            return contenders_of(options, with_data(rest, found.name), source, check_alone)
+            return contenders_of(options, with_data(rest, found.name), source, check_local)
     return contenders
 
 

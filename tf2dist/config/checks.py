@@ -7,6 +7,7 @@ from tf2dist.config.rules import argument_rules, path_rules
 from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 
+LISTS_TASKS = ("hosts", "tf_config")  # the clusters whose description has the sizes in it
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 
 
@@ -66,8 +67,6 @@ def _mode(config: RunConfig) -> list[Rule]:
         (option, replicas, replicas is None or of_replicas, "is for mode=sync_replicas; add that"),
         ("algorithm", algorithm, algorithm == "plain" or config.mode == mode, f"is for mode={mode}; leave it out"),
     ]
-    if of_replicas and config.cluster.kind == "local":
-        rules += _replicas(config, config.cluster.num_workers, num_ps)
     if config.mode in PS_MODES:
         needs_ps = (
             f"mode={config.mode} keeps the variables on parameter servers and needs at least 1; or choose mode=sync"
@@ -89,24 +88,6 @@ def _mode(config: RunConfig) -> list[Rule]:
     ]
 
 
-def _replicas(config: RunConfig, num_workers: int, num_ps: int) -> list[Rule]:
-    replicas = config.sync_replicas.replicas_to_aggregate
-    holds = num_ps <= 1 or replicas is None or replicas <= num_workers
-    rule = f"is more than the {num_workers} workers, which needs a single ps; give at most {num_workers}, or use one ps"
-    return [("sync_replicas.replicas_to_aggregate", replicas, holds, rule)]
-
-
-def check_replicas(config: RunConfig, num_workers: int, num_ps: int) -> None:
-    """Checks what depends on the size of the cluster, which on many hosts is known only to its tasks.
-
-    Raises:
-        ConfigError: a worker would have to give several gradients to a step, and there are several ps.
-    """
-    for name, value, holds, rule in _replicas(config, num_workers, num_ps):
-        if not holds:
-            raise ConfigError(f"{name} ({value}): {rule}")
-
-
 def _transfers(config: RunConfig) -> list[Rule]:
     """Where workers send sums or values on which they go on computing, rounding them would add up."""
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
@@ -124,7 +105,7 @@ def _hosts(config: RunConfig) -> list[Rule]:
     rules = [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
     for size in ("num_workers", "num_ps"):
         name, value = f"cluster.{size}", getattr(config.cluster, size)
-        holds = config.cluster.kind == "local" or value == OPTIONS[name].default
+        holds = config.cluster.kind not in LISTS_TASKS or value == OPTIONS[name].default
         rules.append((name, value, holds, "is for cluster=local; leave it out"))
     return rules
 

@@ -54,7 +54,7 @@ IS_FLOAT32 = Must(
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    kind: str = choice("local", one_of("local", "hosts", "tf_config"))
+    kind: str = choice("local")  # one of `cluster.sources`
     num_workers: int = option(3, *COUNT)
     num_ps: int = option(1, at_least(0), help="number of parameter servers, not with mode=sync")
     # Under the names of TensorFlow's jobs, as TF_CONFIG has them.

@@ -8,8 +8,8 @@ import threading
 from dataclasses import dataclass, field
 
 from tf2dist.cluster.listening import control_address
-from tf2dist.cluster.parsing import canonical
 from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.validation import canonical
 from tf2dist.control.identity import explain, list_differences
 from tf2dist.control.messages import (
     Identity,

@@ -127,11 +127,11 @@ def fit(
         validation_batch_size,
         shuffle,
     )
-    config, host_task = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
+    config, place = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
     level = refusals.check_verbose(verbose)
     console = console_of(level)
-    console.note(opening_line(config, host_task))
-    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
+    console.note(opening_line(place))
+    num_workers = place.cluster.num_workers
     if data is None:
         train = request.training_set(x, y, sample_weight, class_weight)
         train, validation = request.validation_set(train, validation_data, validation_split, class_weight is not None)
@@ -155,7 +155,7 @@ def fit(
         splits,
         request.with_batch_size(plan, config.train.batch_size_per_worker),
         config,
-        host_task,
+        place,
         refusals.check_callbacks(callbacks),
         level,
         console,

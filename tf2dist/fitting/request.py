@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.cluster import parsing
-from tf2dist.cluster.spec import HostTask
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Place
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Splits
@@ -198,8 +198,8 @@ def batches_of_a_step(config: RunConfig, num_workers: int) -> int:
 
 def configuration(
     mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
-) -> tuple[RunConfig, HostTask | None]:
-    """The options of the run, and this process's task in a cluster of many hosts; None for a local cluster.
+) -> tuple[RunConfig, Place]:
+    """The options of the run, and the place of this process in the cluster.
 
     Raises:
         RequestError: an argument, an option or TF_CONFIG is wrong.
@@ -208,7 +208,7 @@ def configuration(
         raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FitError(f"seed ({seed}): must be a whole number")
-    tf_config = os.environ.get("TF_CONFIG") or None
+    tf_config = os.environ.get("TF_CONFIG")
     given = [f"mode={mode}", f"seed={seed}"]
     if cluster or not tf_config:
         cluster = cluster or Local()
@@ -217,9 +217,9 @@ def configuration(
     config = load([*given, *overrides], tf_config)
     # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
     config.run_dir = None if run_dir is None else os.fspath(run_dir)
-    host_task = None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
-    check_simulated(config, host_task)
-    return config, host_task
+    place = find_place(config, os.environ)
+    check_simulated(config, place.cluster)
+    return config, place
 
 
 def check_share(num_examples: int, num_workers: int) -> None:

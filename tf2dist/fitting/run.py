@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.cluster.addresses import exposure
-from tf2dist.cluster.spec import HostTask
+from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
@@ -46,7 +46,6 @@ class Run:
     """A call of `fit`.
 
     Attributes:
-        host_task: the task of this process in a cluster of many hosts; None for a local cluster.
         verbose: 0, 1 or 2.
         started_at: `time.time()` of the call.
     """
@@ -55,7 +54,7 @@ class Run:
     splits: Splits
     plan: EpochPlan
     config: RunConfig
-    host_task: HostTask | None
+    place: Place
     callbacks: list[keras.callbacks.Callback]
     verbose: int
     console: Console
@@ -63,7 +62,7 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        return self.host_task.cluster.num_workers if self.host_task else self.config.cluster.num_workers
+        return self.place.cluster.num_workers
 
     def execute(self) -> Result:
         """Runs the cluster to its end; raises what `fit` raises."""
@@ -81,9 +80,9 @@ class Run:
         copies_of(own, name)
         with private_folder() as job:
             copy = shipping.ship(job, self.model, name, self.splits, self.plan)
-            if self.host_task is None or self.host_task.leads:
+            if self.place.leads:
                 return self._lead(own, copy, job)
-            return self._follow(job, self.host_task)
+            return self._follow(job)
 
     def _lead(self, own: keras.Model, copy: keras.Model | None, job: Path) -> Result:
         steps = self.plan.steps_per_epoch or self._steps_per_pass()
@@ -122,13 +121,13 @@ class Run:
                 f"epoch with the data, here the data begin again and every epoch has {steps} steps"
             )
 
-    def _follow(self, job: Path, host_task: HostTask) -> Result:
+    def _follow(self, job: Path) -> Result:
         try:
             folder, summary = self._run_tasks(self._conversation(job, None))
         except TaskFailure as failure:
             raise as_public_error(failure) from None
-        leader = host_task.cluster.leader
-        where = f"{leader} at {host_task.cluster.address(leader)} has it, in its run_dir"
+        leader = self.place.cluster.leader
+        where = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
         return Result(History(), summary, folder, None, where)
 
     def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
@@ -138,15 +137,15 @@ class Run:
 
     def _run_tasks(self, conversation: Conversation[Outcome]) -> Outcome:
         console = self.console
-        check_size(self.config, self.host_task)
+        check_size(self.config, self.place.cluster)
         self._warn_of_repeated_data(console)
-        if self.host_task and self.host_task.has_address:
-            check_place(self.config, *self.host_task, console)
-            if text := exposure(*self.host_task):
+        if self.place.has_peers:
+            check_place(self.config, *self.place, console)
+            if text := exposure(*self.place):
                 console.warn(text)
 
         def run(requests: StopRequests) -> Outcome:
-            return run_in_folder(self.config, self.host_task, console, self.started_at, requests, conversation)
+            return run_in_folder(self.config, self.place, console, self.started_at, requests, conversation)
 
         try:
             folder, summary = conversation.follow(run, console)
@@ -154,7 +153,7 @@ class Run:
                 console.note(result_lines(summary, str(folder)))
             return folder, summary
         finally:
-            draw_training(self.config, self.host_task, console)
+            draw_training(self.config, self.place, console)
 
 
 def leave_gpus_to_tasks() -> None:

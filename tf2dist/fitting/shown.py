@@ -4,8 +4,7 @@ import io
 import sys
 from typing import Any, Self, TextIO, cast
 
-from tf2dist.cluster.spec import HostTask
-from tf2dist.config.schema import RunConfig
+from tf2dist.cluster.spec import Place
 from tf2dist.errors import printable
 from tf2dist.launch.console import WIDE_BAR, Console, cluster_text
 from tf2dist.messages import Progress
@@ -30,13 +29,11 @@ def in_notebook() -> bool:
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
-def opening_line(config: RunConfig, host_task: HostTask | None) -> str:
+def opening_line(place: Place) -> str:
     """What is shown at once: building the model and importing TensorFlow in the tasks take seconds."""
-    if host_task:
-        cluster = host_task.cluster
-        return f"fit: {host_task.task} joins {cluster_text(cluster.num_workers, cluster.num_ps)}"
-    num_ps = 0 if config.mode == "sync" else config.cluster.num_ps
-    return f"fit: starting {cluster_text(config.cluster.num_workers, num_ps)}"
+    cluster, task = place
+    does = "starting" if cluster.is_managed else f"{task} joins"
+    return f"fit: {does} {cluster_text(cluster.num_workers, cluster.num_ps)}"
 
 
 class QuietConsole(Console):

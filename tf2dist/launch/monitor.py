@@ -55,7 +55,7 @@ class Monitor:
         self._watchdog = Watchdog(launcher, config, console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._attempt = Attempt()
-        self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.local_cluster`
+        self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`
         self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
 

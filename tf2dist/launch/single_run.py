@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from tf2dist.cluster import parsing
 from tf2dist.cluster.addresses import exposure
-from tf2dist.cluster.spec import HostTask
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Place
 from tf2dist.config import keras_settings
 from tf2dist.config.compose import ERRORS, Loader, setting, what_hydra_says
 from tf2dist.config.load import to_config
@@ -45,14 +46,14 @@ def start_run(
     Raises:
         RequestError: it cannot be run; nothing has been trained.
     """
-    config, host_task = checked(composed, os.environ.get("TF_CONFIG") or None)
+    config, place = checked(composed, os.environ)
     config.run_dir = run_dir_of(composed, config)
     console = Console()
-    prepare(config, host_task, console)
+    prepare(config, place, console)
     # Made before Hydra does, so that it is accessible by its owner alone, and no other run is disturbed.
     run_dir = make_run_dir(config)
     config.run_dir = composed.hydra.run.dir = str(run_dir)
-    if host_task is None or host_task.leads:
+    if place.leads:
         with locked(run_dir):
             pass
     cast(Loader, hydra.config_loader).keep(composed)
@@ -60,7 +61,7 @@ def start_run(
 
     def task(_: DictConfig) -> int:
         begun.append(True)
-        return train(config, host_task, console, started_at, signals)[1]
+        return train(config, place, console, started_at, signals)[1]
 
     try:
         code = hydra.run(name, task, overrides).return_value
@@ -103,11 +104,11 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
             raise ConfigError(
                 f"--experimental-rerun ({pickled}): cannot be read ({why}); name a config.pickle"
             ) from None
-    config, host_task = checked(composed, os.environ.get("TF_CONFIG") or None)
+    config, place = checked(composed, os.environ)
     config.run_dir = run_dir
     console = Console()
-    prepare(config, host_task, console)
-    if code := train(config, host_task, console, started_at, signals)[1]:
+    prepare(config, place, console)
+    if code := train(config, place, console, started_at, signals)[1]:
         sys.exit(code)
 
 
@@ -128,46 +129,46 @@ def unpickled(path: str) -> tuple[DictConfig, str]:
     return found[0]
 
 
-def checked(composed: DictConfig, tf_config: str | None) -> tuple[RunConfig, HostTask | None]:
-    """The configuration, and the task of this process in a cluster of many hosts. Raises RequestError."""
-    config = to_config(composed, tf_config)
-    return config, None if config.cluster.kind == "local" else parsing.from_config(config, tf_config)
+def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig, Place]:
+    """The configuration, and the place of this process in the cluster. Raises RequestError."""
+    config = to_config(composed, environ.get("TF_CONFIG"))
+    return config, find_place(config, environ)
 
 
-def prepare(config: RunConfig, host_task: HostTask | None, console: Console) -> None:
+def prepare(config: RunConfig, place: Place, console: Console) -> None:
     """Checks the request as far as possible without creating anything, and finds or downloads the data.
 
     Raises:
         RequestError: it cannot be run.
     """
     # What the configuration alone shows, before anything is looked up or downloaded.
-    check_alone(config, host_task)
+    check_alone(config, place)
 
-    # The place of this task in a cluster of many hosts.
-    if host_task and host_task.has_address:
-        check_place(config, *host_task, console)
+    # The place of this task among those of other commands.
+    if place.has_peers:
+        check_place(config, *place, console)
     for text in keras_settings.notes(config.keras):
         console.note(text)
-    if host_task:
-        if host_task.has_address and (text := exposure(*host_task)):
-            console.warn(text)
-        # Each host sees its own data only. Either all hosts fall back to other data or none does, so none may.
+    if place.has_peers and (text := exposure(*place)):
+        console.warn(text)
+    # Each command sees its host's data only. Either all fall back to other data or none does, so none may.
+    if not place.cluster.is_managed:
         config.data = replace(config.data, offline="fail")
 
     # The data, which a ps does not read.
-    if host_task is None or host_task.task.job != "ps":
+    if place.task.job != "ps":
         config.data = location.resolve(config.data, console.warn)
-    check_alone(config, host_task)  # again: it may be another data set now
+    check_alone(config, place)  # again: it may be another data set now
 
 
 def train(
-    config: RunConfig, host_task: HostTask | None, console: Console, started_at: float, signals: Signals
+    config: RunConfig, place: Place, console: Console, started_at: float, signals: Signals
 ) -> tuple[dict[str, Any], int]:
     """Runs, tells an error, and draws the picture after all that the user waits for; returns summary and exit code."""
     summary: dict[str, Any] = {}
     code = 0
     try:
-        run_dir, summary = run_in_folder(config, host_task, console, started_at, signals)
+        run_dir, summary = run_in_folder(config, place, console, started_at, signals)
         if summary:
             show_result(summary, run_dir, console)
     except TfDistError as error:
@@ -175,7 +176,7 @@ def train(
         if isinstance(error, RequestError):  # nothing was trained
             return summary, code
     with contextlib.suppress(KeyboardInterrupt):
-        draw_training(config, host_task, console)
+        draw_training(config, place, console)
     return summary, code
 
 

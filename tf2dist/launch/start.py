@@ -14,7 +14,8 @@ from typing import Any
 from tf2dist.cluster.addresses import check_not_public
 from tf2dist.cluster.listening import check_control_ports
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
-from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.token import job_key
 from tf2dist.data import location
@@ -32,7 +33,7 @@ SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes 
 
 def run_in_folder(
     config: RunConfig,
-    host_task: HostTask | None,
+    place: Place,
     console: Console,
     started_at: float,
     signals: StopRequests,
@@ -50,7 +51,7 @@ def run_in_folder(
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     try:
-        return run_dir, supervise(config, run_dir, host_task, console, started_at, signals, caller)
+        return run_dir, supervise(config, run_dir, place, console, started_at, signals, caller)
     except Interrupted as error:
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
         if not has_checkpoints(run_dir):
@@ -59,27 +60,25 @@ def run_in_folder(
         raise Interrupted(error.signum, more) from None
 
 
-def check_alone(config: RunConfig, host_task: HostTask | None = None) -> None:
+def check_alone(config: RunConfig, place: Place) -> None:
     """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
-    num_workers = host_task.cluster.num_workers if host_task else config.cluster.num_workers
-    location.check_batch_size(config, num_workers)
-    check_simulated(config, host_task)
-    check_size(config, host_task)
+    location.check_batch_size(config, place.cluster.num_workers)
+    check_simulated(config, place.cluster)
+    check_size(config, place.cluster)
 
 
-def check_simulated(config: RunConfig, host_task: HostTask | None) -> None:
+def check_local(config: RunConfig) -> None:
+    """Checks a configuration with cluster=local by itself. Raises ConfigError."""
+    check_alone(config, find_place(config, {}))
+
+
+def check_simulated(config: RunConfig, cluster: Cluster) -> None:
     """Checks that there are as many delays as workers, and that there is the worker that pauses.
-
-    Args:
-        host_task: the cluster; None for a local one.
 
     Raises:
         ConfigError: there are not.
     """
-    workers = [Task("worker", index) for index in range(config.cluster.num_workers)]
-    if host_task:
-        workers = host_task.cluster.training_tasks
-    names = [str(task) for task in workers]
+    names = [str(task) for task in cluster.training_tasks]
     delays, pause = config.simulate.delay_secs, config.simulate.parsed_pause
     if delays and len(delays) != len(names):
         shown = f"[{','.join(f'{secs:g}' for secs in delays)}]"
@@ -93,14 +92,13 @@ def check_simulated(config: RunConfig, host_task: HostTask | None) -> None:
         )
 
 
-def check_size(config: RunConfig, host_task: HostTask | None) -> None:
+def check_size(config: RunConfig, cluster: Cluster) -> None:
     """Checks that the configuration fits into the one packet to a task.
 
     Raises:
         ConfigError: it would be too long.
     """
-    jobs = host_task.cluster.jobs if host_task else {}
-    length = len(json.dumps([config.to_yaml(), jobs]).encode())
+    length = len(json.dumps([config.to_yaml(), cluster.jobs]).encode())
     if length > MAX_PAYLOAD_BYTES:
         raise ConfigError(
             f"the configuration, with its host list, has {length:,} bytes: at most {MAX_PAYLOAD_BYTES:,} can be "
@@ -124,10 +122,9 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
         check_own_address(cluster, task)
 
 
-def draw_training(config: RunConfig, host_task: HostTask | None, console: Console) -> None:
+def draw_training(config: RunConfig, place: Place, console: Console) -> None:
     """Draws training.png from what a run has left, whether it is done or not; if that fails, warns and goes on."""
-    leads = host_task is None or host_task.leads
-    if not (config.figure and leads and config.run_dir and Path(config.run_dir, "metrics.jsonl").exists()):
+    if not (config.figure and place.leads and config.run_dir and Path(config.run_dir, "metrics.jsonl").exists()):
         return
     note = threading.Timer(SILENT_SECS, console.note, ["drawing training.png"])
     note.start()

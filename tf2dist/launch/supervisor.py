@@ -5,11 +5,11 @@ import functools
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tf2dist.cluster import spec as clusters
-from tf2dist.cluster.spec import Cluster, HostTask, Task
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.identity import identity_of
 from tf2dist.control.meeting import Meeting
@@ -25,32 +25,30 @@ from tf2dist.launch.run_state import Caller, Tasks
 from tf2dist.signals import StopRequests
 
 
-def local_cluster(config: RunConfig, launcher: Launcher, restarts: int) -> Cluster:
-    """The cluster of this host, after so many restarts of all tasks.
+def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluster:
+    """A managed cluster with the ports that it has after so many restarts of all tasks.
 
     In a private network no other program can take a port. Elsewhere one may have done so since the ports were
     found to be free, so a restart uses others.
     """
-    num_tasks = len(clusters.local(config.mode, config.cluster, launcher.ports).tasks)
+    num_tasks = len(cluster.tasks)
     # Each restart takes the next ports, and begins again with the first when too few are left.
     first = 0 if launcher.isolated else restarts * num_tasks % (len(launcher.ports) - num_tasks + 1)
-    return clusters.local(config.mode, config.cluster, launcher.ports[first:])
+    return cluster.at_ports(launcher.ports[first:])
 
 
 def supervise(
     config: RunConfig,
     run_dir: Path,
-    host_task: HostTask | None,
+    place: Place,
     console: Console,
     started_at: float,
     signals: StopRequests,
     caller: Caller | None = None,
 ) -> dict[str, Any]:
-    """Runs a whole local cluster, or this host's one task, to its end.
+    """Runs all tasks of a managed cluster, or this host's one task, to their end.
 
     Args:
-        host_task: the cluster and this process's task in it; None for a local cluster. A task without an address meets
-            nobody.
         caller: of `fit`; None for the command line.
 
     Returns:
@@ -64,23 +62,22 @@ def supervise(
             directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
-    launcher = Launcher(run_dir / "logs", isolate=host_task is None, env=environment_of(config))
-    leads = host_task is None or host_task.leads
+    launcher = Launcher(run_dir / "logs", isolate=place.cluster.is_managed, env=environment_of(config))
     with contextlib.ExitStack() as whole:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = whole.enter_context(locked(run_dir)) if leads else None
+        lock = whole.enter_context(locked(run_dir)) if place.leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
         received = whole.enter_context(signals.held())
         whole.enter_context(console)
         with launcher:
-            return run_tasks(config, run_dir, host_task, launcher, lock, console, started_at, received, caller)
+            return run_tasks(config, run_dir, place, launcher, lock, console, started_at, received, caller)
 
 
 def run_tasks(
     config: RunConfig,
     run_dir: Path,
-    host_task: HostTask | None,
+    place: Place,
     launcher: Launcher,
     lock: Lock | None,
     console: Console,
@@ -92,25 +89,24 @@ def run_tasks(
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
-        place = host_task if host_task and host_task.has_address else None
-        meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place else None
+        meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place.has_peers else None
         begun = functools.partial(note_begin, config, run_dir, lock, console)
         check = functools.partial(check_signals, received)
         monitor = Monitor(launcher, console, config, meeting, received, begun, caller)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
-        tasks = tasks_of(config, run_dir, host_task, started_at, launcher, caller)
-        if host_task and not place:
+        tasks = tasks_of(config, run_dir, place, started_at, launcher, caller)
+        if not place.has_address:
             console.note(
-                f"{host_task.task} has no address in the cluster: it follows the checkpoints in {run_dir} to the last "
+                f"{place.task} has no address in the cluster: it follows the checkpoints in {run_dir} to the last "
                 f"one, and is not told if {tasks.leader} fails"
             )
-        if not host_task and not launcher.isolated:
+        if place.cluster.is_managed and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
         if caller:
             caller.connect(functools.partial(launcher.send_to_task, tasks.leader))
-        where = f" at {place.cluster.address(place.task)}" if place else ""
+        where = f" at {place.cluster.address(place.task)}" if place.has_peers else ""
         console.status(f"starting {', '.join(tasks.names)}{where}")
         summary = monitor.run(tasks)
         if summary:
@@ -122,23 +118,22 @@ def run_tasks(
 def tasks_of(
     config: RunConfig,
     run_dir: Path,
-    host_task: HostTask | None,
+    place: Place,
     started_at: float,
     launcher: Launcher,
     caller: Caller | None,
 ) -> Tasks:
-    """The tasks to run on this host: those of a local cluster, or this host's one task of a larger cluster."""
+    """The tasks to run on this host: all of a managed cluster, or the one of this command."""
+    cluster = place.cluster
 
     def start(name: str, restarts: int) -> None:
-        # Fixed at each start: a local cluster uses other ports after a restart.
-        now = host_task.cluster if host_task else local_cluster(config, launcher, restarts)
+        # Fixed at each start: a managed cluster uses other ports after a restart.
+        now = on_free_ports(cluster, launcher, restarts) if cluster.is_managed else cluster
         payload = payload_of(config, now, Task.parse(name), run_dir, started_at, caller)
         launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
 
-    if host_task:
-        return Tasks([str(host_task.task)], str(host_task.cluster.leader), start)
-    cluster = local_cluster(config, launcher, 0)
-    return Tasks([str(task) for task in cluster.tasks], str(cluster.leader), start)
+    tasks = cluster.tasks if cluster.is_managed else [place.task]
+    return Tasks([str(task) for task in tasks], str(cluster.leader), start)
 
 
 def check_signals(received: list[int]) -> None:
@@ -154,8 +149,7 @@ def payload_of(
     # It is sent as JSON, so it holds text and lists instead of objects.
     return {
         "config": config.to_yaml(),
-        "mode": cluster.mode,
-        "jobs": cluster.jobs,
+        "cluster": asdict(cluster),
         "task": (task.job, task.index),
         "run_dir": str(run_dir),
         "started_at": started_at,

@@ -25,7 +25,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.single_run import checked, prepare, train
-from tf2dist.launch.start import check_alone
+from tf2dist.launch.start import check_local
 from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals
 
@@ -58,7 +58,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("--multirun: a sweep runs on this machine alone; unset TF_CONFIG, or run the jobs one by one")
     composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
-    jobs = jobs_of(hydra, composed, check_alone)
+    jobs = jobs_of(hydra, composed, check_local)
     folder = sweep_dir_of(composed)
     # Composed again, the time in the name of the folder would be another one.
     overrides = [*overrides, f"{OPTION}={in_quotes(str(folder))}"]
@@ -185,14 +185,14 @@ def sweep_job(composed: DictConfig) -> float | Failed | None:
     run_dir, is_here = Path(HydraConfig.get().runtime.output_dir), is_basic(HydraConfig.instance().cfg, "launcher")
     with Signals() as signals:
         try:
-            config, _ = checked(composed, None)
+            config, place = checked(composed, {})
             config.run_dir = str(run_dir)
             console = Console()
-            prepare(config, None, console)
+            prepare(config, place, console)
             check_same(run_dir, config, f"{OPTION} ({run_dir.parent}): {run_dir.name} in it", True)
             summary, code = finished_summary(run_dir) or {}, 0
             if not summary:
-                summary, code = train(config, None, console, started_at, signals)
+                summary, code = train(config, place, console, started_at, signals)
         except KeyboardInterrupt:
             code = report(Interrupted(signals.received[0]))
         except RequestError as error:

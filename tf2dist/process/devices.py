@@ -15,11 +15,10 @@ from tf2dist.process.tf_internals import keep_threads_from_spinning, limit_gpu_m
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, share_host: bool, divided: bool = True) -> list[int]:
+def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool = True) -> list[int]:
     """The GPUs of this task, by their numbers among those that it sees.
 
     Args:
-        share_host: whether all workers of the cluster are on this host (a local cluster); then each gets one, in turn.
         divided: whether the tasks of one host divide these GPUs; False if the user has chosen them for this task.
     """
     if task.job == "evaluator":
@@ -30,7 +29,7 @@ def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, share_host: bool
     neighbours = _neighbours(cluster, task) if divided else [task]
     number, count = neighbours.index(task), len(neighbours)
     # A step of an asynchronous worker is one batch on one device, and its strategy refuses workers with unequal counts.
-    if share_host or cluster.has_coordinator or num_gpus < count:
+    if cluster.shares_host or cluster.has_coordinator or num_gpus < count:
         return [number % num_gpus]
     # Synchronous workers need equally many.
     each = num_gpus // count
@@ -46,15 +45,12 @@ def _neighbours(cluster: Cluster, task: Task) -> list[Task]:
 def _free_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool) -> list[int]:
     """Those that no worker on the host of this task uses."""
     neighbours = _neighbours(cluster, task) if divided else []
-    used = {gpu for other in neighbours for gpu in choose_gpus(num_gpus, cluster, other, share_host=False)}
+    used = {gpu for other in neighbours for gpu in choose_gpus(num_gpus, cluster, other)}
     return [gpu for gpu in range(num_gpus) if gpu not in used]
 
 
-def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host: bool) -> tf.compat.v1.ConfigProto:
+def configure(config: DevicesConfig, cluster: Cluster, task: Task) -> tf.compat.v1.ConfigProto:
     """Applies the choice to this process. Must be called before TensorFlow initializes its devices.
-
-    Args:
-        share_host: whether all tasks of the cluster are on this host.
 
     Returns:
         The same choice for `tf.distribute.Server`, which ignores `tf.config`.
@@ -63,30 +59,28 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task, *, share_host
         ConfigError: more of a GPU was asked for than there is.
     """
     server_config = tf.compat.v1.ConfigProto()
-    num_gpus = claim_gpus(config, cluster, task, server_config, share_host=share_host)
+    num_gpus = claim_gpus(config, cluster, task, server_config)
     # The coordinator of many hosts does not know the devices of the workers, for which it makes the graphs.
-    if not num_gpus and (share_host or cluster.mode == "sync"):
+    if not num_gpus and (cluster.shares_host or cluster.mode == "sync"):
         optimize_graphs_for_cpus()
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
-    if share_host:
+    if cluster.shares_host:
         if task.job == "worker" and cluster.has_coordinator and shares_a_core(cluster.num_workers):
             execute_calls_in_one_thread()
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
     return server_config
 
 
-def claim_gpus(
-    config: DevicesConfig, cluster: Cluster, task: Task, server_config: tf.compat.v1.ConfigProto, *, share_host: bool
-) -> int:
+def claim_gpus(config: DevicesConfig, cluster: Cluster, task: Task, server_config: tf.compat.v1.ConfigProto) -> int:
     """Makes TensorFlow use this task's GPUs alone; see `configure`.
 
     Returns:
         How many GPUs this process could use.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    divided = share_host or VISIBLE not in os.environ
-    mine = choose_gpus(len(gpus), cluster, task, share_host=share_host, divided=divided)
+    divided = cluster.shares_host or VISIBLE not in os.environ
+    mine = choose_gpus(len(gpus), cluster, task, divided=divided)
     tf.config.set_visible_devices([gpus[number] for number in mine], "GPU")
     options = server_config.gpu_options
     options.visible_device_list = ",".join(map(str, mine))
@@ -100,16 +94,16 @@ def claim_gpus(
             tf.config.experimental.set_memory_growth(gpus[number], True)
     else:
         options.per_process_gpu_memory_fraction = config.gpu_memory_fraction
-        check_fraction(config.gpu_memory_fraction, len(gpus), cluster, task, share_host=share_host, divided=divided)
+        check_fraction(config.gpu_memory_fraction, len(gpus), cluster, task, divided=divided)
         limit_gpu_memory(config.gpu_memory_fraction)
     if mine:
         print(f"computes on {', '.join(f'GPU {name}' for name in names_of(mine))}", flush=True)
     return len(gpus)
 
 
-def advice_on_gpus(cluster: Cluster, task: Task, *, share_host: bool) -> str:
+def advice_on_gpus(cluster: Cluster, task: Task) -> str:
     """A line about GPUs that an asynchronous worker of many hosts leaves unused; "" if it leaves none."""
-    if share_host or not cluster.has_coordinator or task.job != "worker":
+    if cluster.shares_host or not cluster.has_coordinator or task.job != "worker":
         return ""
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     num_tasks = len(_neighbours(cluster, task)) if VISIBLE not in os.environ else 1
@@ -118,13 +112,11 @@ def advice_on_gpus(cluster: Cluster, task: Task, *, share_host: bool) -> str:
     return f"{task} uses one of the {num_gpus} GPUs that it sees; start a worker for each"
 
 
-def check_fraction(
-    fraction: float, num_gpus: int, cluster: Cluster, task: Task, *, share_host: bool, divided: bool
-) -> None:
+def check_fraction(fraction: float, num_gpus: int, cluster: Cluster, task: Task, *, divided: bool) -> None:
     """Raises ConfigError if the tasks on this task's GPU would together take more memory than it has."""
 
     def chosen(other: Task) -> list[int]:
-        return choose_gpus(num_gpus, cluster, other, share_host=share_host, divided=divided)
+        return choose_gpus(num_gpus, cluster, other, divided=divided)
 
     # What shares a GPU by the user's own choice is not known here.
     neighbours = _neighbours(cluster, task) if divided else [task]

@@ -81,7 +81,7 @@ class AsyncLoop:
         make_scheduler = scheduler_for(config.algorithm.kind)
         self._scheduler = make_scheduler(self._coordinator, graphs, cluster, config.grace_secs)
         self._evaluate_function = None
-        if config.cluster.kind != "local":  # there no function may be made during the training; see `prepare`
+        if not cluster.shares_host:  # there no function may be made during the training; see `prepare`
             self._evaluate_function = graphs.evaluate_function()
             self._read_all()
 

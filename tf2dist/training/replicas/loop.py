@@ -52,8 +52,7 @@ class ReplicasLoop:
         self.advice = advice_on(step, self.optimizer)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
         self._scheduler = Scheduler(prepared.coordinator, graphs, cluster.num_workers, config.grace_secs)
-        is_local = config.cluster.kind == "local"
-        self._evaluate_function = None if is_local else graphs.evaluate_function()
+        self._evaluate_function = None if cluster.shares_host else graphs.evaluate_function()
 
         # What has been read from the counters so far.
         self._counts = graphs.deciding.counts()

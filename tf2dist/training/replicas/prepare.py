@@ -9,7 +9,6 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import Named, earlier_updates, named_variables, restore, take_over
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
 from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
 from tf2dist.model.evaluate import evaluated_sizes
@@ -64,7 +63,6 @@ def prepare(
     """
     # The plan of the run. A mistake in it is told before any other host is called.
     num_workers = cluster.num_workers
-    check_replicas(config, num_workers, cluster.num_ps)
     replicas = config.sync_replicas.replicas_to_aggregate or num_workers
     sharding = aggregated_sharding_of(config, splits, source.plan, num_workers)
     resumed = start if isinstance(start, Snapshot) else None

@@ -1,102 +1,28 @@
-"""Reads TF_CONFIG or lists of hosts into one checked value: the cluster and this process's task in it."""
+"""Checks the addresses and the task of a cluster that is described from outside, whoever describes it."""
 
 import ipaddress
-import json
 import re
 import socket
-from collections import Counter
 from typing import Any
 
 from tf2dist.cluster.addresses import canonical_host, ip_in, split
-from tf2dist.cluster.spec import ALL_JOBS, JOBS, Cluster, HostTask, Task
-from tf2dist.config.schema import PS_MODES, RunConfig, TaskConfig
+from tf2dist.cluster.spec import ALL_JOBS, JOBS, Cluster, Place, Task
+from tf2dist.config.schema import PS_MODES
 from tf2dist.errors import ClusterError
 
 BROADCAST = ipaddress.IPv4Address("255.255.255.255")
-EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def from_config(config: RunConfig, tf_config: str | None) -> HostTask:
-    """The cluster and this process's task from TF_CONFIG or from explicit lists.
+def validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> Place:
+    """The cluster of these lists of addresses, and the task in it.
+
+    Args:
+        source: who says so, for errors.
+        task: "type", which is the job, and "index".
 
     Raises:
-        ClusterError: one line for each mistake.
+        ClusterError: one line for each mistake that can be found without contacting other tasks.
     """
-    if config.cluster.kind == "tf_config":
-        if not tf_config:
-            raise ClusterError(
-                f"cluster (tf_config): the environment variable TF_CONFIG is not set; set it, for example to {EXAMPLE}"
-            )
-        return _with_run_dir(config, *_from_tf_config(tf_config, config.mode))
-    lists = {job: list(getattr(config.cluster, job)) for job in ALL_JOBS}
-    jobs = {job: addresses for job, addresses in lists.items() if addresses}
-    return _with_run_dir(config, *_validated("cluster", jobs, _hosts_task(config.task, jobs), config.mode))
-
-
-def _with_run_dir(config: RunConfig, cluster: Cluster, task: Task) -> HostTask:
-    """The task, unless it is an evaluator without `run_dir`."""
-    # The default is a new directory, in which an evaluator would wait for checkpoints for ever.
-    if task.job == "evaluator" and config.run_dir is None:
-        raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
-    return HostTask(cluster, task)
-
-
-def _hosts_task(task: TaskConfig, jobs: dict[str, list[str]]) -> dict[str, Any]:
-    given = {"type": task.type, "index": task.index}
-    missing = [f"task.{key}" for key, value in given.items() if value is None]
-    problems = []
-    if missing:
-        problems.append(
-            f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
-            "give task.type=worker task.index=0"
-        )
-    if not jobs:
-        problems.append("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
-    if problems:
-        raise ClusterError("\n".join(problems))
-    return given
-
-
-def _from_tf_config(text: str, mode: str) -> HostTask:
-    try:
-        parsed = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        near = text[max(0, error.pos - 12) : error.pos + 12]
-        raise ClusterError(
-            f"TF_CONFIG: not valid JSON at character {error.pos + 1} (near {near!r}): {error.msg}; "
-            f"it looks like {EXAMPLE}"
-        ) from None
-    except (ValueError, RecursionError) as error:  # for example a number of 5,000 digits, or 100,000 brackets
-        raise ClusterError(f"TF_CONFIG: cannot be read ({error}); it looks like {EXAMPLE}") from None
-    if isinstance(parsed, dict) and "sparseCluster" in parsed:
-        raise ClusterError(
-            'TF_CONFIG: "sparseCluster" lists this task and its ps alone, and every task needs the whole "cluster"; '
-            "leave enableDynamicWorker out of the TFJob"
-        )
-    for key in ("cluster", "task"):
-        if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
-            raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
-    return _validated("TF_CONFIG", *_with_chief(parsed["cluster"], parsed["task"]), mode)
-
-
-def _with_chief(jobs: dict[str, Any], task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The cluster and the task with "chief" for its old name "master", which TensorFlow and TFJob still accept."""
-    if "master" in jobs and "chief" in jobs:
-        raise ClusterError("TF_CONFIG: job master: is the old name of chief, which is given too; keep one")
-    jobs = {"chief" if job == "master" else job: addresses for job, addresses in jobs.items()}
-    return jobs, task | {"type": "chief"} if task.get("type") == "master" and "chief" in jobs else task
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; refuses duplicate names, of which Python would silently take the last."""
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ClusterError(f'TF_CONFIG: "{name}" occurs {count} times; keep one')
-    return dict(pairs)
-
-
-def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: str) -> HostTask:
-    """Checks everything that can be checked without contacting other tasks, and reports all mistakes at once."""
     problems = [*_job_problems(jobs, mode), *_address_problems(jobs)]
     # The counts need lists, and would only repeat what is said about a misspelled job.
     if not problems:
@@ -106,7 +32,7 @@ def _validated(source: str, jobs: dict[str, Any], task: dict[str, Any], mode: st
         # Values may hold line breaks; each message stays on one line.
         raise ClusterError("\n".join(" ".join(f"{source}: {problem}".split()) for problem in problems))
     cluster = Cluster(mode, {job: tuple(addresses) for job, addresses in jobs.items() if addresses})
-    return HostTask(cluster, Task(task["type"], int(task["index"])))
+    return Place(cluster, Task(task["type"], int(task["index"])))
 
 
 def _job_problems(jobs: dict[str, Any], mode: str) -> list[str]:

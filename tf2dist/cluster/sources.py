@@ -1,0 +1,72 @@
+"""Where a run finds out which cluster it is part of: one source for each value of the option `cluster`."""
+
+from collections.abc import Callable, Mapping
+
+from tf2dist.cluster import tf_config
+from tf2dist.cluster.spec import ALL_JOBS, Cluster, Place
+from tf2dist.cluster.validation import validated
+from tf2dist.config.schema import PS_MODES, RunConfig
+from tf2dist.errors import ClusterError, ConfigError
+
+# The place of this process: the cluster, with the two facts about it, and the task. It is found in the options and in
+# the environment alone. Raises ClusterError, with one line for each mistake.
+ClusterSource = Callable[[RunConfig, Mapping[str, str]], Place]
+
+
+def find_place(config: RunConfig, environ: Mapping[str, str]) -> Place:
+    """The place of this process in the cluster that the options choose.
+
+    Raises:
+        RequestError: there is none, or the options do not fit this cluster.
+    """
+    kind = config.cluster.kind
+    if kind not in SOURCES:
+        raise ConfigError(f"cluster.kind ({kind}): must be one of {', '.join(SOURCES)}")
+    cluster, task = place = SOURCES[kind](config, environ)
+    # The default is a new directory, in which an evaluator would wait for checkpoints for ever.
+    if task.job == "evaluator" and config.run_dir is None:
+        raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
+    _check_replicas(config, cluster)
+    return place
+
+
+def _check_replicas(config: RunConfig, cluster: Cluster) -> None:
+    """Refuses several gradients of a worker in one step where there are several ps."""
+    replicas, num_workers = config.sync_replicas.replicas_to_aggregate, cluster.num_workers
+    if replicas is not None and replicas > num_workers and cluster.num_ps > 1:
+        raise ConfigError(
+            f"sync_replicas.replicas_to_aggregate ({replicas}): is more than the {num_workers} workers, which needs a "
+            f"single ps; give at most {num_workers}, or use one ps"
+        )
+
+
+def local(config: RunConfig, environ: Mapping[str, str]) -> Place:
+    """All tasks on this machine; the launcher replaces port 0 by free ones."""
+    counts = {"worker": config.cluster.num_workers}
+    if config.mode in PS_MODES:
+        counts |= {"chief": 1, "ps": config.cluster.num_ps}
+    jobs = {job: ("127.0.0.1:0",) * counts[job] for job in sorted(counts)}
+    cluster = Cluster(config.mode, jobs, is_managed=True, shares_host=True)
+    return Place(cluster, cluster.leader)
+
+
+def hosts(config: RunConfig, environ: Mapping[str, str]) -> Place:
+    """The task `task.type`, `task.index` of the cluster in the options' lists of host:port."""
+    lists = {job: list(getattr(config.cluster, job)) for job in ALL_JOBS}
+    jobs = {job: addresses for job, addresses in lists.items() if addresses}
+    task = {"type": config.task.type, "index": config.task.index}
+    missing = [f"task.{key}" for key, value in task.items() if value is None]
+    problems = []
+    if missing:
+        problems.append(
+            f"{' and '.join(missing)} (null): with cluster=hosts every process must be told which task it is; "
+            "give task.type=worker task.index=0"
+        )
+    if not jobs:
+        problems.append("cluster (hosts): no host is named; give lists as in cluster.worker=[host1:2222,host2:2222]")
+    if problems:
+        raise ClusterError("\n".join(problems))
+    return validated("cluster", jobs, task, config.mode)
+
+
+SOURCES: dict[str, ClusterSource] = {"local": local, "hosts": hosts, "tf_config": tf_config.find}
