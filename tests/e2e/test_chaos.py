@@ -47,7 +47,7 @@ packing.LARGE_BYTES, call_size.UNROLLED_OPERATIONS = 256, 0
 """
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}
-BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", *RESULTS}
+BELONGS = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs", ".lock", ".hydra", *RESULTS}
 CULPRIT = re.compile(r"warning: (\S+) (was killed by SIGKILL|showed no sign of life for \d+ s); starting")
 KILLED = "was killed by SIGKILL"
 
