@@ -51,7 +51,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
         Interrupted: by a signal; the runs that are done are kept.
     """
     from tf2dist.comparing.comparison import compare
-    from tf2dist.config.flags import ACTIONS, parse, source_of
+    from tf2dist.config.flags import actions_of, parse, source_of
     from tf2dist.errors import ConfigError
     from tf2dist.launch.streams import say
 
@@ -59,9 +59,8 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     if asked.help:
         say((__doc__ or "").strip(), sys.stdout)
         return
-    for name in ACTIONS[1:]:
-        if getattr(asked, name):
-            raise ConfigError(f"--{name}: is not for a comparison; see --help")
+    if other := [flag for flag in actions_of(asked) if flag != "--run"]:
+        raise ConfigError(f"{other[0]}: is not for a comparison; see --help")
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
     compare(arguments, asked.overrides, source_of(asked), signals)

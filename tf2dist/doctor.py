@@ -21,7 +21,7 @@ from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import paths
 from tf2dist.config.compose import Source
-from tf2dist.config.flags import ACTIONS, parse, source_of
+from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
 from tf2dist.control import token
@@ -56,8 +56,8 @@ def report(arguments: list[str]) -> int:
     is_json = "--json" in arguments
     try:
         asked = parse([argument for argument in arguments if argument != "--json"])
-        if other := [name for name in ACTIONS[1:] if getattr(asked, name)]:
-            raise ConfigError(f"--{other[0]}: is not for the doctor, which looks at one run; leave it out")
+        if other := [flag for flag in actions_of(asked) if flag != "--run"]:
+            raise ConfigError(f"{other[0]}: is not for the doctor, which looks at one run; leave it out")
         source = source_of(asked)
     except ConfigError as error:
         print(f"tf2dist: error: {printable(str(error))}", file=sys.stderr)

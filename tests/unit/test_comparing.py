@@ -116,6 +116,7 @@ REFUSED = [
     (["data=parabola"], "until (0.95): data=parabola has no classes; give until=2000steps"),
     (["--json"], "--json: there is no such flag"),
     (["-m"], "--multirun: is not for a comparison"),
+    (["-sc", "install=bash"], "--shell-completion: is not for a comparison"),
     (["train.batch_size_per_worker=1000"], "train.batch_size_per_worker (1000): each of 3 workers has only"),
 ]
 

@@ -34,15 +34,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         asked = parser.parse_intermixed_args(arguments)
     except RecursionError:
         raise ConfigError(f"{arguments[0][:60]}: cannot be read; see --help") from None
-    given = [name for name in ACTIONS if getattr(asked, name)]
-    if len(given) > 1:
-        names = [f"--{name.replace('_', '-')}" for name in given]
-        raise ConfigError(f"{names[1]}: cannot be combined with {names[0]}; leave out one of them")
+    if len(actions := actions_of(asked)) > 1:
+        raise ConfigError(f"{actions[1]}: cannot be combined with {actions[0]}; leave out one of them")
     for flag, value in (("--package", asked.package), ("--resolve", asked.resolve)):
         # Without the check the training would start, although the user wanted to see something.
         if value and not (asked.cfg or asked.help):
             raise ConfigError(f"{flag}: is for --cfg; add that")
     return asked
+
+
+def actions_of(asked: argparse.Namespace) -> list[str]:
+    """The flags of a command line that say what to do, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in ACTIONS if getattr(asked, name)]
 
 
 def source_of(asked: argparse.Namespace) -> Source:
