@@ -12,8 +12,8 @@ from tf2dist.config.compose import Source, opened, prepared
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.sweep import check_same
-from tf2dist.launch.sweep_report import Row, as_csv, as_table
+from tf2dist.launch.sweep import check_same, sweep_dir
+from tf2dist.launch.sweep_report import Row, as_csv, as_table, read_rows
 
 NO_FOLDER = Source()
 
@@ -90,6 +90,14 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1" / "config.yaml").write_text("[")
     with pytest.raises(ConfigError, match=r"1 has a config.yaml that cannot be read"):
         check_same(tmp_path / "1", now[1].config, "1", has_data=True)
+
+
+def test_a_second_sweep_leaves_the_records_of_a_running_one_alone(tmp_path: Path) -> None:
+    with sweep_dir(tmp_path, []):
+        Row(0, "0", state="running").write(tmp_path)
+        with pytest.raises(ConfigError, match="another run is using it"), sweep_dir(tmp_path, []):
+            pass
+        assert [row.state for row in read_rows(tmp_path)] == ["running"]
 
 
 def test_a_job_whose_weights_are_lost_is_not_done(tmp_path: Path) -> None:
