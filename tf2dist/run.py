@@ -28,15 +28,15 @@ from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers, timeline
-from tf2dist.training.asynchronous import serving
-from tf2dist.training.asynchronous.examples import publish
-from tf2dist.training.asynchronous.loop import AsyncLoop
 from tf2dist.training.epochs import EpochDriver
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.goal import Goal
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
-from tf2dist.training.replicas.loop import ReplicasLoop
+from tf2dist.training.parameter_server import serving
+from tf2dist.training.parameter_server.examples import publish
+from tf2dist.training.parameter_server.loop import AsyncLoop
+from tf2dist.training.parameter_server.sync_replicas_loop import ReplicasLoop
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
 

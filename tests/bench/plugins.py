@@ -13,7 +13,7 @@ from tensorflow.python.data.experimental.ops import testing
 from tests.bench.figures import SLEEP_SECS
 from tf2dist.data import pipeline
 from tf2dist.training import report
-from tf2dist.training.asynchronous.counters import Counters
+from tf2dist.training.parameter_server.counters import Counters
 
 wanted = os.environ["TF2DIST_BENCH"]
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.asynchronous import serving
+from tf2dist.training.parameter_server import serving
 
 LIMIT_SECS = 60.0
 LOST = Task("worker", 1)

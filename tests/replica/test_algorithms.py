@@ -15,10 +15,10 @@ from tf2dist.config.algorithms import ALGORITHMS as NAMES
 from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
-from tf2dist.training.asynchronous.algorithms import ALGORITHMS, algorithm_of
-from tf2dist.training.asynchronous.counters import ONES
-from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.parameter_server.algorithms import ALGORITHMS, algorithm_of
+from tf2dist.training.parameter_server.counters import ONES
+from tf2dist.training.parameter_server.server import ParameterServer
+from tf2dist.training.parameter_server.wire import PackedCount
 
 RATE = 0.1
 FIRST = ("plain", "delay_compensated")

@@ -17,9 +17,9 @@ from tests.conftest import REPOSITORY
 from tests.replica.small_runs import assert_exact, run_config
 from tf2dist import registry
 from tf2dist.errors import TaskLostError
-from tf2dist.training.asynchronous import calls
-from tf2dist.training.asynchronous import step as async_step
 from tf2dist.training.loop import PauseRequest, WorkersAway
+from tf2dist.training.parameter_server import calls
+from tf2dist.training.parameter_server import step as async_step
 
 MakeLoop = Callable[..., Any]
 
@@ -265,8 +265,8 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from dataclasses import replace
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
-        from tf2dist.training.asynchronous.loop import AsyncLoop
-        from tf2dist.training.asynchronous.examples import publish
+        from tf2dist.training.parameter_server.loop import AsyncLoop
+        from tf2dist.training.parameter_server.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         source, splits = source_and_splits(config)

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.model import models
-from tf2dist.training.asynchronous.counters import ONES
-from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.parameter_server.counters import ONES
+from tf2dist.training.parameter_server.server import ParameterServer
+from tf2dist.training.parameter_server.wire import PackedCount
 
 NUM_PUSHES = 300
 KERNELS = ("sgd", "momentum", "adam", "adamw", "rmsprop")

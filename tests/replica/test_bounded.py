@@ -20,10 +20,10 @@ from tf2dist.linux import unused_ports
 from tf2dist.model import models
 from tf2dist.testing import PsCluster
 from tf2dist.training import stragglers
-from tf2dist.training.asynchronous.bounded.servers import INDEX, GatedServer
-from tf2dist.training.asynchronous.counters import ONES
-from tf2dist.training.asynchronous.vectors import PackedCount
 from tf2dist.training.loop import PauseRequest
+from tf2dist.training.parameter_server.bounded.servers import INDEX, GatedServer
+from tf2dist.training.parameter_server.counters import ONES
+from tf2dist.training.parameter_server.wire import PackedCount
 from tf2dist.training.stragglers import publish
 
 MakeLoop = Callable[..., Any]

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.training.asynchronous.counters import MAX_STALENESS, ONES, Counters, Counts
+from tf2dist.training.parameter_server.counters import MAX_STALENESS, ONES, Counters, Counts
 
 NUM_WORKERS, NUM_METRICS = 3, 2
 

@@ -14,8 +14,8 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Registered
-from tf2dist.training.asynchronous.downpour.servers import DownpourServer
 from tf2dist.training.hooks import Change
+from tf2dist.training.parameter_server.downpour.servers import DownpourServer
 
 MakeLoop = Callable[..., Any]
 

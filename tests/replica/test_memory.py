@@ -113,7 +113,7 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tf2dist import data
-    from tf2dist.training.asynchronous import examples
+    from tf2dist.training.parameter_server import examples
 
     # Under another name, so that the digits stay published for the other tests.
     monkeypatch.setattr(examples, "NAME", "large")

@@ -11,8 +11,8 @@ from tf2dist import data
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
 from tf2dist.registry import DATA
-from tf2dist.training.asynchronous import examples
-from tf2dist.training.asynchronous.examples import publish, remote_examples
+from tf2dist.training.parameter_server import examples
+from tf2dist.training.parameter_server.examples import publish, remote_examples
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)

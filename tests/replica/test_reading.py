@@ -9,8 +9,8 @@ import pytest
 
 from tests.replica.test_placement import placed
 from tf2dist.errors import NotFiniteError
-from tf2dist.training.asynchronous import reading
 from tf2dist.training.hooks import Change
+from tf2dist.training.parameter_server import reading
 
 MakeLoop = Callable[..., Any]
 

@@ -183,8 +183,8 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from dataclasses import replace
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
-        from tf2dist.training.replicas.loop import ReplicasLoop
-        from tf2dist.training.asynchronous.examples import publish
+        from tf2dist.training.parameter_server.sync_replicas_loop import ReplicasLoop
+        from tf2dist.training.parameter_server.examples import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         config.mode = "sync_replicas"

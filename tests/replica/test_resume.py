@@ -26,7 +26,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.run import first_snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.asynchronous.counters import ONES
+from tf2dist.training.parameter_server.counters import ONES
 
 MakeLoop = Callable[..., Any]
 

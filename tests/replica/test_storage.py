@@ -14,10 +14,10 @@ from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.model import models
 from tf2dist.model.packing import LARGE_BYTES, is_large
 from tf2dist.process.parts import joined, parts_of
-from tf2dist.training.asynchronous.counters import ONES
-from tf2dist.training.asynchronous.server import ParameterServer
-from tf2dist.training.asynchronous.storage import Cell, Vector, cells_of
-from tf2dist.training.asynchronous.vectors import PackedCount
+from tf2dist.training.parameter_server.counters import ONES
+from tf2dist.training.parameter_server.server import ParameterServer
+from tf2dist.training.parameter_server.storage import Cell, Vector, cells_of
+from tf2dist.training.parameter_server.wire import PackedCount
 
 SHAPES = {"a": (3, 5), "b": (7,), "large": (LARGE_BYTES // 4,), "c": (), "d": (33, 2), "e": (1,)}
 KERNELS: dict[str, dict[str, Any]] = {

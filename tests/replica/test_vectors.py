@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tf2dist.model.packing import LARGE_BYTES
-from tf2dist.training.asynchronous.counters import ONES
-from tf2dist.training.asynchronous.vectors import PackedCount, PullLayout, PushLayout
+from tf2dist.training.parameter_server.counters import ONES
+from tf2dist.training.parameter_server.wire import PackedCount, PullLayout, PushLayout
 
 COUNTS = [0, 7, 2**24 + 1, 2**53 - 1]  # float32 counts up to 2^24, float64 to 2^53
 

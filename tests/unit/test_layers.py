@@ -40,8 +40,7 @@ WITHOUT_TENSORFLOW = (
     *("compare", "comparing", "evaluate", "export", "plot", "predict", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
-TWINS = ("training.synchronous", "training.asynchronous", "training.replicas")
-MAY_USE = {("training.replicas", "training.asynchronous")}  # it has the same servers, workers and input
+TWINS = ("training.synchronous", "training.parameter_server")
 INTERNALS = "process.tf_internals"  # a package
 
 
@@ -159,7 +158,7 @@ def between_twins(package: Path) -> list[str]:
         f"{importer} -> {target}"
         for importer, target in arrows(package)
         for one, other in permutations(TWINS, 2)
-        if importer.startswith(one) and target.startswith(other) and (one, other) not in MAY_USE
+        if importer.startswith(one) and target.startswith(other)
     )
 
 
@@ -245,9 +244,13 @@ BREAKS = [
     (
         "the twins do not know each other",
         "training/synchronous/loop.py",
-        "from tf2dist.training.asynchronous import loop",
+        "from tf2dist.training.parameter_server import loop",
     ),
-    ("the twins do not know each other", "training/asynchronous/loop.py", "import tf2dist.training.synchronous.mesh"),
+    (
+        "the twins do not know each other",
+        "training/parameter_server/loop.py",
+        "import tf2dist.training.synchronous.mesh",
+    ),
     ("private names stand in one package", "model/step.py", "from tensorflow.python.eager import context"),
     ("private names stand in one package", "model/step.py", "import keras.src.backend"),
     ("private names stand in one package", "training/loop.py", "def f(o):\n    return o._iterations"),

@@ -1,1 +1,0 @@
-"""Asynchronous training: ParameterServerStrategy driven by a ClusterCoordinator."""

@@ -1,0 +1,1 @@
+"""Training with parameter servers, which a ClusterCoordinator drives: asynchronous, or with synchronous replicas."""

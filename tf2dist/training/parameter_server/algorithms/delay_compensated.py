@@ -1,0 +1,36 @@
+"""Asynchronous training in which the gradients of stale updates are corrected.
+
+A gradient was computed at the values of its pull, and is applied to others. The correction estimates the gradient at
+the present values, by a Taylor expansion with the diagonal of the outer product of the gradient in place of the
+Hessian: S. Zheng, Q. Meng, T. Wang, W. Chen, N. Yu, Z. Ma, T. Liu: Asynchronous Stochastic Gradient Descent with Delay
+Compensation, ICML 2017 (DC-ASGD-c, with a constant lambda). There the ps keeps the values that each worker has pulled;
+here the worker sends them back with the gradients, twice as many bytes, so that nothing is to be saved or lost with it.
+"""
+
+import keras
+import tensorflow as tf
+
+from tf2dist.training.parameter_server.algorithms.plain import Algorithm
+
+
+class DelayCompensated(Algorithm):
+    """See `Algorithm`.
+
+    Args:
+        strength: the lambda of the paper; 0 would be plain asynchronous training.
+    """
+
+    needs_pulled_values = True
+    # Another update between the correction and its use would change the values that the correction is for.
+    runs_alone = True
+
+    def __init__(self, strength: float) -> None:
+        self._strength = strength
+
+    def gradients(
+        self, gradients: list[tf.Tensor], pulled: list[tf.Tensor], variables: list[keras.Variable]
+    ) -> list[tf.Tensor]:
+        return [
+            gradient + self._strength * gradient * gradient * (tf.convert_to_tensor(variable.value) - value)
+            for gradient, value, variable in zip(gradients, pulled, variables, strict=True)
+        ]

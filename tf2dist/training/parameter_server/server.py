@@ -1,0 +1,280 @@
+"""The part of the model that lives on one parameter server: how it is read and how it is updated.
+
+All run as functions *on* the ps: a pull packs all variables into one vector before it crosses the network, a push
+carries one vector there and is unpacked and applied there, by a Keras optimizer of the ps's own, and an exchange is a
+push and the next pull. Large variables are not packed (see `vectors`). Marked as not to be inlined, each is a single
+node of the worker's graph however many operations it has, which halves the time of a step and divides that of tracing.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.errors import ConfigError
+from tf2dist.model.optimizer_checks import check_clipping, check_parts
+from tf2dist.process.tf_internals import (
+    count_updates_in,
+    fix_learning_rate,
+    follow_learning_rate,
+    undecayed,
+)
+from tf2dist.training.parameter_server.algorithms.plain import Algorithm
+from tf2dist.training.parameter_server.atomic import make_atomic, state_update
+from tf2dist.training.parameter_server.counters import Counters, Counts
+from tf2dist.training.parameter_server.on_device import on_device
+from tf2dist.training.parameter_server.storage import Cell, Kinds, Vector, adopt_slots, cells_of
+from tf2dist.training.parameter_server.update_number import UpdateNumber
+from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
+
+NEVER = np.iinfo(np.int64).max
+REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
+
+
+class ParameterServer:
+    """Variables, optimizer and counters of one ps; it can be pulled from at once, and pushed to after `trace_push`.
+
+    Attributes:
+        pull_layout: of what `pull` and `exchange` return.
+        stop_at: every update beyond so many is refused, also that of a call with a higher limit.
+        pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
+        exact_layout: of what `pull_exactly` returns.
+        pulled_others: the sizes of what they return beside the variables; see `_others`.
+        on_device: as `training.parameter_server.on_device`, on the device of this ps.
+
+    Args:
+        device: of the ps.
+        trainable, state: those variables of the model that lie there.
+        make_optimizer: clipping by the global norm and scaling of the loss are the worker's tasks, which alone
+            sees all gradients and computes them.
+        name: of the optimizer, for messages.
+        num_workers: that push.
+        num_metrics: numbers that every update adds to the sums of the metrics.
+        earlier_updates: that the optimizer has applied before this run; they count for its schedule.
+        algorithm: None for the plain one.
+        keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
+        narrow: the type in which large floats travel in training; None for their own.
+    """
+
+    pulled_others: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        device: str,
+        trainable: list[keras.Variable],
+        state: list[keras.Variable],
+        make_optimizer: Callable[[], keras.Optimizer],
+        name: str,
+        num_workers: int,
+        num_metrics: int,
+        keeps_rate: bool = True,
+        earlier_updates: int = 0,
+        algorithm: Algorithm | None = None,
+        narrow: tf.DType | None = None,
+    ) -> None:
+        for variable in trainable:
+            if variable.constraint is not None:
+                raise ConfigError(
+                    f"model: {variable.path} has a constraint, which Keras applies by reading and assigning: with "
+                    "mode=async the updates of other workers would be lost; use mode=sync"
+                )
+        self.device, self._earlier_updates = device, earlier_updates
+        self.on_device = functools.partial(on_device, device)
+        self.trainable, self.state = trainable, state
+        self.variables = [*trainable, *state]
+        self._narrow = narrow
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=narrow)
+        self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
+        with tf.device(device):
+            self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
+            self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
+            self.counters = Counters(num_workers, num_metrics)
+            self._make_optimizer = make_optimizer
+            self.optimizer = make_optimizer()
+            check_clipping(name, self.optimizer)
+            check_parts(name, self.optimizer, trainable)
+            self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
+            self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
+            self._number = UpdateNumber()
+            count_updates_in(self.optimizer, self._number)
+            self.optimizer.build(trainable)
+            self._algorithm = algorithm or Algorithm()
+            is_atomic = make_atomic(self.optimizer) and not self._algorithm.runs_alone
+            self._lock = None if is_atomic else tf.CriticalSection()
+            if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
+                fix_learning_rate(self.optimizer)
+            self._algorithm.prepare(self.optimizer)
+        self._lay_down({})
+        self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
+        self.counts = self.on_device(self._counts)
+
+    def push_layout(self, decays: dict[int, float]) -> PushLayout:
+        """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
+        pulled = self.trainable if self._algorithm.needs_pulled_values else []
+        changing = [v for v in self.state if id(v) in decays]
+        return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
+
+    def trace_push(self, decays: dict[int, float]) -> None:
+        """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
+
+        Args:
+            decays: see `recurrence`, by id of the variable; what is not there stays as it is.
+        """
+        self._lay_down(self._kinds(decays))
+        trained = {id(variable) for variable in self.trainable}
+        self._trained = [cell for cell in self.stored if id(cell.members[0]) in trained]
+        self._updates = list(self._updates_of(self._trained))
+        changing = [(cell, decays[first]) for cell in self.stored if (first := id(cell.members[0])) in decays]
+        self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
+        pulled = self._trained if self._algorithm.needs_pulled_values else []
+        changed, added = [*self._trained, *(cell for cell, _ in changing)], self.counters.added
+        self._push_layout = PushLayout(changed, added, pulled, self._narrow)
+        self._trace(self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
+
+    def _kinds(self, decays: dict[int, float]) -> Kinds:
+        """The variables that may lie in vectors, and which of them are updated alike."""
+        kinds: dict[int, Hashable] = {id(v): ("state", decays[id(v)]) for v in self.state if id(v) in decays}
+        # A norm is that of one variable, and a decay may leave some of them out.
+        is_by_element = not self.optimizer.clipnorm and not undecayed(self.optimizer, self.trainable)
+        if self._lock is None and is_by_element:
+            kinds |= {id(v): "trained" for v in self.trainable if not v.overwrite_with_gradient}
+        return kinds
+
+    def _lay_down(self, kinds: Kinds) -> None:
+        """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
+        with tf.device(self.device):
+            self.stored = cells_of(self.variables, kinds)
+        self.stored_layout = PullLayout(self.stored, *self.pulled_others, narrow=self._narrow)
+        self._stored_exactly = PullLayout(self.stored) if self._narrow else self.stored_layout
+        self.pull = self.on_device_later(self._pull)
+        is_same = self._stored_exactly is self.stored_layout
+        self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
+
+    def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:
+        """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
+        views."""
+        vectors = [cell for cell in trained if isinstance(cell, Vector)]
+        if alone := [cell for cell in trained if cell not in vectors]:
+            yield self.optimizer, alone
+        if not vectors:
+            return
+        with tf.device(self.device):
+            own = self._make_optimizer()
+            for setting in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
+                setattr(own, setting, getattr(self.optimizer, setting))
+            count_updates_in(own, self._number)
+            own.build([vector.variable for vector in vectors])
+            make_atomic(own)
+        follow_learning_rate(own, self.optimizer)
+        adopt_slots(vectors, own, self.optimizer)
+        yield own, [*vectors]
+
+    def _trace(self, *signature: Any) -> None:
+        self.push = self.on_device(self._push, *signature)
+        self.exchange = self.on_device_later(self.push_and_pull, *signature)
+
+    def on_device_later(self, function: Any, *signature: Any) -> Any:
+        """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
+
+        @functools.cache
+        def traced() -> Any:
+            with tf.init_scope():
+                return self.on_device(function, *signature)
+
+        return lambda *args: traced()(*args)
+
+    def _pull(self) -> Parcel:
+        """All variables, and the updates applied so far, as they travel."""
+        values, applied = self._read()
+        return self.stored_layout.pack(values, applied, *self._others(applied))
+
+    def _pull_exactly(self) -> Parcel:
+        """All variables in their own types."""
+        return self._stored_exactly.pack(*self._read())
+
+    def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
+        applied = PackedCount.of(self.counters.applied())
+        with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
+            return [cell.read() for cell in self.stored], applied
+
+    def _others(self, applied: PackedCount) -> list[tf.Tensor]:
+        """What is pulled beside the variables; other algorithms override this."""
+        return []
+
+    def learning_rate(self, applied: PackedCount) -> tf.Tensor:
+        """In a graph of the ps: the rate of the update that follows these, float32 []."""
+        self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
+        return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
+
+    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+        """See `_admit`. Returns what is counted of the worker then."""
+        with tf.control_dependencies([self._admit(pushed, indices, limit)]):
+            return self.counters.after(indices)
+
+    def push_and_pull(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
+        """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
+        self._admit(pushed, indices, limit)
+        return self._pull()
+
+    def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+        """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
+
+        ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
+        push at once, and pushes repeated after a worker's death cannot carry the count beyond the limit.
+
+        Args:
+            pushed: of `push_layout`.
+            indices: where it is counted.
+        """
+        number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
+
+        def apply() -> tf.Tensor:
+            if self._lock is None:
+                return self._apply(pushed, indices, number)
+            # Under the lock, one push at a time: no other update may be half done meanwhile.
+            return self._lock.execute(lambda: self._apply(pushed, indices, number))
+
+        return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, lambda: tf.constant(False))
+
+    def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
+        staleness = number - pulled_at
+        gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
+        self._number.set_current(number + self._earlier_updates)
+        graph = tf.compat.v1.get_default_graph()
+        earlier = len(graph.get_operations())
+        gradients = self._algorithm.gradients(gradients, pulled, [cell.variable for cell in self._trained])
+        gradient_of = dict(zip(self._trained, gradients, strict=True))
+        with self._algorithm.update(staleness):
+            for optimizer, cells in self._updates:
+                optimizer.apply([cell.fitting(gradient_of[cell]) for cell in cells], [cell.variable for cell in cells])
+        for (cell, update, decay), term in zip(self._state_updates, terms, strict=True):
+            update(cell.fitting(term), self._factor(decay, term.dtype, added))
+        with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
+            self.counters.add(indices, staleness, added)
+            return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
+
+    def _factor(self, decay: float, dtype: tf.DType, added: tf.Tensor) -> tf.Tensor | None:
+        """The factor of the old state in an update that adds these numbers to the counters; None for `decay` itself."""
+        return None
+
+    def _counts(self) -> tf.Tensor:
+        """Everything the coordinator watches, float64: admitted, and the heads of the counters."""
+        admitted = tf.cast(self.admitted.read_value(), tf.float64)
+        return tf.concat([[admitted], self.counters.heads()], 0)
+
+    def restore(self, counts: Counts) -> None:
+        """Goes on counting from there; to be called before any push."""
+        self.admitted.assign(counts.applied)
+        self.counters.restore(counts)
+
+    def forget_refused(self) -> None:
+        """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""
+        self.admitted.assign(self.counters.now().applied)
+
+    def refuse_all(self) -> int:
+        """Refuses every update from now on, until `forget_refused`; returns how many have asked to be admitted."""
+        return int(self.admitted.assign_add(REFUSING)) - REFUSING

@@ -1,0 +1,144 @@
+"""What a worker and a parameter server exchange. Only this module knows its layout.
+
+    pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate
+    pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds
+
+Large tensors travel alone, and everything else in one vector; see `Buckets`. That is float32, which counts exactly
+only up to 2^24. So a count, a float64, travels as the two float32 that have its bits, and a worker returns them as they
+came.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf2dist.model.packing import Buckets, Shaped
+from tf2dist.training.parameter_server.counters import ONES
+
+Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
+COUNT = 2  # the number of float32 that carry a float64
+
+
+@dataclass(frozen=True)
+class PackedCount:
+    """How many updates a ps has applied, as it travels.
+
+    Attributes:
+        bits: float32 [2].
+    """
+
+    bits: tf.Tensor
+
+    @classmethod
+    def of(cls, count: tf.Tensor) -> "PackedCount":
+        """Packs a float64."""
+        # Bits, not a conversion: as numbers the two halves mean nothing, so nothing may compute with them.
+        return cls(tf.bitcast(count, tf.float32))
+
+    def value(self) -> tf.Tensor:
+        """The count as float64."""
+        return tf.bitcast(self.bits, tf.float64)
+
+
+class Pulled(NamedTuple):
+    """What a worker gets from one ps.
+
+    Attributes:
+        values: the values of all variables of the ps.
+        applied: the updates that these values contain at least.
+    """
+
+    values: list[tf.Tensor]
+    applied: PackedCount
+
+
+class Pushed(NamedTuple):
+    """What one ps gets from a worker.
+
+    Attributes:
+        changes: the gradients, and the terms of the state.
+        pulled: the values that were pulled of some variables.
+        pulled_at: the count in the pull that the changes were computed from, int64.
+        added: float32, see `Counters.add`.
+    """
+
+    changes: list[tf.Tensor]
+    pulled: list[tf.Tensor]
+    pulled_at: tf.Tensor
+    added: tf.Tensor
+
+
+class PullLayout:
+    """How the buckets of a pull are made and read.
+
+    Attributes:
+        specs: the types of the buckets.
+
+    Args:
+        variables: those whose values are pulled.
+        others: the sizes of what is pulled beside them.
+        narrow: see `Buckets`.
+    """
+
+    def __init__(self, variables: Sequence[Shaped], *others: int, narrow: tf.DType | None = None) -> None:
+        self._buckets = Buckets(variables, COUNT + sum(others), narrow=narrow)
+        self._others = others
+        self.specs = self._buckets.specs
+
+    def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
+        return self._buckets.pack(values, applied.bits, *others)
+
+    def unpack(self, buckets: Parcel) -> Pulled:
+        values, (bits, *_) = self._buckets.unpack(buckets, COUNT, *self._others)
+        return Pulled(values, PackedCount(bits))
+
+    def others(self, buckets: Parcel) -> list[tf.Tensor]:
+        """What was pulled beside the values, float32."""
+        _, (_, *others) = self._buckets.unpack(buckets, COUNT, *self._others)
+        return others
+
+
+class PushLayout:
+    """How the buckets of a push are made and read.
+
+    Attributes:
+        variables: whose changes are pushed.
+        pulled: whose pulled values are sent back.
+        specs: the types of the buckets.
+
+    Args:
+        added: how many numbers an update adds to the counters.
+        narrow: see `Buckets`.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Shaped],
+        added: int,
+        pulled: Sequence[Shaped] = (),
+        narrow: tf.DType | None = None,
+    ) -> None:
+        self.variables, self.pulled, self._added = list(variables), list(pulled), added
+        self._buckets = Buckets([*variables, *pulled], COUNT + added, narrow=narrow)
+        self.specs = self._buckets.specs
+
+    def pack(
+        self, changes: list[tf.Tensor], pulled_at: PackedCount, sums: tf.Tensor, pulled: Sequence[tf.Tensor] = ()
+    ) -> Parcel:
+        """The buckets of one update.
+
+        Args:
+            changes: one for each of `variables`.
+            pulled_at: the count as it was pulled.
+            sums: float32, those of `StepOutput`: the loss, the examples, the changes of the metrics.
+            pulled: one value for each of the variables `pulled`.
+        """
+        # The ones are sent rather than made on the ps, where each operation more is one more in every update.
+        return self._buckets.pack([*changes, *pulled], pulled_at.bits, ONES, sums)
+
+    def unpack(self, buckets: Parcel) -> Pushed:
+        tensors, (bits, added) = self._buckets.unpack(buckets, COUNT, self._added)
+        changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
+        return Pushed(changes, pulled, tf.cast(PackedCount(bits).value(), tf.int64), added)
