@@ -34,16 +34,16 @@ from tf2dist.training.goal import Goal
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.parameter_server import serving
-from tf2dist.training.parameter_server.examples import publish
+from tf2dist.training.parameter_server.inputs import publish
 from tf2dist.training.parameter_server.loop import AsyncLoop
-from tf2dist.training.parameter_server.sync_replicas_loop import ReplicasLoop
+from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
 from tf2dist.training.report import NoReporter, Reporter
 from tf2dist.training.synchronous.loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {
     "async": AsyncLoop.build,
     "sync": SyncLoop.build,
-    "sync_replicas": ReplicasLoop.build,
+    "sync_replicas": SyncReplicasLoop.build,
 }
 
 
@@ -105,8 +105,8 @@ def run_task(
     if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])
         limits = config.startup_timeout_secs, config.silence_secs
-        farewell = serving.serve(cluster, task, server_config, run_dir, *limits)
-        name, value = farewell["final"]
+        message = serving.serve(cluster, task, server_config, run_dir, *limits)
+        name, value = message["final"]
         print(f"worker={task.index}, final {name}={value:.4f}", flush=True)
         return
 

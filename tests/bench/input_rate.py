@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.bench.workload import BATCH_SIZE, Workload
 from tf2dist.data import Arrays, Splits
 from tf2dist.data.pipeline import Sharding, blocks
-from tf2dist.training.parameter_server.examples import publish, remote_examples
+from tf2dist.training.parameter_server.inputs import publish, remote_examples
 
 WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import Command, our_processes, task_process, wait_until
 from tf2dist.checkpoint import snapshot
-from tf2dist.config.algorithms import ALGORITHMS, SYNC_ALGORITHMS
+from tf2dist.config.algorithms import ALGORITHMS
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -32,8 +32,8 @@ COMMON = [
 ]
 EVERY_STEPS = {"async": 500, "sync": 50, "sync_replicas": 50}
 RUNS = [
-    *(("async", algorithm, "") for algorithm in ALGORITHMS),
-    *(("sync", algorithm, "") for algorithm in ("plain", *SYNC_ALGORITHMS)),
+    *((entry.mode, algorithm, "") for algorithm, entry in ALGORITHMS.items()),
+    ("sync", "plain", ""),
     ("sync_replicas", "plain", ""),
     ("async", "plain", "deep.py"),
     ("async", "staleness_aware", "deep.py"),

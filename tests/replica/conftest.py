@@ -22,7 +22,7 @@ from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 def cluster() -> PsCluster:
     """Four workers with two CPU devices and three ps, with the digits published for their graphs."""
     from tf2dist import data
-    from tf2dist.training.parameter_server.examples import publish
+    from tf2dist.training.parameter_server.inputs import publish
 
     made = start_ps_cluster(num_workers=4, num_ps=3, cpus_per_worker=2)
     publish(data.load(run_config().data))
@@ -39,10 +39,10 @@ def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def replicas_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
-    """Yields a function that makes a `ReplicasLoop`, as `async_loop` does."""
-    from tf2dist.training.parameter_server.sync_replicas_loop import ReplicasLoop
+    """Yields a function that makes a `SyncReplicasLoop`, as `async_loop` does."""
+    from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
 
-    yield from made_by(ReplicasLoop.build, "sync_replicas", cluster)
+    yield from made_by(SyncReplicasLoop.build, "sync_replicas", cluster)
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,7 +85,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
 def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
     """Publishes other data for the workers of this process, until the test ends."""
     from tf2dist import data
-    from tf2dist.training.parameter_server.examples import publish
+    from tf2dist.training.parameter_server.inputs import publish
 
     yield publish
     publish(data.load(run_config().data))

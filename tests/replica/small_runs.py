@@ -36,6 +36,25 @@ def split_of(splits: Any, name: str) -> Any:
     return arrays
 
 
+def part_of(
+    variables: list[Any], make_optimizer: Any, num_workers: int = 1, num_metrics: int = 0, *, keeps_rate: bool = True
+) -> Any:
+    """These variables as the only part of a model, on this process's CPU."""
+    from tf2dist.training.parameter_server.server import PartSpec
+
+    return PartSpec(
+        "CPU:0", variables, [], make_optimizer, "optimizer", num_workers, num_metrics, keeps_rate=keeps_rate
+    )
+
+
+def server_of(config: RunConfig, *part: Any, **more: Any) -> Any:
+    """A ps of one part, see `part_of`, with the algorithm of a configuration."""
+    from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
+    from tf2dist.training.parameter_server.server import ParameterServer
+
+    return ParameterServer(part_of(*part, **more), algorithm_of(config))
+
+
 def assert_exact(loop: Any, steps: int) -> None:
     """Asserts that the loop has applied exactly this many updates, and that every ps has counted all of them."""
     assert loop.progress.global_step == steps

@@ -1,6 +1,7 @@
 """The algorithms of asynchronous training, each compared with its definition on hand-made updates."""
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import assert_exact, run_config, server_of
 from tests.replica.test_resume import taken
-from tf2dist.config.algorithms import ALGORITHMS as NAMES
-from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
-from tf2dist.training.parameter_server.algorithms import ALGORITHMS, algorithm_of
+from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 from tf2dist.training.parameter_server.counters import ONES
-from tf2dist.training.parameter_server.server import ParameterServer
 from tf2dist.training.parameter_server.wire import PackedCount
+from tf2dist.training.synchronous.step import SyncStep
 
 RATE = 0.1
+ASYNC = [name for name, entry in ALGORITHMS.items() if entry.mode == "async"]
+OF_MODE = {"async": Algorithm, "sync": SyncStep}
 FIRST = ("plain", "delay_compensated")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
@@ -35,8 +37,9 @@ STALENESS = [0, 1, 2, 2, 0, 0, 6]
 PULLED = [[1.0, 2.0], [1.0, 2.0], [0.5, 2.5], [0.0, 1.0], [3.0, -1.0], [0.9, 2.1], [1.5, 0.0]]
 
 
-def test_every_name_has_an_algorithm() -> None:
-    assert tuple(ALGORITHMS) == NAMES
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_name_has_an_implementation(name: str) -> None:
+    assert issubclass(pkgutil.resolve_name(ALGORITHMS[name].implementation), OF_MODE[ALGORITHMS[name].mode])
 
 
 def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.ndarray]:
@@ -44,7 +47,9 @@ def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.nda
     weight = keras.Variable([1.0, 2.0])
     arguments = {"learning_rate": RATE, **optimizer}
     make = functools.partial(models.build_optimizer, arguments, len(GRADIENTS))
-    server = ParameterServer("CPU:0", [weight], [], make, "one", 1, 4, algorithm=algorithm_of(algorithm))
+    config = run_config()
+    config.algorithm = algorithm
+    server = server_of(config, [weight], make, num_metrics=4)
     server.trace_push({})
     layout, indices = server.push_layout({}), server.counters.indices(tf.constant(0, tf.int64))
     found = []
@@ -111,7 +116,7 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["delay_compensated", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in FIRST)],
+    ["delay_compensated", *(pytest.param(name, marks=pytest.mark.slow) for name in ASYNC if name not in FIRST)],
 )
 def test_counts_are_exact_and_a_run_is_resumed(async_loop: Callable[..., Any], algorithm: str) -> None:
     config = run_config(optimizer="adam")

@@ -266,7 +266,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
         from tf2dist.training.parameter_server.loop import AsyncLoop
-        from tf2dist.training.parameter_server.examples import publish
+        from tf2dist.training.parameter_server.inputs import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         source, splits = source_and_splits(config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, server_of
 from tf2dist import registry
 from tf2dist.model import models
 from tf2dist.training.parameter_server.counters import ONES
@@ -69,10 +69,11 @@ def push_at_once(loop: Any) -> np.ndarray:
     return np.concatenate([(new - old).ravel() for new, old in zip(after, before, strict=True)])
 
 
-def server_of(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterServer:
+def server_with(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterServer:
     """A ps of one weight, whose optimizer has these arguments."""
     make = functools.partial(models.build_optimizer, arguments, 3)
-    return ParameterServer("CPU:0", [weight], [], make, arguments["name"], num_workers=1, num_metrics=4)
+    server: ParameterServer = server_of(run_config(), [weight], make)
+    return server
 
 
 def update_of(server: ParameterServer, gradient: tf.Tensor) -> list[tf.Tensor]:
@@ -100,7 +101,7 @@ def before(name: str, inputs: dict[str, list[str]]) -> set[str]:
 def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     """Interleaved updates would divide the momentum of one by the velocity of the other; most runs would diverge."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
-    server = server_of(keras.Variable([1.0, 2.0]), arguments)
+    server = server_with(keras.Variable([1.0, 2.0]), arguments)
     server.trace_push({})
     signature = (
         server.push_layout({}).specs,
@@ -135,7 +136,7 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     monkeypatch.setitem(registry.OPTIMIZERS, "halving", Halving)
     weight = keras.Variable([0.0])
     arguments = {"name": "halving", "learning_rate": 1.0}
-    server = server_of(weight, arguments)
+    server = server_with(weight, arguments)
     server.trace_push({})
     indices = server.counters.indices(tf.constant(0, tf.int64))
     for _ in range(3):

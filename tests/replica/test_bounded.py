@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import assert_exact, part_of, run_config
 from tests.replica.test_resume import taken
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.algorithms import AlgorithmConfig
@@ -21,7 +21,8 @@ from tf2dist.model import models
 from tf2dist.testing import PsCluster
 from tf2dist.training import stragglers
 from tf2dist.training.loop import PauseRequest
-from tf2dist.training.parameter_server.bounded.servers import INDEX, GatedServer
+from tf2dist.training.parameter_server.algorithms.bounded import INDEX, GatedServer
+from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.wire import PackedCount
 from tf2dist.training.stragglers import publish
@@ -142,7 +143,7 @@ class ByHand:
         self.bound, self.clocks = bound, np.zeros(num_workers)
         make = functools.partial(models.build_optimizer, {"name": "sgd", "learning_rate": 0.1}, 100)
         variable = keras.Variable([1.0, 2.0])
-        self.server = GatedServer(bound, num_workers, "CPU:0", [variable], [], make, "sgd", num_workers, 0)
+        self.server = GatedServer(part_of([variable], make, num_workers), algorithm_of(run_config()), bound)
         self.server.trace_push({})
         self._look = self.server.on_device(self.server._clocks._look, INDEX)
 

@@ -8,14 +8,15 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import part_of, run_config
 from tests.replica.test_downpour import downpour_config
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import Registered
 from tf2dist.training.hooks import Change
-from tf2dist.training.parameter_server.downpour.servers import DownpourServer
+from tf2dist.training.parameter_server.algorithms.downpour import DownpourServer
+from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
 
 MakeLoop = Callable[..., Any]
 
@@ -47,9 +48,10 @@ def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:
     source = Registered(config)
     source.plan = EpochPlan()
     loop = async_loop(config, source=source)
-    rates = [float(server.rate(server.pull())[0]) for server in loop._graphs.servers]
+    servers = loop._graphs.servers
+    rates = [float(server.pull_layout.unpack(server.pull()).others[0]) for server in servers]
     loop.apply(Change(learning_rate=0.125))
-    rates += [float(server.rate(server.pull())[0]) for server in loop._graphs.servers]
+    rates += [float(server.pull_layout.unpack(server.pull()).others[0]) for server in servers]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.125, 0.125])
 
 
@@ -57,4 +59,4 @@ def test_it_refuses_gradient_accumulation() -> None:
     arguments = {"name": "adam", "gradient_accumulation_steps": 2}
     make = functools.partial(models.build_optimizer, arguments, 10)
     with pytest.raises(ConfigError, match=r"optimizer.gradient_accumulation_steps \(2\): makes one update of several"):
-        DownpourServer(2, 5, "CPU:0", [keras.Variable([1.0])], [], make, "adam", 1, 4)
+        DownpourServer(part_of([keras.Variable([1.0])], make), algorithm_of(downpour_config(2, 2)))

@@ -113,13 +113,13 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tf2dist import data
-    from tf2dist.training.parameter_server import examples
+    from tf2dist.training.parameter_server import inputs
 
     # Under another name, so that the digits stay published for the other tests.
-    monkeypatch.setattr(examples, "NAME", "large")
+    monkeypatch.setattr(inputs, "NAME", "large")
     config = config_of_large()
     splits = data.load(config.data)
-    examples.publish(splits)
+    inputs.publish(splits)
     loop = async_loop(config, num_workers=1)
     evaluator = Evaluator(config, Registered(config), splits, pytest.fail)
     for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):

@@ -11,8 +11,8 @@ from tf2dist import data
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
 from tf2dist.registry import DATA
-from tf2dist.training.parameter_server import examples
-from tf2dist.training.parameter_server.examples import publish, remote_examples
+from tf2dist.training.parameter_server import inputs
+from tf2dist.training.parameter_server.inputs import publish, remote_examples
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -21,7 +21,7 @@ IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Gives every test its own name: a process publishes once under a name, and other tests use the default."""
-    monkeypatch.setattr(examples, "NAME", tmp_path.name)
+    monkeypatch.setattr(inputs, "NAME", tmp_path.name)
 
 
 def arrays(images: np.ndarray) -> Arrays:
@@ -66,6 +66,6 @@ def test_mapped_arrays_are_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path:
     loaded = data.load(DataConfig(name="mapped"))
     publish(loaded)
     for split in ("train", "validation"):
-        taking = examples._published[examples._token(split)]
+        taking = inputs._published[inputs._token(split)]
         assert np.shares_memory(taking.__self__.x, images)
     np.testing.assert_array_equal(split_of(loaded, "test").x, IMAGES[::-1])

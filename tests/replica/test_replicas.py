@@ -36,7 +36,7 @@ def assert_counted(loop: Any, steps: int, replicas: int) -> None:
     assert loop.progress.global_step == loop.updates_applied() == counts.step == steps
     assert counts.aggregated.sum() == sum(loop.progress.local_steps) == steps * replicas
     np.testing.assert_array_equal(counts.aggregated + counts.dropped, counts.pushed)
-    assert [int(part.step) for part in loop._graphs.parts] == [steps] * len(loop._graphs.parts)
+    assert [int(server.step) for server in loop._graphs.servers] == [steps] * len(loop._graphs.servers)
 
 
 def weights(loop: Any) -> list[np.ndarray]:
@@ -115,14 +115,14 @@ def test_a_ps_that_does_not_know_of_a_step_is_told(replicas_loop: MakeLoop) -> N
     loop = replicas_loop(replicas_config(optimizer="adam"), num_workers=2, num_ps=2)
     loop.train(20)
     (follower,) = loop._graphs.following
-    before = [v.numpy() for v in follower.part.variables]
-    follower.part.step.assign(19)
+    before = [v.numpy() for v in follower.variables]
+    follower.step.assign(19)
     loop._align_servers()
     assert_counted(loop, 20, 2)
-    assert any((v.numpy() != old).any() for v, old in zip(follower.part.variables, before, strict=True))
-    after = [v.numpy() for v in follower.part.variables]
+    assert any((v.numpy() != old).any() for v, old in zip(follower.variables, before, strict=True))
+    after = [v.numpy() for v in follower.variables]
     loop._align_servers()
-    for v, expected in zip(follower.part.variables, after, strict=True):
+    for v, expected in zip(follower.variables, after, strict=True):
         np.testing.assert_array_equal(v.numpy(), expected, "a step is applied once")
 
 
@@ -183,15 +183,15 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from dataclasses import replace
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
-        from tf2dist.training.parameter_server.sync_replicas_loop import ReplicasLoop
-        from tf2dist.training.parameter_server.examples import publish
+        from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
+        from tf2dist.training.parameter_server.inputs import publish
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         config.mode = "sync_replicas"
         source, splits = source_and_splits(config)
         publish(splits)
         cluster = replace(start_ps_cluster(num_ps=2).cluster, mode="sync_replicas", shares_host=False)
-        loop = ReplicasLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
+        loop = SyncReplicasLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
         known = context.context().list_function_names()
         for steps in (50, 75):
             loop.train(steps)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, server_of
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.model import models
 from tf2dist.model.packing import LARGE_BYTES, is_large
 from tf2dist.process.parts import joined, parts_of
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.server import ParameterServer
-from tf2dist.training.parameter_server.storage import Cell, Vector, cells_of
+from tf2dist.training.parameter_server.storage import PackedStorage, Storage, allocate_storage
 from tf2dist.training.parameter_server.wire import PackedCount
 
 SHAPES = {"a": (3, 5), "b": (7,), "large": (LARGE_BYTES // 4,), "c": (), "d": (33, 2), "e": (1,)}
@@ -44,9 +44,10 @@ def model_of(names: str = "abcde") -> tuple[keras.Model, list[keras.Variable]]:
     return model, list(made.values())
 
 
-def server_of(variables: list[keras.Variable], arguments: dict[str, Any]) -> ParameterServer:
+def server_with(variables: list[keras.Variable], arguments: dict[str, Any]) -> ParameterServer:
     make = functools.partial(models.build_optimizer, {"learning_rate": 0.01, **arguments}, 3)
-    return ParameterServer("CPU:0", variables, [], make, arguments["name"], num_workers=1, num_metrics=0)
+    server: ParameterServer = server_of(run_config(), variables, make)
+    return server
 
 
 def gradients(variables: list[keras.Variable], step: int) -> list[tf.Tensor]:
@@ -69,9 +70,9 @@ def push(server: ParameterServer, step: int, changes: list[Any] | None = None) -
 def trained(names: str, arguments: dict[str, Any]) -> Named:
     """The model and the slots after three updates."""
     model, variables = model_of(names)
-    server = server_of(variables, arguments)
+    server = server_with(variables, arguments)
     server.trace_push({})
-    assert [isinstance(cell, Vector) for cell in server.stored] == [True, False]
+    assert [isinstance(storage, PackedStorage) for storage in server.stored] == [True, False]
     for step in range(3):
         push(server, step)
     return named_variables(model, variables, [server.optimizer])
@@ -107,9 +108,9 @@ def test_an_update_of_a_variable_that_is_cut_is_that_of_the_whole(kernel: str, n
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     whole, cut_one = keras.Variable(value), joined([keras.Variable(value[:rows]), keras.Variable(value[rows:])])
     for variables in ([whole], parts_of(cut_one)):
-        server = server_of(variables, KERNELS[kernel])
+        server = server_with(variables, KERNELS[kernel])
         server.trace_push({})
-        assert isinstance(server.stored[0], Vector) == (name == "d")
+        assert isinstance(server.stored[0], PackedStorage) == (name == "d")
         for step in range(3):
             gradient = np.random.default_rng(step).normal(size=shape).astype(np.float32)
             push(server, step, [gradient] if len(variables) == 1 else [gradient[:rows], gradient[rows:]])
@@ -122,7 +123,7 @@ def test_the_learning_rate_of_vectors_can_be_changed() -> None:
     """As a callback does; it reads and sets the rate of the optimizer that it knows."""
     _, variables = model_of()
     make = functools.partial(models.build_optimizer, {"name": "sgd", "learning_rate": 0.5}, 3)
-    server = ParameterServer("CPU:0", variables, [], make, "sgd", num_workers=1, num_metrics=0, keeps_rate=False)
+    server = server_of(run_config(), variables, make, keeps_rate=False)
     server.trace_push({})
     server.optimizer.learning_rate = 0.25
     before, gradient = variables[1].numpy(), gradients(variables, 0)[1]
@@ -141,8 +142,8 @@ def test_members_are_read_and_assigned_as_any_variable() -> None:
     np.testing.assert_array_equal(first * 2.0, wanted["model/a/w"] * 2)
 
 
-def layout(cells: list[Cell]) -> list[list[str]]:
-    return [[variable.path for variable in cell.members] for cell in cells]
+def layout(storages: list[Storage]) -> list[list[str]]:
+    return [[variable.path for variable in storage.members] for storage in storages]
 
 
 def variable(name: str, size: int = 3, dtype: str = "float32") -> keras.Variable:
@@ -156,27 +157,27 @@ def test_only_neighbours_that_are_updated_alike_share_a_vector() -> None:
     ]
     mean, count = variable("mean"), variable("count")
     kinds = {id(one): 0, id(two): 0, id(large): 0, id(three): 0, id(whole): 0, id(mean): 1}
-    cells = cells_of([one, large, two, whole, three, mean, count], kinds)
-    assert layout(cells) == [["one", "two"], ["whole"], ["three"], ["mean"], ["count"], ["large"]]
-    assert [isinstance(cell, Vector) for cell in cells] == [True, False, True, True, False, False]
+    storages = allocate_storage([one, large, two, whole, three, mean, count], kinds)
+    assert layout(storages) == [["one", "two"], ["whole"], ["three"], ["mean"], ["count"], ["large"]]
+    assert [isinstance(storage, PackedStorage) for storage in storages] == [True, False, True, True, False, False]
 
 
 def test_a_vector_is_small_itself() -> None:
     third = LARGE_BYTES // 12 + 1
     made = [variable(str(number), third) for number in range(4)]
     made.append(variable("almost large", LARGE_BYTES // 4 - 1))
-    cells = cells_of(made, {id(one): 0 for one in made})
-    assert layout(cells) == [["0", "1"], ["2", "3"], ["almost large"]]
-    assert not any(map(is_large, cells))
+    storages = allocate_storage(made, {id(one): 0 for one in made})
+    assert layout(storages) == [["0", "1"], ["2", "3"], ["almost large"]]
+    assert not any(map(is_large, storages))
 
 
 @pytest.mark.parametrize("arguments", [{"name": "adam", "clipnorm": 0.1}, {"name": "adagrad"}])
 def test_where_vectors_would_differ_variables_lie_alone(arguments: dict[str, Any]) -> None:
     """The norm would be another one; without a kernel of TensorFlow for the update, nobody knows what it looks at."""
     _, variables = model_of()
-    server = server_of(variables, arguments)
+    server = server_with(variables, arguments)
     server.trace_push({})
-    assert not any(isinstance(cell, Vector) for cell in server.stored)
+    assert not any(isinstance(storage, PackedStorage) for storage in server.stored)
 
 
 def test_a_variable_that_is_not_decayed_makes_all_lie_alone() -> None:
@@ -187,9 +188,9 @@ def test_a_variable_that_is_not_decayed_makes_all_lie_alone() -> None:
         optimizer.exclude_from_weight_decay(variables[:1])
         return optimizer
 
-    server = ParameterServer("CPU:0", variables, [], make, "adamw", num_workers=1, num_metrics=0)
+    server = server_of(run_config(), variables, make)
     server.trace_push({})
-    assert not any(isinstance(cell, Vector) for cell in server.stored)
+    assert not any(isinstance(storage, PackedStorage) for storage in server.stored)
 
 
 def test_a_run_names_few_variables_in_its_calls(async_loop: Callable[..., Any]) -> None:

@@ -95,7 +95,7 @@ def keras_fit(source: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, lis
 def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
     """Publishes data for this many workers of this process, until the test ends."""
     from tests.replica.small_runs import run_config
-    from tf2dist.training.parameter_server.examples import publish
+    from tf2dist.training.parameter_server.inputs import publish
 
     yield lambda splits, count: publish(splits, range(count))
     publish(data.load(run_config().data))

@@ -1,6 +1,6 @@
 """Checks a configuration: the ranges that options declare, and the rules between several options."""
 
-from tf2dist.config.algorithms import MAX_PUSHES, SYNC_ALGORITHMS
+from tf2dist.config.algorithms import ALGORITHMS, AlgorithmEntry
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
@@ -27,7 +27,6 @@ def check(config: RunConfig) -> None:
         *_local(config),
         *_first_weights(config),
         *_algorithm(config),
-        *_downpour(config),
         *_transfers(config),
         *_parts(config),
         *_simulated(config),
@@ -62,7 +61,7 @@ def _mode(config: RunConfig) -> list[Rule]:
     replicas, of_replicas = config.sync_replicas.replicas_to_aggregate, config.mode == "sync_replicas"
     option = "sync_replicas.replicas_to_aggregate"
     algorithm, for_async = config.algorithm.kind, "is for mode=async; leave it out"
-    mode = "sync" if algorithm in SYNC_ALGORITHMS else "async"
+    mode = _entry(config).mode
     rules: list[Rule] = [
         (option, replicas, replicas is None or of_replicas, "is for mode=sync_replicas; add that"),
         ("algorithm", algorithm, algorithm == "plain" or config.mode == mode, f"is for mode={mode}; leave it out"),
@@ -92,7 +91,7 @@ def _transfers(config: RunConfig) -> list[Rule]:
     """Where workers send sums or values on which they go on computing, rounding them would add up."""
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
     what = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
-    holds = dtype == "float32" or (config.mode != "sync_replicas" and algorithm not in ("downpour", "local_sgd"))
+    holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_sums)
     return [("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out")]
 
 
@@ -134,32 +133,18 @@ def _first_weights(config: RunConfig) -> list[Rule]:
 
 def _algorithm(config: RunConfig) -> list[Rule]:
     """Refuses the options of another algorithm than the chosen one."""
-    owners = {"strength": "delay_compensated", "bound": "bounded", "n_push": "downpour", "n_fetch": "downpour"}
-    owners |= dict.fromkeys(("local_steps", "outer_momentum", "outer_learning_rate"), "local_sgd")
+    owners = {option: name for name, entry in ALGORITHMS.items() for option in entry.options}
     rules: list[Rule] = []
     for key, owner in owners.items():
         name, value = f"algorithm.{key}", getattr(config.algorithm, key)
         holds = config.algorithm.kind == owner or value == OPTIONS[name].default
         rules.append((name, value, holds, f"is for algorithm={owner}; add that"))
-    return rules
+    return [*rules, *_entry(config).rules(config)]
 
 
-def _downpour(config: RunConfig) -> list[Rule]:
-    """The rules about the options of algorithm=downpour together."""
-    n_push, n_fetch, size = config.algorithm.n_push, config.algorithm.n_fetch, config.train.steps_per_execution
-    if config.algorithm.kind != "downpour" or n_push < 1 or n_fetch == 0:
-        return []
-    updates, rest = divmod(n_fetch or n_push, n_push)
-    is_whole = "must be a multiple of algorithm.n_push, which is {}: the gradients of a push come from one fetch"
-    # The steps between two fetches are unrolled in one call, since each call begins with a fetch.
-    is_short = f"must be at most {MAX_PUSHES} times algorithm.n_push, which is {n_push}"
-    fits = size is None or rest > 0 or updates == 0 or size % updates == 0
-    must = f"must be a multiple of {updates}, the steps from one fetch to the next, since each call begins with a fetch"
-    return [
-        ("algorithm.n_fetch", n_fetch, not rest, is_whole.format(n_push)),
-        ("algorithm.n_fetch", n_fetch, updates <= MAX_PUSHES, is_short),
-        ("train.steps_per_execution", size, fits, must),
-    ]
+def _entry(config: RunConfig) -> AlgorithmEntry:
+    # Another rule refuses a name that is not in the table.
+    return ALGORITHMS.get(config.algorithm.kind, ALGORITHMS["plain"])
 
 
 def _parts(config: RunConfig) -> list[Rule]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tf2dist.config.algorithms import ALGORITHMS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.model.checks import check_trainable
 
@@ -96,9 +97,9 @@ def check_mode_of_stream(mode: str, algorithm: str) -> None:
     """
     if mode == "sync_replicas":
         raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
-    # It cuts the examples of an update into batches, and those of a stream come as batches of any size.
-    if algorithm == "downpour":
-        raise FitError("data: algorithm=downpour trains on arrays; give x and y, or another algorithm")
+    # The examples of a stream come as batches of any size.
+    if algorithm in ALGORITHMS and ALGORITHMS[algorithm].cuts_examples:
+        raise FitError(f"data: algorithm={algorithm} trains on arrays; give x and y, or another algorithm")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:

@@ -30,7 +30,7 @@ from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequests
-from tf2dist.training.sharding import aggregated_sharding_of, sharding_of
+from tf2dist.training.sharding import sharding_of
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
 # The class of a task's error, of which only the exit code and the text come out of its process.
@@ -104,13 +104,8 @@ class Run:
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
-        if self.config.mode == "sync_replicas":
-            return aggregated_sharding_of(self.config, self.splits, self.plan, self.num_workers).updates_per_epoch
-        batch_size, is_sync = self.config.train.batch_size_per_worker, self.config.mode == "sync"
-        batch_size *= self.config.algorithm.batches_per_update
-        return sharding_of(
-            self.splits, self.plan, batch_size, self.num_workers, self.config.seed, whole_batch_loss=is_sync
-        ).updates_per_epoch
+        batch_size = self.config.train.batch_size_per_worker
+        return sharding_of(self.config, self.splits, self.plan, self.num_workers, batch_size).updates_per_epoch
 
     def _warn_of_repeated_data(self, console: Console) -> None:
         """Tells where Keras would end an epoch early, since the arrays are used up."""

@@ -1,5 +1,6 @@
 """What the training loops have in common: their interface, their progress, and the requests to pause them."""
 
+import abc
 import enum
 import functools
 import math
@@ -12,16 +13,17 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.facts import Facts
-from tf2dist.checkpoint.snapshot import Frozen, Snapshot
-from tf2dist.checkpoint.state import has_sharding, input_facts
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot
+from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_facts
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import ConfigError
-from tf2dist.model.checks import Advice
+from tf2dist.model.checks import Advice, advice_on
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.plan import EpochPlan
+from tf2dist.model.step import ModelStep
 from tf2dist.training.hooks import Change
 
 EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
@@ -159,29 +161,6 @@ class EpochPosition:
         return np.array([self.epoch, self.first_step, self.num_steps])
 
 
-def saved_facts(
-    config: RunConfig, mode: str, progress: Progress, last_step: int, sharding: Sharding, positions: list[int]
-) -> Facts:
-    """The facts about a run that its snapshots hold.
-
-    Args:
-        last_step: the target of the run.
-        positions: the number of the next batch of each replica.
-    """
-    return Facts(
-        mode=mode,
-        local_steps=progress.local_steps,
-        target_step=last_step,
-        examples=progress.examples,
-        input=input_facts(sharding, positions),
-        data=config.data.name,
-        model=config.model,
-        optimizer=config.optimizer,
-        seed=config.seed,
-        keras=config.keras,
-    )
-
-
 class Loop(Protocol):
     """One task's view of the training.
 
@@ -275,3 +254,98 @@ class Loop(Protocol):
 
     def abandon(self, reason: str) -> None:
         """Tells the tasks that wait for this one, as far as they can be reached, that it has failed."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready for its first step.
+
+    Attributes:
+        sharding: how the training set is cut into batches.
+        target_step: the global step at which the run ends.
+        start: the snapshot that the run continues from; None for a new run.
+        step: the step of the model.
+        new_optimizer: makes an optimizer like that of the run, without its state.
+        earlier_updates: the updates that the optimizer had applied before this run.
+        named: the variables of the model and of the optimizers by their names in a snapshot.
+        restored_from: a line for the user about what was restored; empty for nothing.
+        sizes: in examples, of the splits to evaluate.
+    """
+
+    sharding: Sharding
+    target_step: int
+    start: Snapshot | None
+    step: ModelStep
+    new_optimizer: Callable[[], keras.Optimizer]
+    earlier_updates: int
+    named: Named
+    restored_from: str
+    sizes: dict[str, int]
+
+
+class LoopBase(abc.ABC):
+    """What the loops do alike; see `Loop`."""
+
+    progress: Progress
+
+    def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
+        self._config, self._report, self._named, self._sizes = config, report, run.named, run.sizes
+        self.sharding, self.target_step = run.sharding, run.target_step
+        self.model, self.metrics = run.step.model, run.step.metrics
+        self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
+        self.restored_from, self.start = run.restored_from, run.start
+        self.advice = advice_on(run.step, self.optimizer)
+        self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
+
+    @abc.abstractmethod
+    def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
+        """Those that this task can reach, each with the variables that it trains."""
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        return self._optimizers()[0][0]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self._freeze_arrays()()
+
+    @abc.abstractmethod
+    def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
+        """Keeps the values of all variables as they are now; the result returns them, once."""
+
+    @abc.abstractmethod
+    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
+        """The position of the input of each replica, and what the mode saves of its own, by its name in a snapshot."""
+
+    def freeze(self) -> Frozen:
+        positions, own = self._state()
+        facts = Facts(
+            mode=self._config.mode,
+            local_steps=self.progress.local_steps,
+            target_step=self.target_step,
+            examples=self.progress.examples,
+            input=input_facts(self.sharding, positions),
+            data=self._config.data.name,
+            model=self._config.model,
+            optimizer=self._config.optimizer,
+            seed=self._config.seed,
+            keras=self._config.keras,
+        )
+        if self.earlier_updates:
+            own[EARLIER_ARRAY] = np.array(self.earlier_updates)
+        step, own, fetch = self.progress.global_step, self._trained | own, self._freeze_arrays()
+        return lambda: Snapshot(step, fetch() | own, facts)
+
+    def snapshot(self) -> Snapshot:
+        return self.freeze()()
+
+    def apply(self, change: Change) -> None:
+        assign(self._named, change.arrays)
+        if change.learning_rate is not None:
+            for optimizer, _ in self._optimizers():
+                optimizer.learning_rate = change.learning_rate
+
+    def finalize(self) -> None:
+        self._trained = finalize(self._named, self._optimizers())
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        return {}

@@ -8,29 +8,23 @@ from tf2dist.model.plan import EpochPlan
 
 
 def sharding_of(
-    splits: Splits,
-    plan: EpochPlan | None,
-    batch_size: int,
-    num_shards: int,
-    seed: int,
-    *,
-    whole_batch_loss: bool,
+    config: RunConfig, splits: Splits, plan: EpochPlan | None, num_shards: int, batch_size: int
 ) -> Sharding:
-    """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`."""
+    """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`.
+
+    Args:
+        num_shards: workers, or with mode=sync replicas.
+        batch_size: of a shard.
+    """
+    shuffle = plan is None or plan.shuffle
+    if config.mode == "sync_replicas":
+        replicas = config.sync_replicas.replicas_to_aggregate or num_shards
+        return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
+    batch_size *= config.algorithm.batches_per_update
+    is_sync = config.mode == "sync"
     if splits.stream:
         # A stream has no known end, so `fit` demands or finds the steps of an epoch before it makes a plan.
         assert plan, "streams come from a call of `fit`"
         assert plan.steps_per_epoch, "`fit` gives a plan for streams the steps of an epoch"
-        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, seed, whole_batch_loss)
-    shuffle = plan is None or plan.shuffle
-    return Sharding(len(splits.train), batch_size, num_shards, seed, whole_batch_loss, shuffle)
-
-
-def aggregated_sharding_of(
-    config: RunConfig, splits: Splits, plan: EpochPlan | None, num_workers: int
-) -> AggregatedSharding:
-    """How the training set is cut with mode=sync_replicas; see `AggregatedSharding`."""
-    shuffle = plan is None or plan.shuffle
-    replicas = config.sync_replicas.replicas_to_aggregate or num_workers
-    batch_size = config.train.batch_size_per_worker
-    return AggregatedSharding.of(len(splits.train), batch_size, num_workers, config.seed, shuffle, replicas)
+        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
+    return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle)

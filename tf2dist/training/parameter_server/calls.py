@@ -8,7 +8,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tf2dist.errors import TaskLostError
@@ -76,13 +76,13 @@ def wait_for_calls(
     return patience.requested
 
 
-def counts_of(servers: list[ParameterServer]) -> list[tuple[int, int]]:
+def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
     """For each ps, the updates that it has admitted and those that it has applied."""
     counts = [server.counts().numpy() for server in servers]
     return [(int(count[0]), int(count[1])) for count in counts]
 
 
-def cut(coordinator: Any, servers: list[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
+def cut(coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
     """Makes all ps stop at the same update soon, while calls are in flight.
 
     Returns:
@@ -111,7 +111,7 @@ def cut(coordinator: Any, servers: list[ParameterServer], ahead: int, limit: int
     return True
 
 
-def shut(servers: list[ParameterServer], limit: int) -> None:
+def shut(servers: Sequence[ParameterServer], limit: int) -> None:
     """Makes all ps refuse further updates while calls are in flight, even from a worker that comes back.
 
     Args:

@@ -4,11 +4,17 @@ Of TensorFlow's operations on parts of a variable, only ResourceScatterNdAdd loc
 adds. ResourceScatterAdd shares the lock with others of its kind, and would lose counts.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import input_positions
+from tf2dist.data.pipeline import Sharding
+
+TOTALS_ARRAY, STALENESS_ARRAY = "async_counts", "async_staleness"  # the names of these arrays in a snapshot
 MAX_STALENESS = 1023  # the last bin of the histogram counts this staleness and all above
 TOTALS = ("steps", "loss", "examples")  # the columns of the totals of each worker
 ONES = np.ones(3, np.float32)  # every update adds 1 to the updates, to its bin of the histogram, to its worker's steps
@@ -124,3 +130,52 @@ def staleness_of(histogram: np.ndarray) -> dict[str, float]:
     quantiles = {f"p{q}": int(np.searchsorted(histogram.cumsum(), total * q / 100)) for q in (50, 99)}
     largest = int(bins[histogram > 0].max(initial=0))
     return {"mean": float((histogram * bins).sum() / total), **quantiles, "max": largest}
+
+
+@dataclass(frozen=True)
+class PsOrigin:
+    """Where a run begins.
+
+    Attributes:
+        step, examples: those of the run so far.
+        offsets: for each worker, the number of its next batch less the steps that the ps count for it.
+    """
+
+    step: int
+    examples: int
+    offsets: list[int]
+
+
+@dataclass(frozen=True)
+class AsyncOrigin(PsOrigin):
+    """Where a run of mode=async begins.
+
+    Attributes:
+        counts: the first values of the ps's counters; the totals are 0 if the snapshot has none for as many workers.
+    """
+
+    counts: Counts
+
+    @classmethod
+    def of(cls, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> "AsyncOrigin":
+        step, examples = (start.step, start.facts.examples) if start else (0, 0)
+        totals = np.zeros((sharding.num_shards, len(TOTALS)))
+        staleness = np.zeros(MAX_STALENESS + 1, np.int64)
+        # The snapshot of another number of workers, or of another mode, does not say which worker took which step.
+        shapes = {TOTALS_ARRAY: totals.shape, STALENESS_ARRAY: staleness.shape}
+        if start and all(start.arrays.get(name, np.empty(0)).shape == shape for name, shape in shapes.items()):
+            totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
+        # The sums of the metrics begin at 0 in every process; an epoch that is cut keeps its own in the snapshot.
+        counts = Counts(step, totals, np.zeros(num_metrics), staleness)
+        offsets = np.array(input_positions(start, sharding)) - counts.steps
+        return cls(step, examples, list(map(int, offsets)), counts)
+
+    @property
+    def earlier_steps(self) -> int:
+        """The steps of the run that the totals do not contain."""
+        return self.step - int(self.counts.steps.sum())
+
+    @property
+    def earlier_examples(self) -> int:
+        """The examples of the run that the totals do not contain."""
+        return self.examples - self.counts.examples

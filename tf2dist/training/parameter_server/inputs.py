@@ -1,21 +1,95 @@
-"""The input of asynchronous workers: batches of the arrays that each has loaded, or of its stream."""
+"""The input of workers: batches of the arrays that each has loaded itself, or of its stream.
+
+A worker publishes the examples of its process for the graphs that the coordinator runs in it. The arrays are mapped
+from a file where the data allow it. As a tensor in the graph, they would be copied for each worker, and again whenever
+its pipeline is rebuilt.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
 from tf2dist.data.pipeline import Sharding, batches_without_padding, blocks
-from tf2dist.training.parameter_server.examples import remote_batches, remote_examples
+from tf2dist.data.stream import Reader
+from tf2dist.process.tf_internals import publish_functions
 
+NAME = "tf2dist"
+EVALUATED = ("validation", "test")
+BATCHES = "batches"
 LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # takes the index of a worker, returns its steps as the ps count them
-Batches = list[list[tf.Tensor]]  # the leaves of each batch
+Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
+
+# TensorFlow holds Python functions by weak references only, so they would vanish without this.
+_published: dict[str, Any] = {}
 
 
-class Feed(Protocol):
+def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
+    """Makes the examples of this process readable by `remote_examples`, and its streams by `remote_batches`.
+
+    Args:
+        workers: the indices of the workers in this process; several only in tests.
+
+    Raises:
+        DataError: a stream cannot be made.
+    """
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
+    evaluated = [parts[split] for split in EVALUATED]
+
+    # The number of the split is an input, so that one graph serves the evaluation of every split.
+    def take(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
+        arrays = evaluated[number]
+        assert arrays is not None
+        return arrays.take(index)
+
+    _published[_token("evaluated")] = take
+    if splits.stream:
+        for index in workers:
+            splits.stream.batches(index, 0)  # what is wrong with a stream is reported here, not by the first step
+        readers = {index: Reader(splits.stream, index) for index in workers}
+        _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].take(int(first), int(num))
+    publish_functions(_published)
+
+
+def remote_examples(split: str, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
+    """In a graph: the leaves of the published examples with these indices, an int32 tensor of any shape."""
+    return _remote(split, [index], layout)
+
+
+def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
+    """As `remote_examples`, of a split that is chosen when the graph runs.
+
+    Args:
+        number: the index of the split in `EVALUATED`, int32.
+    """
+    return _remote("evaluated", [number, index], layout)
+
+
+def _remote(name: str, inputs: list[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
+    specs, index = layout.specs, inputs[-1]
+    # The token names a function of the process in which the operation runs, so the graph can come from another one.
+    taken = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
+    return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
+
+
+def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> list[list[tf.Tensor]]:
+    """In a graph: the leaves of `num` batches of a worker's published stream, from the one with number `first` on."""
+    specs = layout.batched(None)
+    types = [spec.dtype for spec in specs]
+    taken = iter(tf.raw_ops.PyFunc(input=[worker, first, tf.constant(num)], token=_token(BATCHES), Tout=types * num))
+    return [[tf.ensure_shape(next(taken), spec.shape) for spec in specs] for _ in range(num)]
+
+
+def _token(split: str) -> str:
+    return f"{NAME}.{split}"
+
+
+class Input(Protocol):
     """What the coordinator puts into its graphs for the input of the workers.
 
     A worker that was lost continues after the last of its updates that was applied.
@@ -35,8 +109,8 @@ class Feed(Protocol):
         """
 
 
-class ArrayFeed:
-    """Batches of the arrays that each worker has published; see `Feed`.
+class ArrayInput:
+    """Batches of the arrays that each worker has published; see `Input`.
 
     They come from an iterator, which gathers the next ones while a call computes. Where a call has run past the end of
     an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator is restarted.
@@ -68,10 +142,9 @@ class ArrayFeed:
         return tf.TensorSpec([], tf.int64), (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
 
     def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        element = self.element(source, worker, local_steps, num_steps)
-        return list(batches_without_padding(element))
+        return list(batches_without_padding(self._next_element(source, worker, local_steps, num_steps)))
 
-    def element(
+    def _next_element(
         self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int
     ) -> tuple[tf.Tensor, ...]:
         """In the graph of a call: the leaves and the weights of its steps, `[num_steps, batch_size, ...]` each."""
@@ -110,15 +183,30 @@ class ArrayFeed:
         return self._pipelines[num_steps]
 
 
-class StreamFeed:
-    """Batches of the streams that each worker reads in its own process; see `Feed`.
+class SharedArrayInput(ArrayInput):
+    """The input of mode=sync_replicas: to the leaves of each batch its share is added, float32 [].
+
+    The workers cut an epoch as with mode=sync: each has the same number of batches. So in its last step a worker may
+    have fewer examples than the others, or one of padding, and the share says how much its gradient counts: 1 for a
+    full batch, 0 for padding.
+    """
+
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
+        element = self._next_element(source, worker, local_steps, num_steps)
+        counts = tf.math.count_nonzero(element[-1], axis=1, dtype=tf.float32)
+        shares = tf.unstack(counts / self.sharding.batch_size, num_steps)
+        return [[*leaves, share] for leaves, share in zip(batches_without_padding(element), shares, strict=True)]
+
+
+class StreamInput:
+    """Batches of the streams that each worker reads in its own process; see `Input`.
 
     The number of each batch follows from the updates that were applied, so no batch is lost with an update that is
     refused.
 
     Args:
         layout: the structure of the data.
-        offsets: see `ArrayFeed`.
+        offsets: see `ArrayInput`.
     """
 
     def __init__(self, layout: Layout, offsets: list[int]) -> None:
@@ -134,11 +222,11 @@ class StreamFeed:
         return remote_batches(worker, _position(self._offsets, worker, local_steps), num_steps, self._layout)
 
 
-def feed_of(splits: Splits, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> Feed:
-    """See `ArrayFeed`."""
+def input_of(splits: Splits, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> Input:
+    """See `ArrayInput`."""
     if splits.stream:
-        return StreamFeed(splits.layout, offsets)
-    return ArrayFeed(splits.layout, sharding, offsets, local_steps)
+        return StreamInput(splits.layout, offsets)
+    return ArrayInput(splits.layout, sharding, offsets, local_steps)
 
 
 def _position(offsets: list[int], worker: tf.Tensor, local_steps: tf.Tensor) -> tf.Tensor:

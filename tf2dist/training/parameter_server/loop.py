@@ -1,13 +1,15 @@
-"""The asynchronous training loop of the coordinator: each worker at its own pace, and an exact end.
+"""The training loops of the coordinator: each worker at its own pace, and an exact end.
 
 The coordinator keeps a few calls in flight for each worker and watches the counters on the parameter servers, which
 alone know what has been applied. They refuse every update beyond the end: from calls that run past it, and from calls
 that TensorFlow repeats because their worker died.
 """
 
+import abc
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,82 +17,58 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot, Weights
-from tf2dist.checkpoint.state import assign, finalize
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation, evaluated_sizes
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
-from tf2dist.training.hooks import Change
-from tf2dist.training.loop import (
-    PauseRequest,
-    PauseRequests,
-    Progress,
-    Report,
-    WorkersAway,
-    never,
-    saved_facts,
+from tf2dist.process import heartbeat
+from tf2dist.training.loop import LoopBase, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
+from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
+from tf2dist.training.parameter_server.calls import results, shut
+from tf2dist.training.parameter_server.counters import (
+    STALENESS_ARRAY,
+    TOTALS,
+    TOTALS_ARRAY,
+    AsyncOrigin,
+    PsOrigin,
+    staleness_of,
 )
-from tf2dist.training.parameter_server.calls import shut
-from tf2dist.training.parameter_server.counters import TOTALS, staleness_of
-from tf2dist.training.parameter_server.evaluating import evaluate_split
-from tf2dist.training.parameter_server.origin import STALENESS_ARRAY, TOTALS_ARRAY
-from tf2dist.training.parameter_server.prepare import Prepared, prepare
+from tf2dist.training.parameter_server.inputs import EVALUATED
+from tf2dist.training.parameter_server.prepare import PsRun, UpdateRule, prepare
 from tf2dist.training.parameter_server.reading import PackedRead
-from tf2dist.training.parameter_server.schedule import POLL_SECS
+from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler
 from tf2dist.training.parameter_server.server import NEVER
-from tf2dist.training.parameter_server.serving import say_farewell
-from tf2dist.training.parameter_server.twins import scheduler_for
+from tf2dist.training.parameter_server.serving import send_shutdown
+from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
 
-FAREWELL_TIMEOUT_SECS = 5.0
+SHUTDOWN_TIMEOUT_SECS = 5.0
 
 
-class AsyncLoop:
+class PsLoop(LoopBase):
     """Runs on the coordinator, made with `build`; see `loop.Loop`."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        cluster: Cluster,
-        prepared: Prepared,
-        splits: data.Splits,
-        plan: EpochPlan | None,
-        report: Report,
-    ) -> None:
-        step, origin, graphs = prepared.step, prepared.origin, prepared.graphs
-        self._config, self._cluster, self._report = config, cluster, report
-        self._coordinator, self._graphs, self._named = prepared.coordinator, graphs, prepared.named
-        self._read_all = functools.cache(lambda: PackedRead(prepared.named, graphs.servers))
-        self._sizes = evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, plan)
-        self._origin = origin
-        self.sharding = graphs.sharding
-        self.target_step = prepared.target_step
-        self.model = step.model
-        self.leads = True
-        self.earlier_updates = graphs.earlier_updates
-        self.new_optimizer = graphs.new_optimizer
-        self.restored_from, self.start = prepared.restored_from, prepared.start
-        self.metrics = step.metrics
-        self._random_states = graphs.random_states
-        self.advice = advice_on(step, self.optimizer)
-        self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
+    _graphs: WorkerStep
+    _scheduler: Scheduler
+    _origin: PsOrigin
+    leads = True
 
-        make_scheduler = scheduler_for(config.algorithm.kind)
-        self._scheduler = make_scheduler(self._coordinator, graphs, cluster, config.grace_secs)
-        self._evaluate_function = None
+    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
+        self._cluster, self._coordinator = cluster, run.coordinator
+        self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
+        self._read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers))
+        self._evaluate_function = functools.cache(run.graphs.evaluate_function)
+        super().__init__(config, run, report)
         if not cluster.shares_host:  # there no function may be made during the training; see `prepare`
-            self._evaluate_function = graphs.evaluate_function()
+            self._evaluate_function()
             self._read_all()
+        self._changed_at = time.monotonic()  # when the workers were last seen to have made progress
 
-        # What has been read from the counters so far.
-        counts = origin.counts
-        local_steps, examples = tuple(map(int, counts.steps)), origin.earlier_examples + counts.examples
-        self.progress = Progress(counts.applied, local_steps, examples, math.nan, np.array(counts.metrics))
-        self._reported = counts.totals.sum(axis=0)
-        self._changed_at = time.monotonic()
+    @classmethod
+    @abc.abstractmethod
+    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
+        """When the ps apply an update."""
 
     @classmethod
     def build(
@@ -103,9 +81,9 @@ class AsyncLoop:
         start: Snapshot | Weights | None,
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
-    ) -> "AsyncLoop":
-        prepared = prepare(config, cluster, task, source, splits, start, strategy)
-        return cls(config, cluster, prepared, splits, source.plan, report)
+    ) -> "PsLoop":
+        run = prepare(cls.rule(config, cluster), config, cluster, task, source, splits, start, strategy)
+        return cls(config, cluster, run, report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
@@ -113,24 +91,99 @@ class AsyncLoop:
 
         # A change is made after a step, so a request for one waits until there is a step.
         def requests() -> PauseRequest:
-            found = pause_request()
-            return found if self.progress.global_step > began_at else found & ~PauseRequest.CHANGE
+            requested = pause_request()
+            return requested if self.progress.global_step > began_at else requested & ~PauseRequest.CHANGE
 
         try:
             requested = self._train(until_step, requests)
         except WorkersAway:
-            # The calls stay in flight, and must not change what is saved now should their workers come back.
-            shut(self._graphs.servers, until_step)
-            self._read()
+            self._give_up_calls(until_step)
             return PauseRequest.STOP
         except NotFiniteError:
             self._scheduler.release()
             raise
-        self._read()
-        # Without a request the loop has ended since all ps have applied `until_step` updates.
-        if requested:
-            self._align_servers()
+        self._settle(requested)
         return requested
+
+    @abc.abstractmethod
+    def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
+        """See `train`."""
+
+    @abc.abstractmethod
+    def _settle(self, requested: PauseRequest) -> None:
+        """Brings all ps to the same step, and reads the counters."""
+
+    @abc.abstractmethod
+    def _give_up_calls(self, until_step: int) -> None:
+        """Makes sure that the calls in flight change nothing any more, and reads the counters."""
+
+    def combine(self, request: PauseRequest) -> PauseRequest:
+        return request
+
+    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
+        """Evaluates the split in ranges; each worker that is free takes the next one."""
+        function, number, size = self._evaluate_function(), tf.constant(EVALUATED.index(split)), self._sizes[split]
+        ranges = chunks(size, self._graphs.evaluated_at_once)
+        arguments = [(number, tf.constant(first), tf.constant(last)) for first, last in ranges]
+        sums = [self._coordinator.schedule(function, args=each) for each in arguments]
+        total = np.zeros(1 + self.metrics.size)
+        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
+            total += part
+            heartbeat.progress()
+        return Evaluation.of_sums(self.metrics, total, size)
+
+    def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
+        """Those of all ps, which have the same settings."""
+        return [(server.optimizer, server.trainable) for server in self._graphs.servers]
+
+    def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
+        return self._read_all().freeze()
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        return self._graphs.random_states(self.progress.global_step)
+
+    def broadcast(self, packed: bytes) -> bytes:
+        # The coordinator alone drives the training.
+        return packed
+
+    def finish(self, result: Evaluation | None) -> None:
+        send_shutdown(self._cluster, {"final": result.headline if result else None}, SHUTDOWN_TIMEOUT_SECS)
+
+    def abandon(self, reason: str) -> None:
+        send_shutdown(self._cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
+
+    @abc.abstractmethod
+    def updates_applied(self) -> int:
+        """See `loop.Loop`."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """See `loop.Loop`."""
+
+
+class AsyncLoop(PsLoop):
+    """The loop of mode=async, in which a global step is an update that the ps have applied."""
+
+    _graphs: AsyncStep
+    _scheduler: AsyncScheduler
+    _origin: AsyncOrigin
+
+    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
+        super().__init__(config, cluster, run, report)
+        # What has been read from the counters so far.
+        counts = self._origin.counts
+        self.progress = Progress(
+            global_step=counts.applied,
+            local_steps=tuple(map(int, counts.steps)),
+            examples=self._origin.examples,
+            loss=math.nan,
+            metrics=np.array(counts.metrics),
+        )
+        self._reported = counts.totals.sum(axis=0)
+
+    @classmethod
+    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
+        return algorithm_of(config)
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
         scheduler, seen = self._scheduler, (0, 0)
@@ -171,6 +224,12 @@ class AsyncLoop:
         # At the end of the training the calls have nothing left to do; at another request they run to their end.
         return requested | scheduler.finish(pause_request)
 
+    def _settle(self, requested: PauseRequest) -> None:
+        self._read()
+        # Without a request the loop has ended since all ps have applied the same number of updates.
+        if requested:
+            self._align_servers()
+
     def _align_servers(self) -> None:
         """Brings all ps to the same count: a worker that died may have pushed to only some of them."""
         applied = [server.counters.now().applied for server in self._graphs.servers]
@@ -180,8 +239,10 @@ class AsyncLoop:
         if min(applied) < max(applied):
             self.train(max(applied))
 
-    def combine(self, request: PauseRequest) -> PauseRequest:
-        return request
+    def _give_up_calls(self, until_step: int) -> None:
+        # The calls stay in flight, and must not change what is saved now should their workers come back.
+        shut(self._graphs.servers, until_step)
+        self._read()
 
     def _read(self) -> int:
         """Reads the counters of the ps into `progress`; returns the updates that the first ps has admitted."""
@@ -211,50 +272,15 @@ class AsyncLoop:
         self._reported = new
         return int(counts[0][0])
 
-    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Evaluates the split in ranges; each worker that is free takes the next one."""
-        function = self._evaluate_function = self._evaluate_function or self._graphs.evaluate_function()
-        size, at_once, quiet_secs = self._sizes[split], self._graphs.evaluated_at_once, self._scheduler.quiet_secs()
-        return evaluate_split(
-            self._coordinator, function, self.metrics, split, size, at_once, pause_request, quiet_secs
-        )
-
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step comes from another counter of the ps."""
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return self._read_all().arrays()
-
-    def random_states(self) -> dict[str, np.ndarray]:
-        return self._random_states(self.progress.global_step)
-
-    def apply(self, change: Change) -> None:
-        assign(self._named, change.arrays)
-        if change.learning_rate is not None:
-            for server in self._graphs.servers:
-                server.optimizer.learning_rate = change.learning_rate
-
-    def broadcast(self, packed: bytes) -> bytes:
-        # The coordinator alone drives the training.
-        return packed
-
-    def freeze(self) -> Frozen:
+    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
         counts = self._graphs.servers[0].counters.now()
         # Only steps that were applied move the input: a batch of a refused update is seen again after a resume.
         positions = list(map(int, self._origin.offsets + counts.steps))
-        facts = saved_facts(self._config, "async", self.progress, self.target_step, self.sharding, positions)
-        own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
-        own |= {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        step, own, fetch = self.progress.global_step, self._trained | own, self._read_all().freeze()
-        return lambda: Snapshot(step, fetch() | own, facts)
-
-    def snapshot(self) -> Snapshot:
-        return self.freeze()()
-
-    def finalize(self) -> None:
-        servers = self._graphs.servers
-        self._trained = finalize(self._named, [(server.optimizer, server.trainable) for server in servers])
+        return positions, {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""
@@ -268,14 +294,3 @@ class AsyncLoop:
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {"staleness": self._graphs.servers[0].counters.now().staleness}
-
-    @property
-    def optimizer(self) -> keras.Optimizer:
-        """The optimizer of the first ps; those of the others have the same settings."""
-        return self._graphs.servers[0].optimizer
-
-    def finish(self, result: Evaluation | None) -> None:
-        say_farewell(self._cluster, {"final": result.headline if result else None}, FAREWELL_TIMEOUT_SECS)
-
-    def abandon(self, reason: str) -> None:
-        say_farewell(self._cluster, {"failure": reason}, FAREWELL_TIMEOUT_SECS)

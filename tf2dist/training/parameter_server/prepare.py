@@ -1,5 +1,7 @@
-"""What an asynchronous run needs before its first step: the model and the optimizer on the ps, and the graphs."""
+"""What a run with parameter servers needs before its first step: the model and the optimizer on the ps, the graphs."""
 
+import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,48 +9,62 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import Named, earlier_updates, named_variables, restore, take_over
+from tf2dist.checkpoint.state import earlier_updates, named_variables, restore, take_over
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.checks import check_assigned, check_losses
+from tf2dist.data.pipeline import Sharding
+from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.loop import target_step
-from tf2dist.training.parameter_server.origin import Origin
-from tf2dist.training.parameter_server.step import AsyncStep
-from tf2dist.training.parameter_server.twins import step_for
+from tf2dist.training.loop import PreparedRun, target_step
+from tf2dist.training.parameter_server.counters import PsOrigin
+from tf2dist.training.parameter_server.schedule import Scheduler
+from tf2dist.training.parameter_server.step import StepSpec, WorkerStep
 from tf2dist.training.sharding import sharding_of
 
 
+class UpdateRule(abc.ABC):
+    """When the ps apply an update, and what that asks of a run.
+
+    Attributes:
+        graphs: made as ``graphs(spec, rule)``.
+        scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, cluster, grace_secs)``.
+    """
+
+    graphs: Callable[..., WorkerStep]
+    scheduler: Callable[..., Scheduler]
+
+    @abc.abstractmethod
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
+        """Raises ConfigError for a model that cannot be trained so; `name`: of the model."""
+
+    @abc.abstractmethod
+    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> PsOrigin:
+        """Where the run begins."""
+
+
 @dataclass(frozen=True)
-class Prepared:
-    """An asynchronous run, as the coordinator holds it, that is ready for its first step.
+class PsRun(PreparedRun):
+    """A run as the coordinator holds it.
 
     Attributes:
         coordinator: of the cluster.
-        target_step: the global step at which the run ends.
-        start: the snapshot that the run continues from; None for a new run.
+        scheduler: of the calls to the workers.
         origin: where the run begins.
-        step: the step of the model, whose variables lie on the ps.
         graphs: the ps, and the functions that workers run against them.
-        named: the variables of the model and of the optimizers by their names in a snapshot.
-        restored_from: a line for the user about what was restored; empty for nothing.
     """
 
     coordinator: tf.distribute.coordinator.ClusterCoordinator
-    target_step: int
-    start: Snapshot | None
-    origin: Origin
-    step: ModelStep
-    graphs: AsyncStep
-    named: Named
-    restored_from: str
+    scheduler: Scheduler
+    origin: PsOrigin
+    graphs: WorkerStep
 
 
 def prepare(
+    rule: UpdateRule,
     config: RunConfig,
     cluster: Cluster,
     task: Task,
@@ -56,7 +72,7 @@ def prepare(
     splits: data.Splits,
     start: Snapshot | Weights | None,
     strategy: tf.distribute.ParameterServerStrategy | None = None,
-) -> Prepared:
+) -> PsRun:
     """Builds the model on the ps, with the values of `start`, and traces what the workers need.
 
     Args:
@@ -64,12 +80,11 @@ def prepare(
         strategy: None to join the cluster here.
 
     Raises:
-        ConfigError: the run or the model cannot be trained asynchronously.
+        ConfigError: the run or the model cannot be trained in this mode.
     """
     # The plan of the run. A mistake in it is told before any other host is called.
-    num_workers = cluster.num_workers
-    batch_size = config.train.batch_size_per_worker * config.algorithm.batches_per_update
-    sharding = sharding_of(splits, source.plan, batch_size, num_workers, config.seed, whole_batch_loss=False)
+    batch_size = config.train.batch_size_per_worker
+    sharding = sharding_of(config, splits, source.plan, cluster.num_workers, batch_size)
     resumed = start if isinstance(start, Snapshot) else None
     last_step = target_step(config, source.plan, sharding, resumed)
 
@@ -80,29 +95,51 @@ def prepare(
     # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
     scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
-    check_assigned(source.name, step.trace)
-    check_losses(source.name, step, num_replicas=1)
-    origin = Origin.of(resumed, sharding, step.metrics.size)
-    offsets = list(map(int, origin.offsets))
+    rule.check_model(source.name, step, splits)
+    origin = rule.origin(resumed, sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
-    make_graphs = step_for(config.algorithm.kind)
-    graphs = make_graphs(config, step, make_optimizer, splits, sharding, offsets, last_step, source.plan, earlier)
-    check_init_from(graphs.servers[0].optimizer, isinstance(start, Weights))
-    check_own_apply(source.name, graphs.servers[0].optimizer, len(graphs.servers))
-    print_bytes(step.variables, [server.optimizer for server in graphs.servers], cluster.num_ps)
+    spec = StepSpec(
+        config=config,
+        step=step,
+        make_optimizer=make_optimizer,
+        splits=splits,
+        sharding=sharding,
+        offsets=origin.offsets,
+        total_steps=last_step,
+        plan=source.plan,
+        earlier_updates=earlier,
+    )
+    graphs = rule.graphs(spec, rule)
+    optimizers = [server.optimizer for server in graphs.servers]
+    check_init_from(optimizers[0], isinstance(start, Weights))
+    check_own_apply(source.name, optimizers[0], len(optimizers))
+    print_bytes(step.variables, optimizers, cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
-    named = named_variables(step.model, step.variables, [server.optimizer for server in graphs.servers]) | step.outside
+    named = named_variables(step.model, step.variables, optimizers) | step.outside
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
     restored_from = restore(named, start, config)
-    for server in graphs.servers:
-        server.restore(origin.counts)
+    graphs.restore(origin)
 
     # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.
-    # So on many hosts every function is made before the training; with `identity` also one of TensorFlow's own, which
-    # copies what workers return, and those that a metric's result takes.
+    # So on many hosts every function is made before the training, also those of TensorFlow's own that copy what the ps
+    # return, and those that a metric's result takes.
     with tf.device(f"/job:{task.job}"):
-        tf.identity(graphs.servers[0].counts())
+        graphs.read_counters()
     step.metrics.results(np.zeros(step.metrics.size))
-    return Prepared(coordinator, last_step, resumed, origin, step, graphs, named, restored_from)
+    return PsRun(
+        sharding=sharding,
+        target_step=last_step,
+        start=resumed,
+        step=step,
+        new_optimizer=graphs.new_optimizer,
+        earlier_updates=earlier,
+        named=named,
+        restored_from=restored_from,
+        sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
+        coordinator=coordinator,
+        scheduler=rule.scheduler(coordinator, graphs, cluster, config.grace_secs),
+        origin=origin,
+        graphs=graphs,
+    )

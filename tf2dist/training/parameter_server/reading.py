@@ -1,7 +1,7 @@
 """Reading all variables of a run: small ones at once, since a call to a ps costs a millisecond; large ones later."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,18 +10,11 @@ import tensorflow as tf
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
 from tf2dist.process.parts import parts_of
+from tf2dist.training.parameter_server.server import ModelPart
 
 MAX_PACKED_BYTES = 64 << 20  # of a ps; above, nothing is packed: a packed vector is a copy on the ps, and takes time
 
 Arrays = dict[str, np.ndarray]
-
-
-class OnDevice(Protocol):
-    """What has variables on one ps, and can place functions there."""
-
-    device: str
-
-    def on_device(self, function: Any, *signature: tf.TensorSpec) -> Any: ...
 
 
 class PackedRead:
@@ -31,7 +24,7 @@ class PackedRead:
     TensorFlow that would take a vector apart. So numpy does that.
     """
 
-    def __init__(self, named: Named, servers: Sequence[OnDevice]) -> None:
+    def __init__(self, named: Named, servers: Sequence[ModelPart]) -> None:
         self._names = list(named)
         self._packed: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         self._kept: list[tuple[list[tuple[str, int]], Any]] = []
@@ -78,7 +71,7 @@ class PackedRead:
 
         return fetch
 
-    def _pack(self, server: OnDevice, variables: dict[str, keras.Variable]) -> None:
+    def _pack(self, server: ModelPart, variables: dict[str, keras.Variable]) -> None:
         if variables:
             packing, shapes = Packing(list(variables.values())), {n: tuple(v.shape) for n, v in variables.items()}
             self._packed.append((shapes, packing, server.on_device(_packer(packing, list(variables.values())))))

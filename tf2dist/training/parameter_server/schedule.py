@@ -1,5 +1,6 @@
-"""The calls that the coordinator gives to asynchronous workers, and how many of them are in flight."""
+"""The calls that the coordinator gives to workers, and how many of them are in flight."""
 
+import abc
 import math
 from typing import Any
 
@@ -8,13 +9,13 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.parameter_server.calls import counts_of, cut, quiet_secs, wait_for_calls
-from tf2dist.training.parameter_server.step import AsyncStep
+from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 CUT_SECS = 0.2  # all ps are told where to stop in less time than this
 
 
-class Scheduler:
+class Scheduler(abc.ABC):
     """Keeps a few calls in flight for each worker, all of the same number of steps.
 
     Attributes:
@@ -30,16 +31,59 @@ class Scheduler:
     def __init__(
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        graphs: WorkerStep,
+        cluster: Cluster,
+        grace_secs: float,
+    ) -> None:
+        self._coordinator = coordinator
+        self._cluster, self._num_workers, self._grace_secs = cluster, cluster.num_workers, grace_secs
+        self.num_steps = graphs.steps_per_call
+        self.function: Any = graphs.train_function(self.num_steps)
+        self.source: tuple[Any, ...] = graphs.input.source(coordinator, self.num_steps)
+        self.steps_per_sec = 0.0
+
+    def _schedule(self, *limit: tf.Tensor) -> None:
+        self._coordinator.schedule(self.function, args=(*self.source, *limit))
+
+    def all_done(self) -> bool:
+        """Whether all calls are done; raises the error of a call that has failed."""
+        return bool(self._coordinator.done())
+
+    def secs_to_next_look(self, missing: int) -> float:
+        """How long to wait before the counters are read again: less near the end, to notice it soon.
+
+        A look takes 2 ms of the cores that the coordinator may share with workers.
+        """
+        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
+
+    def finish(self, request: PauseRequests) -> PauseRequest:
+        """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
+        return wait_for_calls(self._coordinator, request, self._counted, self.quiet_secs())
+
+    def release(self) -> None:  # noqa: B027
+        """Lets no call in flight wait for others; here none does."""
+
+    @abc.abstractmethod
+    def _counted(self) -> Any:
+        """What changes on the ps while workers make progress."""
+
+    @abc.abstractmethod
+    def quiet_secs(self) -> float:
+        """See `calls.quiet_secs`."""
+
+
+class AsyncScheduler(Scheduler):
+    """See `Scheduler`: as many steps are in flight as the workers can take, whichever of them takes them."""
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
         graphs: AsyncStep,
         cluster: Cluster,
         grace_secs: float,
     ) -> None:
-        self._coordinator, self._graphs = coordinator, graphs
-        self._num_workers, self._grace_secs = cluster.num_workers, grace_secs
-        self.num_steps = graphs.steps_per_call
-        self.function: Any = graphs.train_function(self.num_steps)
-        self.source: tuple[Any, ...] = graphs.feed.source(coordinator, self.num_steps)
-        self.steps_per_sec = 0.0
+        super().__init__(coordinator, graphs, cluster, grace_secs)
+        self._servers = graphs.servers
         self.begin(0)
 
     def begin(self, until_step: int) -> None:
@@ -55,10 +99,6 @@ class Scheduler:
         self._steps_scheduled = 0
         self._applied_before = applied
 
-    def all_done(self) -> bool:
-        """Whether all calls are done; raises the error of a call that has failed."""
-        return bool(self._coordinator.done())
-
     def fill(self, admitted: int, missing: int) -> None:
         """Schedules calls until enough steps are in flight.
 
@@ -69,7 +109,7 @@ class Scheduler:
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._steps_scheduled - (admitted - self._applied_before)
         for _ in range(in_flight, min(missing, self.window()), self.num_steps):
-            self._coordinator.schedule(self.function, args=(*self.source, self._limit))
+            self._schedule(self._limit)
             self._steps_scheduled += self.num_steps
 
     def window(self) -> int:
@@ -77,24 +117,13 @@ class Scheduler:
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
         return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
 
-    def secs_to_next_look(self, missing: int) -> float:
-        """How long to wait before the counters are read again: less near the end, to notice it soon.
-
-        A look takes 2 ms of the cores that the coordinator may share with workers.
-        """
-        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
-
-    def finish(self, request: PauseRequests) -> PauseRequest:
-        """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
-        return wait_for_calls(self._coordinator, request, lambda: counts_of(self._graphs.servers), self.quiet_secs())
-
     def cut(self) -> bool:
         """Ends the training after a few more steps, though calls are in flight; see `calls.cut`."""
         ahead = self._num_workers + int(CUT_SECS * self.steps_per_sec)
-        return cut(self._coordinator, self._graphs.servers, ahead, int(self._limit), self.quiet_secs())
+        return cut(self._coordinator, self._servers, ahead, int(self._limit), self.quiet_secs())
 
-    def release(self) -> None:
-        """Lets no call in flight wait for others; here none does."""
+    def _counted(self) -> Any:
+        return counts_of(self._servers)
 
     def quiet_secs(self) -> float:
         return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)

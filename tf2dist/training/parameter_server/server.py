@@ -2,13 +2,14 @@
 
 All run as functions *on* the ps: a pull packs all variables into one vector before it crosses the network, a push
 carries one vector there and is unpacked and applied there, by a Keras optimizer of the ps's own, and an exchange is a
-push and the next pull. Large variables are not packed (see `vectors`). Marked as not to be inlined, each is a single
+push and the next pull. Large variables are not packed (see `wire`). Marked as not to be inlined, each is a single
 node of the worker's graph however many operations it has, which halves the time of a step and divides that of tracing.
 """
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -17,99 +18,131 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_parts
 from tf2dist.process.tf_internals import (
+    as_one_node,
     count_updates_in,
     fix_learning_rate,
     follow_learning_rate,
     undecayed,
 )
-from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 from tf2dist.training.parameter_server.atomic import make_atomic, state_update
 from tf2dist.training.parameter_server.counters import Counters, Counts
-from tf2dist.training.parameter_server.on_device import on_device
-from tf2dist.training.parameter_server.storage import Cell, Kinds, Vector, adopt_slots, cells_of
-from tf2dist.training.parameter_server.update_number import UpdateNumber
+from tf2dist.training.parameter_server.storage import Kinds, PackedStorage, Storage, adopt_slots, allocate_storage
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
+
+if TYPE_CHECKING:  # an algorithm may have a ps of its own
+    from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 NEVER = np.iinfo(np.int64).max
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
 
 
-class ParameterServer:
+@dataclass(frozen=True)
+class PartSpec:
+    """The part of a model that one ps gets, and how it is trained.
+
+    Attributes:
+        device: of the ps.
+        trainable, state: those variables of the model that lie there.
+        make_optimizer: for the ps.
+        optimizer_name: for messages.
+        num_workers: that push.
+        num_metrics: numbers that every update adds to the sums of the metrics.
+        is_whole: whether the model has no other part.
+        keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
+        earlier_updates: that the optimizer has applied before this run; they count for its schedule.
+        narrow: the type in which large floats travel in training; None for their own.
+    """
+
+    device: str
+    trainable: list[keras.Variable]
+    state: list[keras.Variable]
+    make_optimizer: Callable[[], keras.Optimizer]
+    optimizer_name: str
+    num_workers: int
+    num_metrics: int
+    is_whole: bool = True
+    keeps_rate: bool = True
+    earlier_updates: int = 0
+    narrow: tf.DType | None = None
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [*self.trainable, *self.state]
+
+
+class ModelPart:
+    """Variables of the model on one ps, with an optimizer of their own.
+
+    Attributes:
+        pull_layout: of what `pull` returns.
+        pull: ``pull()``: all variables and the updates applied so far, without waiting.
+        exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type.
+        loss_scale: by which the worker multiplies the loss, and divides the gradients again.
+        on_device: as the function `on_device`, on the device of this ps.
+    """
+
+    pull_layout: PullLayout
+    exact_layout: PullLayout
+    pull: Callable[[], Parcel]
+    pull_exactly: Callable[[], Parcel]
+
+    def __init__(self, spec: PartSpec) -> None:
+        self.device, self._earlier_updates = spec.device, spec.earlier_updates
+        self.on_device = functools.partial(on_device, spec.device)
+        self.trainable, self.state, self.variables = spec.trainable, spec.state, spec.variables
+        with tf.device(spec.device):
+            self.optimizer = spec.make_optimizer()
+            self._check_optimizer(spec)
+            check_parts(spec.optimizer_name, self.optimizer, spec.trainable)
+            # Only a worker sees the loss.
+            self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
+            self._number = UpdateNumber()
+            count_updates_in(self.optimizer, self._number)
+            self.optimizer.build(spec.trainable)
+            self._has_kernel = make_atomic(self.optimizer)
+            if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
+                fix_learning_rate(self.optimizer)
+
+    def _check_optimizer(self, spec: PartSpec) -> None:
+        """Raises ConfigError for what the optimizer of one part cannot do."""
+
+
+class ParameterServer(ModelPart):
     """Variables, optimizer and counters of one ps; it can be pulled from at once, and pushed to after `trace_push`.
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
-        pull_exactly: as `pull`, for evaluations: no value is rounded to a narrow type.
-        exact_layout: of what `pull_exactly` returns.
         pulled_others: the sizes of what they return beside the variables; see `_others`.
-        on_device: as `training.parameter_server.on_device`, on the device of this ps.
-
-    Args:
-        device: of the ps.
-        trainable, state: those variables of the model that lie there.
-        make_optimizer: clipping by the global norm and scaling of the loss are the worker's tasks, which alone
-            sees all gradients and computes them.
-        name: of the optimizer, for messages.
-        num_workers: that push.
-        num_metrics: numbers that every update adds to the sums of the metrics.
-        earlier_updates: that the optimizer has applied before this run; they count for its schedule.
-        algorithm: None for the plain one.
-        keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
-        narrow: the type in which large floats travel in training; None for their own.
+        global_clipnorm: for the worker, which alone sees all gradients.
     """
 
     pulled_others: tuple[int, ...] = ()
 
-    def __init__(
-        self,
-        device: str,
-        trainable: list[keras.Variable],
-        state: list[keras.Variable],
-        make_optimizer: Callable[[], keras.Optimizer],
-        name: str,
-        num_workers: int,
-        num_metrics: int,
-        keeps_rate: bool = True,
-        earlier_updates: int = 0,
-        algorithm: Algorithm | None = None,
-        narrow: tf.DType | None = None,
-    ) -> None:
-        for variable in trainable:
+    def __init__(self, spec: PartSpec, algorithm: "Algorithm") -> None:
+        for variable in spec.trainable:
             if variable.constraint is not None:
                 raise ConfigError(
                     f"model: {variable.path} has a constraint, which Keras applies by reading and assigning: with "
                     "mode=async the updates of other workers would be lost; use mode=sync"
                 )
-        self.device, self._earlier_updates = device, earlier_updates
-        self.on_device = functools.partial(on_device, device)
-        self.trainable, self.state = trainable, state
-        self.variables = [*trainable, *state]
-        self._narrow = narrow
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=narrow)
-        self.exact_layout = PullLayout(self.variables) if narrow else self.pull_layout
-        with tf.device(device):
+        super().__init__(spec)
+        self._algorithm, self._make_optimizer, self._narrow = algorithm, spec.make_optimizer, spec.narrow
+        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=spec.narrow)
+        self.exact_layout = PullLayout(self.variables) if spec.narrow else self.pull_layout
+        self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
+        with tf.device(spec.device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
-            self.counters = Counters(num_workers, num_metrics)
-            self._make_optimizer = make_optimizer
-            self.optimizer = make_optimizer()
-            check_clipping(name, self.optimizer)
-            check_parts(name, self.optimizer, trainable)
-            self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
-            self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
-            self._number = UpdateNumber()
-            count_updates_in(self.optimizer, self._number)
-            self.optimizer.build(trainable)
-            self._algorithm = algorithm or Algorithm()
-            is_atomic = make_atomic(self.optimizer) and not self._algorithm.runs_alone
-            self._lock = None if is_atomic else tf.CriticalSection()
-            if self._lock is None and keeps_rate:  # no optimizer with a kernel changes its rate
-                fix_learning_rate(self.optimizer)
-            self._algorithm.prepare(self.optimizer)
-        self._lay_down({})
+            self.counters = Counters(spec.num_workers, spec.num_metrics)
+            self._lock = None if self._has_kernel and not algorithm.runs_alone else tf.CriticalSection()
+            algorithm.prepare(self.optimizer)
+        self._allocate_storage({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
+
+    def _check_optimizer(self, spec: PartSpec) -> None:
+        check_clipping(spec.optimizer_name, self.optimizer)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
@@ -123,14 +156,16 @@ class ParameterServer:
         Args:
             decays: see `recurrence`, by id of the variable; what is not there stays as it is.
         """
-        self._lay_down(self._kinds(decays))
+        self._allocate_storage(self._kinds(decays))
         trained = {id(variable) for variable in self.trainable}
-        self._trained = [cell for cell in self.stored if id(cell.members[0]) in trained]
+        self._trained = [storage for storage in self.stored if id(storage.members[0]) in trained]
         self._updates = list(self._updates_of(self._trained))
-        changing = [(cell, decays[first]) for cell in self.stored if (first := id(cell.members[0])) in decays]
-        self._state_updates = [(cell, state_update(cell.variable.value, decay), decay) for cell, decay in changing]
+        changing = [(storage, decays[first]) for storage in self.stored if (first := id(storage.members[0])) in decays]
+        self._state_updates = [
+            (storage, state_update(storage.variable.value, decay), decay) for storage, decay in changing
+        ]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
-        changed, added = [*self._trained, *(cell for cell, _ in changing)], self.counters.added
+        changed, added = [*self._trained, *(storage for storage, _ in changing)], self.counters.added
         self._push_layout = PushLayout(changed, added, pulled, self._narrow)
         self._trace(self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
 
@@ -143,21 +178,21 @@ class ParameterServer:
             kinds |= {id(v): "trained" for v in self.trainable if not v.overwrite_with_gradient}
         return kinds
 
-    def _lay_down(self, kinds: Kinds) -> None:
+    def _allocate_storage(self, kinds: Kinds) -> None:
         """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
         with tf.device(self.device):
-            self.stored = cells_of(self.variables, kinds)
+            self.stored = allocate_storage(self.variables, kinds)
         self.stored_layout = PullLayout(self.stored, *self.pulled_others, narrow=self._narrow)
         self._stored_exactly = PullLayout(self.stored) if self._narrow else self.stored_layout
         self.pull = self.on_device_later(self._pull)
         is_same = self._stored_exactly is self.stored_layout
         self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
 
-    def _updates_of(self, trained: list[Cell]) -> Iterator[tuple[keras.Optimizer, list[Cell]]]:
+    def _updates_of(self, trained: list[Storage]) -> Iterator[tuple[keras.Optimizer, list[Storage]]]:
         """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
         views."""
-        vectors = [cell for cell in trained if isinstance(cell, Vector)]
-        if alone := [cell for cell in trained if cell not in vectors]:
+        vectors = [storage for storage in trained if isinstance(storage, PackedStorage)]
+        if alone := [storage for storage in trained if storage not in vectors]:
             yield self.optimizer, alone
         if not vectors:
             return
@@ -198,7 +233,7 @@ class ParameterServer:
     def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            return [cell.read() for cell in self.stored], applied
+            return [storage.read() for storage in self.stored], applied
 
     def _others(self, applied: PackedCount) -> list[tf.Tensor]:
         """What is pulled beside the variables; other algorithms override this."""
@@ -246,13 +281,16 @@ class ParameterServer:
         self._number.set_current(number + self._earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        gradients = self._algorithm.gradients(gradients, pulled, [cell.variable for cell in self._trained])
+        gradients = self._algorithm.gradients(gradients, pulled, [storage.variable for storage in self._trained])
         gradient_of = dict(zip(self._trained, gradients, strict=True))
         with self._algorithm.update(staleness):
-            for optimizer, cells in self._updates:
-                optimizer.apply([cell.fitting(gradient_of[cell]) for cell in cells], [cell.variable for cell in cells])
-        for (cell, update, decay), term in zip(self._state_updates, terms, strict=True):
-            update(cell.fitting(term), self._factor(decay, term.dtype, added))
+            for optimizer, storages in self._updates:
+                optimizer.apply(
+                    [storage.pad_update(gradient_of[storage]) for storage in storages],
+                    [storage.variable for storage in storages],
+                )
+        for (storage, update, decay), term in zip(self._state_updates, terms, strict=True):
+            update(storage.pad_update(term), self._factor(decay, term.dtype, added))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
@@ -278,3 +316,37 @@ class ParameterServer:
     def refuse_all(self) -> int:
         """Refuses every update from now on, until `forget_refused`; returns how many have asked to be admitted."""
         return int(self.admitted.assign_add(REFUSING)) - REFUSING
+
+
+class UpdateNumber(keras.Variable):
+    """An optimizer's iteration counter that reads as the number of the update being applied.
+
+    A Keras counter is read, added to and assigned, which loses counts when workers push at once;
+    Adam's bias correction and learning rate schedules would follow the wrong number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, dtype="int64", trainable=False, name="iteration", aggregation="only_first_replica")
+        self._current: list[tf.Tensor] = []
+
+    def set_current(self, number: tf.Tensor) -> None:
+        self._current[:] = [number]
+
+    @property
+    def value(self) -> Any:
+        return self._current[0] if self._current else super().value
+
+    def assign_add(self, value: Any) -> None:
+        """Nothing: the ps counts."""
+
+
+def on_device(device: str, function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
+    """Traces a function whose call is one node, placed on the device with all that it does."""
+    with tf.device(device):
+        concrete = as_one_node(function).get_concrete_function(*signature)
+
+    def call(*args: Any) -> Any:
+        with tf.device(device):  # of the node: on the worker it would call back for each operation
+            return concrete(*args)
+
+    return call

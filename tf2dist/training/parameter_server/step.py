@@ -1,16 +1,18 @@
-"""The graphs of asynchronous training: what a worker does for each call of the coordinator.
+"""The graphs of training with parameter servers: what a worker does for each call of the coordinator.
 
 In each step a worker pulls all variables of a ps, computes, and pushes their changes to each ps;
 within a call, what one step pushes and the next one pulls is one exchange with the ps. A transfer
-costs a call, so small variables are packed (see `vectors`).
+costs a call, so small variables are packed (see `wire`).
 
 A loop across devices costs messages in every iteration, a millisecond or two of all cores, so the steps of a call are
 unrolled. How many there are is decided before the first step: a call of another length would be another function.
 """
 
+import abc
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -22,98 +24,162 @@ from tf2dist.data.pipeline import Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.plan import EpochPlan
+from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.source import MakeOptimizer
-from tf2dist.model.step import ModelStep
-from tf2dist.process.parts import all_parts
+from tf2dist.model.step import ModelStep, step_place
+from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
+from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.call_size import steps_to_pause, unrolled_steps
-from tf2dist.training.parameter_server.algorithms import algorithm_of
-from tf2dist.training.parameter_server.computation import Computation
-from tf2dist.training.parameter_server.counters import TOTALS
-from tf2dist.training.parameter_server.inputs import feed_of
-from tf2dist.training.parameter_server.progress_line import print_progress
-from tf2dist.training.parameter_server.server import ParameterServer
-from tf2dist.training.parameter_server.wire import Parcel
+from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin
+from tf2dist.training.parameter_server.inputs import Input, evaluated_examples, input_of
+from tf2dist.training.parameter_server.server import ModelPart, ParameterServer, PartSpec
+from tf2dist.training.parameter_server.wire import Parcel, Pulled
 from tf2dist.training.stragglers import Stragglers
+
+if TYPE_CHECKING:  # it names the graphs that it needs
+    from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 
 
-class AsyncStep(Computation):
+@dataclass(frozen=True)
+class StepSpec:
+    """What the graphs of a run are made from.
+
+    Attributes:
+        config: of the run.
+        step: of a model whose variables lie on parameter servers.
+        make_optimizer: for each ps.
+        splits, sharding: the data, and how the training set is cut.
+        offsets: of each worker, from the steps that the ps have counted to those of its input.
+        total_steps: updates in the whole run.
+        plan: of the epochs.
+        earlier_updates: that the optimizer has applied before this run.
+    """
+
+    config: RunConfig
+    step: ModelStep
+    make_optimizer: MakeOptimizer
+    splits: Splits
+    sharding: Sharding
+    offsets: list[int]
+    total_steps: int
+    plan: EpochPlan | None = None
+    earlier_updates: int = 0
+
+
+@dataclass
+class Call:
+    """The call of a worker, in the graph that is made for it.
+
+    Attributes:
+        worker: its index.
+        local_steps: its steps that the ps have counted before the call.
+        limit: updates beyond so many are refused; with mode=sync_replicas the ps know the limit.
+        indices: where the updates of the worker are counted with mode=async.
+        pushed: what the ps return for the last push, where the next one has to wait for that.
+    """
+
+    worker: tf.Tensor
+    local_steps: tf.Tensor
+    limit: tf.Tensor | None = None
+    indices: tf.Tensor | None = None
+    pushed: list[tf.Tensor] = field(default_factory=list)
+
+
+class WorkerStep(abc.ABC):
     """The parameter servers of a model, and the functions that workers run against them.
 
     Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
     replica context, which there is none of on a ps.
 
     Attributes:
-        feed: of the workers.
+        servers: those on which the variables lie.
+        input: of the workers.
         evaluated_at_once: how many examples, at most.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         steps_per_call: how many steps a call has.
-
-    Args:
-        step: of a model whose variables lie on parameter servers.
-        splits, sharding: the data, and how the training set is cut.
-        offsets: of each worker, from the steps that the ps have counted to those of its input.
-        make_optimizer: for each ps.
-        total_steps: updates in the whole run.
-        plan: of the epochs.
-        earlier_updates: that the optimizer has applied before this run.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        step: ModelStep,
-        make_optimizer: MakeOptimizer,
-        splits: Splits,
-        sharding: Sharding,
-        offsets: list[int],
-        total_steps: int,
-        plan: EpochPlan | None = None,
-        earlier_updates: int = 0,
-    ) -> None:
-        self.earlier_updates = earlier_updates
-        self.config, self.sharding = config, sharding
-        self.stragglers = Stragglers(config, offsets)
-        self.step = step
-        self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, plan)
-        self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, total_steps)
-        trainable, state = all_parts(step.trainable), all_parts(step.state)
-        self.servers = [
-            self._new_server(
-                number,
-                device,
-                [v for v in trainable if v.value.device == device],
-                [v for v in state if v.value.device == device],
-                self.new_optimizer,
-                config.optimizer["name"],
-                sharding.num_shards,
-                step.metrics.size,
-                plan is None,
-                earlier_updates,
-                algorithm_of(config.algorithm),
-                narrow_dtype(config.cluster.transfer_dtype),
+    servers: Sequence[ModelPart]
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.config, self.step, self.sharding = spec.config, spec.step, spec.sharding
+        self.earlier_updates = spec.earlier_updates
+        self.stragglers = Stragglers(spec.config, spec.offsets)
+        self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
+        self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
+        self._make_servers(self._parts(spec))
+        self.input = self._make_input(spec)
+        spec.step.loss_scale = self.servers[0].loss_scale
+        self._compute = self._traced_compute()
+        to_pause = self._steps_of_worker(steps_to_pause(spec.config, spec.plan, spec.sharding, spec.total_steps))
+        chosen = min(unrolled_steps(self._compute, spec.step.model, to_pause), self.stragglers.max_steps)
+        self.steps_per_call = spec.config.train.steps_per_execution or self._whole_rounds(chosen)
+
+    def _parts(self, spec: StepSpec) -> list[PartSpec]:
+        """The part of the model that each ps gets."""
+        # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
+        trainable, state = all_parts(spec.step.trainable), all_parts(spec.step.state)
+        devices = sorted({v.value.device for v in [*trainable, *state]})
+        return [
+            PartSpec(
+                device=device,
+                trainable=[v for v in trainable if v.value.device == device],
+                state=[v for v in state if v.value.device == device],
+                make_optimizer=self.new_optimizer,
+                optimizer_name=spec.config.optimizer["name"],
+                num_workers=spec.sharding.num_shards,
+                num_metrics=spec.step.metrics.size,
+                is_whole=len(devices) == 1,
+                keeps_rate=spec.plan is None,
+                earlier_updates=spec.earlier_updates,
+                narrow=narrow_dtype(spec.config.cluster.transfer_dtype),
             )
-            for number, device in enumerate(sorted({v.value.device for v in [*trainable, *state]}))
+            for device in devices
         ]
-        self.feed = feed_of(splits, sharding, offsets, self._local_steps)
-        step.loss_scale = self.servers[0].loss_scale
-        self.decays: dict[int, float] = {}
-        self._compute = self.traced_compute()
-        to_pause = steps_to_pause(config, plan, sharding, total_steps)
-        chosen = unrolled_steps(self._compute, step.model, to_pause / sharding.num_shards)
-        chosen = min(chosen, self.stragglers.max_steps)
-        self.steps_per_call = config.train.steps_per_execution or self._whole_rounds(chosen)
-        for server in self.servers:
-            server.trace_push(self.decays)
 
-    def _new_server(self, number: int, *arguments: Any) -> ParameterServer:
-        """The ps with this number, from 0; `arguments`: those of `ParameterServer`."""
-        return ParameterServer(*arguments)
+    def train_function(self, num_steps: int) -> Any:
+        """``function(*source, *limit)``: `num_steps` steps; `source`: of `input`; `limit`: see `Call`, if any."""
+        source_types = self.input.signature(num_steps)
 
-    def _whole_rounds(self, num_steps: int) -> int:
-        """The number of steps that a call may have in place of this one; other algorithms override this."""
-        return num_steps
+        def steps(*arguments: Any) -> None:
+            source, limit = arguments[: len(source_types)], arguments[len(source_types) :]
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            call = self._begin(worker, *limit)
+            with tf.device("CPU:0"):
+                batches = self.input.batches(source, worker, call.local_steps, num_steps)
+            losses = []
+            pulled = self._pull(call)
+            for number, batch in enumerate(batches, 1):
+                pulled = self.stragglers.delayed(pulled, worker, call.local_steps, number)
+                with tf.device(ACCELERATOR):
+                    # Waits for no earlier step: the batches of a call are on their way while it computes.
+                    on_device = [tf.identity(leaf) for leaf in batch]
+                    pushes, loss = self._compute(pulled, on_device, worker)
+                pushes = self.stragglers.computed(pushes, worker)
+                if number < num_steps:
+                    pulled = self._exchange(call, pushes, number)
+                else:
+                    after = self._push(call, pushes)
+                losses.append(loss)
+            self._log(call, after, tf.reduce_mean(losses))
+
+        return tf.function(steps, autograph=False).get_concrete_function(*source_types, *self._limit_types())
+
+    def evaluate_function(self) -> Any:
+        """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.
+
+        `number`: of the split in `EVALUATED`.
+        """
+
+        def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+            values = self._values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+            examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
+            return self.step.evaluate(*self._inputs(values), examples)
+
+        scalar = tf.TensorSpec([], tf.int32)
+        return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
 
     def facts(self) -> dict[str, Any]:
         """For the summary of the run: what the ps know beside the counters."""
@@ -123,82 +189,188 @@ class AsyncStep(Computation):
         """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
         return self.step.random_states(updates)
 
-    def train_function(self, num_steps: int) -> Any:
-        """``function(*source, limit)``: `num_steps` steps, of which those above `limit` updates are refused.
+    # What a rule decides.
 
-        `source`: of `feed`.
-        """
+    @abc.abstractmethod
+    def restore(self, origin: Any) -> None:
+        """Lets the ps go on counting from there; to be called before any push."""
 
-        def steps(*arguments: Any) -> None:
-            *source, limit = arguments
-            worker, before, indices = self._begin()
-            local_steps = before[TOTALS.index("steps")]
-            with tf.device("CPU:0"):
-                batches = self.feed.batches(tuple(source), worker, local_steps, num_steps)
-            losses = []
-            pulled = self._pull(worker)
-            for number, batch in enumerate(batches, 1):
-                limit = self._limit(limit, pulled)
-                # Waits for no earlier step: the batches of a call are on their way while it computes.
-                pushes, loss = self._computed(pulled, on_device(batch), worker, local_steps, number)
-                if number < num_steps:
-                    pulled = self._exchange(pushes, indices, limit, worker, number)
-                else:
-                    after = self._push(pushes, indices, limit, worker)
-                losses.append(loss)
-            self._log(worker, before, after, tf.reduce_mean(losses))
+    @abc.abstractmethod
+    def read_counters(self) -> None:
+        """Calls every function that the coordinator calls during a training."""
 
-        signature = self.feed.signature(num_steps)
-        return tf.function(steps, autograph=False).get_concrete_function(*signature, tf.TensorSpec([], tf.int64))
+    @abc.abstractmethod
+    def _make_servers(self, parts: list[PartSpec]) -> None:
+        """Sets `servers`, one for each part."""
 
-    def _begin(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The worker that executes this call, its totals, and where its updates are counted."""
-        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        return worker, self.servers[0].worker_totals(worker), self.servers[0].counters.indices(worker)
+    @abc.abstractmethod
+    def _make_input(self, spec: StepSpec) -> Input:
+        """The input of the workers."""
 
-    def _computed(
-        self, pulled: list[Parcel], batch: list[tf.Tensor], worker: tf.Tensor, local_steps: tf.Tensor, number: Any
+    def _steps_of_worker(self, global_steps: int) -> float:
+        """How many of so many global steps a worker takes part in."""
+        return global_steps
+
+    def _whole_rounds(self, num_steps: int) -> int:
+        """The number of steps that a call may have in place of this one."""
+        return num_steps
+
+    def _limit_types(self) -> list[tf.TensorSpec]:
+        return []
+
+    def _batch_types(self) -> list[tf.TensorSpec]:
+        return self.step.layout.batched(None)
+
+    @abc.abstractmethod
+    def _compute_step(
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
     ) -> tuple[list[Parcel], tf.Tensor]:
-        """What a step pushes to each ps, and its loss; `number`: of the step in its call, from 1."""
-        pulled = self.stragglers.delayed(pulled, worker, local_steps, number)
-        with tf.device(ACCELERATOR):
-            pushes, loss = self._compute(pulled, batch, worker)
-        return self.stragglers.computed(pushes, worker), loss
+        """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
 
-    # How a worker speaks to the ps in a call; other algorithms override these.
+    # How a worker speaks to the ps in a call.
 
-    def _pull(self, worker: tf.Tensor) -> list[Parcel]:
+    def _begin(self, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+        return Call(worker, self._local_steps(worker))
+
+    @abc.abstractmethod
+    def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
+        """The steps of a worker as the ps have counted them."""
+
+    @abc.abstractmethod
+    def _pull(self, call: Call) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
-        return [server.pull() for server in self.servers]
 
-    def _limit(self, limit: tf.Tensor, pulled: list[Parcel]) -> tf.Tensor:
-        """The limit of updates for a step, from that of the step before it in the call."""
-        return limit
-
-    def _exchange(
-        self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor, number: int
-    ) -> list[Parcel]:
+    @abc.abstractmethod
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
         """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
-        return [server.exchange(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
 
-    def _push(self, pushes: list[Parcel], indices: tf.Tensor, limit: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """What the last step of a call pushes to each ps; returns what the first has counted of this worker then."""
-        done = [server.push(push, indices, limit) for server, push in zip(self.servers, pushes, strict=True)]
-        return done[0]
+    @abc.abstractmethod
+    def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
+        """What the last step of a call pushes to each ps; returns what is counted then."""
+
+    @abc.abstractmethod
+    def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The worker's own steps and the global step, int64, in what `_push` returns."""
+
+    # What all have in common.
+
+    def _traced_compute(self) -> Any:
+        """The step on a worker, traced once for the functions of any number of steps."""
+        if self.config.devices.xla:
+            compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
+        else:
+            compute = as_one_node(self._compute_step)
+        pulled = [server.pull_layout.specs for server in self.servers]
+        return compute.get_concrete_function(pulled, self._batch_types(), tf.TensorSpec([], tf.int64))
+
+    def _unpack(self, pulled: list[Parcel]) -> list[Pulled]:
+        return [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
+
+    def _values_of(self, pulled: list[Pulled]) -> Values:
+        """The values of all parts of variables."""
+        values: Values = {}
+        for server, one in zip(self.servers, pulled, strict=True):
+            values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
+        return values
+
+    def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The values of the trainable variables, and of the state."""
+        return join(self.step.trainable, values), join(self.step.state, values)
+
+    def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
+        """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
+        local_step, global_step = self._position(after)
+        steps = tf.gather(tf.constant(self.sharding.counted_steps(), tf.int64), call.worker)
+        epoch = tf.maximum(local_step - 1, 0) // steps
+        numbers = {"worker": call.worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
+        texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
+        parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
+        line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
+        every, before = self.config.train.log_every_steps, tf.cast(call.local_steps, tf.int64)
+        tf.cond(local_step // every != before // every, lambda: tf.print(line), tf.no_op)
+
+
+class AsyncStep(WorkerStep):
+    """The graphs of mode=async, in which each ps applies an update as soon as it has come.
+
+    Attributes:
+        algorithm: what a ps does with an update.
+        decays: of the state that a step changes, by id of the variable; see `recurrence`.
+    """
+
+    servers: Sequence[ParameterServer]
+
+    def __init__(self, spec: StepSpec, algorithm: "Algorithm") -> None:
+        self.algorithm = algorithm
+        self.decays: dict[int, float] = {}
+        super().__init__(spec)
+        for server in self.servers:
+            server.trace_push(self.decays)
+
+    def restore(self, origin: AsyncOrigin) -> None:
+        for server in self.servers:
+            server.restore(origin.counts)
+
+    def read_counters(self) -> None:
+        tf.identity(self.servers[0].counts())
+
+    def _steps_of_worker(self, global_steps: int) -> float:
+        return global_steps / self.sharding.num_shards
+
+    def _make_servers(self, parts: list[PartSpec]) -> None:
+        self.servers = [ParameterServer(part, self.algorithm) for part in parts]
+
+    def _make_input(self, spec: StepSpec) -> Input:
+        return input_of(spec.splits, spec.sharding, spec.offsets, self._local_steps)
+
+    def _limit_types(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.int64)]
+
+    def _compute_step(
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+    ) -> tuple[list[Parcel], tf.Tensor]:
+        unpacked = self._unpack(pulled)
+        values = self._values_of(unpacked)
+        trainable, state = self._inputs(values)
+        output = self.step(trainable, state, leaves, step_place(worker, unpacked[0].applied.value()))
+        gradients = output.gradients
+        if self.servers[0].global_clipnorm:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
+        changes = cut(self.step.trainable, gradients)
+        for variable, new, old in zip(self.step.state, output.state, state, strict=True):
+            if new is not old:
+                decay, term = recurrence_of(new, old)
+                self._note_decay(variable, decay)
+                changes |= cut([variable], [term])
+        pushes = []
+        for server, one in zip(self.servers, unpacked, strict=True):
+            layout = server.push_layout(self.decays)
+            back = [values[id(v)] for v in layout.pulled]
+            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
+        return pushes, output.sums[0]
+
+    def _note_decay(self, variable: keras.Variable, decay: float) -> None:
+        """Notes in `decays` how the update of a variable of the state depends on its value."""
+        self.decays |= {id(part): decay for part in parts_of(variable)}
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
 
-    def _log(self, worker: tf.Tensor, before: tf.Tensor, after: tf.Tensor, loss: tf.Tensor) -> None:
-        """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
-        steps = TOTALS.index("steps")
-        local_step, global_step = tf.cast(after[steps], tf.int64), tf.cast(after[-1], tf.int64)
-        every = self.config.train.log_every_steps
-        earlier = tf.cast(before[steps], tf.int64)
-        print_progress(worker, self.sharding.counted_steps(), global_step, local_step, earlier, loss, every)
+    def _begin(self, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+        (own,) = limit
+        return Call(worker, self._local_steps(worker), own, self.servers[0].counters.indices(worker))
 
+    def _pull(self, call: Call) -> list[Parcel]:
+        return [server.pull() for server in self.servers]
 
-def on_device(batch: list[tf.Tensor]) -> list[tf.Tensor]:
-    """In the graph of a worker: the batch, where it computes."""
-    with tf.device(ACCELERATOR):
-        return [tf.identity(leaf) for leaf in batch]
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
+        pairs = zip(self.servers, pushes, strict=True)
+        return [server.exchange(push, call.indices, call.limit) for server, push in pairs]
+
+    def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
+        pairs = zip(self.servers, pushes, strict=True)
+        first, *_ = [server.push(push, call.indices, call.limit) for server, push in pairs]
+        return first
+
+    def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.cast(counted[TOTALS.index("steps")], tf.int64), tf.cast(counted[-1], tf.int64)

@@ -21,7 +21,7 @@ from tf2dist.process.tf_internals import let_lie_in, trained_variables
 Kinds = Mapping[int, Hashable]  # by id of the variable; those of one kind are updated alike, others lie alone
 
 
-class Cell:
+class Storage:
     """Where a variable lies.
 
     Attributes:
@@ -38,13 +38,13 @@ class Cell:
         """In a graph of the ps: the value."""
         return self.variable.value.read_value()
 
-    def fitting(self, change: tf.Tensor) -> tf.Tensor:
+    def pad_update(self, change: tf.Tensor) -> tf.Tensor:
         """In a graph of the ps: a change of the shape `shape` as one of `variable`."""
         return change
 
 
-class Vector(Cell):
-    """Where several variables lie, all of them float32; as `Cell`, of which this has the names.
+class PackedStorage(Storage):
+    """Where several variables lie, all of them float32; as `Storage`, of which this has the names.
 
     The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
     packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
@@ -67,26 +67,26 @@ class Vector(Cell):
         whole = super().read()
         return whole[: self._size] if self._missing else whole
 
-    def fitting(self, change: tf.Tensor) -> tf.Tensor:
+    def pad_update(self, change: tf.Tensor) -> tf.Tensor:
         return tf.pad(change, [[0, self._missing]]) if self._missing else change
 
 
-def cells_of(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Cell]:
+def allocate_storage(variables: Sequence[keras.Variable], kinds: Kinds) -> list[Storage]:
     """Lays variables down, on the device under which it is called.
 
     In the result small variables are in the order of `variables`, whether alone or as members, and so are large ones.
     """
     small = [variable for variable in variables if not packing.is_large(variable)]
-    cells: list[Cell] = []
+    storages: list[Storage] = []
     for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
         if kind is None:
-            cells += [Cell([one], one) for one in run]
+            storages += [Storage([one], one) for one in run]
         else:
-            cells += [Vector(members) for members in _small_runs(run)]
-    return [*cells, *(Cell([one], one) for one in variables if packing.is_large(one))]
+            storages += [PackedStorage(members) for members in _small_runs(run)]
+    return [*storages, *(Storage([one], one) for one in variables if packing.is_large(one))]
 
 
-def adopt_slots(vectors: Sequence[Vector], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
+def adopt_slots(vectors: Sequence[PackedStorage], own: keras.Optimizer, of_members: keras.Optimizer) -> None:
     """Turns what an optimizer keeps for members of vectors into views of what another one keeps for the vectors."""
     place = {id(variable): number for number, variable in enumerate(trained_variables(of_members))}
     slots = slots_of(own)

@@ -1,14 +1,21 @@
 """What the deciding parameter server counts. All of it changes under that ps's lock alone."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import input_positions
+from tf2dist.data.pipeline import Sharding
+from tf2dist.training.parameter_server.counters import PsOrigin
+
+GRADIENTS_ARRAY = "replicas_gradients"  # the name in a snapshot: those of each worker, aggregated and dropped
 NO_STEP = np.int64(-1)
 
 
-class Counts(NamedTuple):
+class GradientCounts(NamedTuple):
     """What has been counted up to one moment.
 
     Attributes:
@@ -27,7 +34,7 @@ class Counts(NamedTuple):
     dropped: np.ndarray
 
 
-class Tally:
+class GradientCounters:
     """The counters, on the device under which they are made.
 
     Attributes:
@@ -95,11 +102,11 @@ class Tally:
         numbers = [tf.cast(each, tf.float64) for each in (*counted, *workers)]
         return tf.concat([*numbers, self._sums.read_value()], 0)
 
-    def split(self, values: np.ndarray) -> Counts:
+    def split(self, values: np.ndarray) -> GradientCounts:
         limits = np.cumsum([1, 1, *[self._num_workers] * 3])
         step, begun, *workers, sums = np.split(values, limits)
         pushed, aggregated, dropped = (each.astype(np.int64) for each in workers)
-        return Counts(int(step[0]), int(begun[0]), sums, pushed, aggregated, dropped)
+        return GradientCounts(int(step[0]), int(begun[0]), sums, pushed, aggregated, dropped)
 
     def restore(self, aggregated: np.ndarray, dropped: np.ndarray) -> None:
         self._aggregated.assign(aggregated)
@@ -108,3 +115,24 @@ class Tally:
 
     def _add(self, counter: tf.Variable, worker: tf.Tensor) -> None:
         counter.scatter_nd_add(tf.reshape(worker, [1, 1]), tf.ones([1], tf.int64))
+
+
+@dataclass(frozen=True)
+class SyncReplicasOrigin(PsOrigin):
+    """Where a run of mode=sync_replicas begins.
+
+    Attributes:
+        aggregated, dropped: the gradients of each worker, int64 [workers]; 0 if the snapshot has none for as many.
+    """
+
+    aggregated: np.ndarray
+    dropped: np.ndarray
+
+    @classmethod
+    def of(cls, start: Snapshot | None, sharding: Sharding) -> "SyncReplicasOrigin":
+        gradients = np.zeros((2, sharding.num_shards), np.int64)
+        if start and start.arrays.get(GRADIENTS_ARRAY, np.empty(0)).shape == gradients.shape:
+            gradients = start.arrays[GRADIENTS_ARRAY]
+        offsets = np.array(input_positions(start, sharding)) - gradients.sum(0)
+        step, examples = (start.step, start.facts.examples) if start else (0, 0)
+        return cls(step, examples, list(map(int, offsets)), gradients[0], gradients[1])

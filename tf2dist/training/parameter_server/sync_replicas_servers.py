@@ -1,6 +1,6 @@
 """What runs on the parameter servers: one of them decides which gradients make a step, the others follow.
 
-A worker computes a gradient at the values of one step. It lays its parts down on the following ps, and then pushes the
+A worker computes a gradient at the values of one step. It leaves its parts at the following ps, and then pushes the
 rest to the deciding ps, which takes it, or drops it if the step is over. The K-th makes the step: the deciding ps
 applies the mean, and tells everyone who pulls which gradients are in it. With this a worker pulls from the other ps,
 which apply the mean of the same gradients before they answer. So no worker's death can leave a step half done: any
@@ -13,52 +13,97 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.errors import ConfigError
 from tf2dist.training.parameter_server.gate import Gate
-from tf2dist.training.parameter_server.sync_replicas_counters import Counts, Tally
-from tf2dist.training.parameter_server.sync_replicas_part import ModelPart
-from tf2dist.training.parameter_server.sync_replicas_wire import Pulled, PullLayout, PushLayout
-from tf2dist.training.parameter_server.wire import PackedCount, Parcel
+from tf2dist.training.parameter_server.server import ModelPart, PartSpec
+from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
+from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout
 
 BITS = tf.TensorSpec([2], tf.float32)  # of a `PackedCount`
 INDEX = tf.TensorSpec([], tf.int64)
 CLOSED = np.int64(0)  # a limit that every step has reached
 
 
-class DecidingServer:
-    """The ps that counts the steps and decides which gradients are in them.
+class AggregatingServer(ModelPart):
+    """What the deciding ps and the others have in common.
 
     Attributes:
-        part: of the model.
-        pull_layout, push_layout: of what it exchanges with workers.
+        step: the aggregates applied in the whole run, int64.
+        push_layout: of the gradients that workers send.
+    """
+
+    push_layout: GradientLayout
+
+    def __init__(self, spec: PartSpec) -> None:
+        super().__init__(spec)
+        with tf.device(spec.device):
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+            self._lock = tf.CriticalSection()
+        self.pull = self.pull_exactly = self.on_device(self._pull)
+        self.exact_layout = self.pull_layout
+
+    def _check_optimizer(self, spec: PartSpec) -> None:
+        if self.optimizer.global_clipnorm and not spec.is_whole:
+            raise ConfigError(
+                f"optimizer ({spec.optimizer_name}): with mode=sync_replicas and several ps global_clipnorm cannot "
+                "clip, since each ps has a part of the gradients; use clipnorm, or cluster.num_ps=1"
+            )
+
+    def _pull(self) -> Parcel:
+        """All variables, without waiting."""
+        step = self.step.read_value()
+        # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
+        # next step, too, is dropped, since that step is over before it is pushed.
+        with tf.control_dependencies([step]):
+            values = [variable.value.read_value() for variable in self.variables]
+            return self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._others())
+
+    def _others(self) -> list[tf.Tensor]:
+        """What is pulled beside the variables."""
+        return []
+
+    def _apply(self, changes: list[tf.Tensor]) -> list[tf.Operation]:
+        """In a graph: applies the mean changes of all variables; returns the operations that do it."""
+        graph = tf.compat.v1.get_default_graph()
+        earlier = len(graph.get_operations())
+        self._number.set_current(self.step.read_value() + self._earlier_updates)
+        # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it.
+        for variable, change in zip(self.state, changes[len(self.trainable) :], strict=True):
+            variable.value.assign_add(change)
+        self.optimizer.apply(changes[: len(self.trainable)], self.trainable)
+        return list(graph.get_operations()[earlier:])
+
+
+class DecidingServer(AggregatingServer):
+    """The ps that counts the steps and decides which gradients are in them; it tells who pulls which made the last.
+
+    Attributes:
         quota: how many gradients a worker may give to one step.
 
     Args:
         replicas: the gradients that make a step.
-        num_workers: that push.
-        num_metrics: numbers that every gradient adds to the sums of the metrics.
     """
 
-    def __init__(self, part: ModelPart, replicas: int, num_workers: int, num_metrics: int) -> None:
-        self.part, self._replicas, self._num_workers = part, replicas, num_workers
-        self.quota = -(-replicas // num_workers)
-        self.pull_layout = PullLayout(part.variables, num_workers)
-        self.push_layout = PushLayout(part.variables, 2 + num_metrics)
-        with tf.device(part.device):
+    def __init__(self, spec: PartSpec, replicas: int) -> None:
+        self.pull_layout = PullLayout(spec.variables, spec.num_workers)
+        self.push_layout = GradientLayout(spec.variables, 2 + spec.num_metrics)
+        self._replicas = replicas
+        self.quota = -(-replicas // spec.num_workers)
+        with tf.device(spec.device):
             self._limit = tf.Variable(CLOSED, dtype=tf.int64, trainable=False, name="limit")
-            zeros = [tf.zeros(spec.shape) for spec in self.push_layout.added]
+            zeros = [tf.zeros(one.shape) for one in self.push_layout.added]
             self._total = [tf.Variable(zero, trainable=False, name="total") for zero in zeros]
-            self._tally = Tally(num_workers, num_metrics)
-            self._gate = Gate(num_workers)
-            self._lock = tf.CriticalSection()
+            self._counters = GradientCounters(spec.num_workers, spec.num_metrics)
+            self._gate = Gate(spec.num_workers)
+        super().__init__(spec)
         pushed = self.push_layout.specs
-        self.pull = part.on_device(self._pull)
-        self.begin = part.on_device(self._begin, INDEX)
-        self.push = part.on_device(self._push, pushed, INDEX)
-        self.exchange = part.on_device(self._exchange, pushed, INDEX)
-        self.pushed_by = part.on_device(self._pushed_by, INDEX)
-        self.wake = part.on_device(self._wake)
-        self._read = part.on_device(self._counts)
-        self._set_limit = part.on_device(self._assign_limit, INDEX)
+        self.begin = self.on_device(self._begin, INDEX)
+        self.push = self.on_device(self._push, pushed, INDEX)
+        self.exchange = self.on_device(self._exchange, pushed, INDEX)
+        self.pushed_by = self.on_device(self._pushed_by, INDEX)
+        self.wake = self.on_device(self._wake)
+        self._read = self.on_device(self._counts)
+        self._set_limit = self.on_device(self._assign_limit, INDEX)
 
     def open(self, limit: int) -> None:
         """Takes gradients until the step is `limit`."""
@@ -72,27 +117,20 @@ class DecidingServer:
         self._set_limit(tf.constant(CLOSED))
         return self.pull_layout.unpack(self.pull())
 
-    def counts(self) -> Counts:
-        return self._tally.split(self._read().numpy())
+    def counts(self) -> GradientCounts:
+        return self._counters.split(self._read().numpy())
 
     def restore(self, step: int, aggregated: np.ndarray, dropped: np.ndarray) -> None:
         """Goes on counting from there; to be called before any push."""
-        self.part.step.assign(step)
-        self._tally.restore(aggregated, dropped)
+        self.step.assign(step)
+        self._counters.restore(aggregated, dropped)
 
-    def _pull(self) -> Parcel:
-        """All variables, without waiting."""
-        step = self.part.step.read_value()
-        # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
-        # next step, too, is dropped, since that step is over before it is pushed.
-        with tf.control_dependencies([step]):
-            made_by = tf.cast(self._tally.made_by.read_value(), tf.float32)
-            count = PackedCount.of(tf.cast(step, tf.float64))
-            return self.pull_layout.pack(Pulled(self.part.values(), count, made_by))
+    def _others(self) -> list[tf.Tensor]:
+        return [tf.cast(self._counters.made_by.read_value(), tf.float32)]
 
     def _begin(self, worker: tf.Tensor) -> Parcel:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
-        with tf.control_dependencies([self._tally.begin_call()]):
+        with tf.control_dependencies([self._counters.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
             return self._pull()
@@ -108,10 +146,10 @@ class DecidingServer:
         """Waits while the worker has given its share to the step, until that is over or the training pauses."""
 
         def look() -> tuple[tf.Tensor, tf.Tensor]:
-            step = self.part.step.read_value()
+            step = self.step.read_value()
             with tf.control_dependencies([step]):  # the tokens of this step come if it is over by now
                 is_open = step < self._limit.read_value()
-                is_done = self._tally.done_by(worker) == step
+                is_done = self._counters.done_by(worker) == step
             return step, tf.logical_and(is_open, is_done)
 
         return self._gate.wait(look)
@@ -127,19 +165,19 @@ class DecidingServer:
 
     def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
         gradient, pulled_at = self.push_layout.split(pushed)
-        step = self.part.step.read_value()
+        step = self.step.read_value()
         is_open = step < self._limit.read_value()
-        in_time = tf.logical_and(pulled_at == step, self._tally.done_by(worker) != step)
+        in_time = tf.logical_and(pulled_at == step, self._counters.done_by(worker) != step)
 
         def take_or_drop() -> None:
-            take, drop = (lambda: self._take(gradient, worker, step)), (lambda: self._tally.drop(worker))
+            take, drop = (lambda: self._take(gradient, worker, step)), (lambda: self._counters.drop(worker))
             tf.cond(in_time, _branch(take), _branch(drop))
 
         # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
     def _take(self, gradient: Parcel, worker: tf.Tensor, step: tf.Tensor) -> None:
-        count = self._tally.take(worker, step, self.quota)
+        count = self._counters.take(worker, step, self.quota)
 
         def keep() -> None:
             # The first one replaces the sum of the step before, which saves to set that to zero.
@@ -169,10 +207,10 @@ class DecidingServer:
         changes, sums = self.push_layout.mean(total)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        self.part.apply(changes)
-        self._tally.aggregate(sums)
+        self._apply(changes)
+        self._counters.aggregate(sums)
         with tf.control_dependencies(graph.get_operations()[earlier:]):
-            moved = self.part.step.assign_add(1)  # counted when it has been done
+            moved = self.step.assign_add(1)  # counted when it has been done
         with tf.control_dependencies([moved]):
             self._gate.open(step)
 
@@ -180,7 +218,7 @@ class DecidingServer:
         """Sets the limit, and forgets what was taken of a step that is not complete."""
 
         def assign() -> None:
-            self._tally.discard()
+            self._counters.discard()
             self._limit.assign(limit)
 
         with tf.control_dependencies([alone(self._lock, assign)]):
@@ -192,37 +230,30 @@ class DecidingServer:
 
     def _pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The gradients that a worker has pushed, and the step; int64 [2]."""
-        return tf.stack([self._tally.pushed_by(worker), self.part.step.read_value()])
+        return tf.stack([self._counters.pushed_by(worker), self.step.read_value()])
 
     def _counts(self) -> tf.Tensor:
-        return self._tally.all(self.part.step.read_value())
+        return self._counters.all(self.step.read_value())
 
 
-class FollowingServer:
-    """A ps that applies the steps that the deciding one has made.
+class FollowingServer(AggregatingServer):
+    """A ps that applies the steps that the deciding one has made."""
 
-    Attributes:
-        part: of the model.
-        pull_layout, push_layout: of what it exchanges with workers.
-    """
-
-    def __init__(self, part: ModelPart, num_workers: int) -> None:
-        self.part = part
-        self.pull_layout = PullLayout(part.variables, 0)
-        self.push_layout = PushLayout(part.variables, 0)
-        with tf.device(part.device):
+    def __init__(self, spec: PartSpec) -> None:
+        self.pull_layout = PullLayout(spec.variables)
+        self.push_layout = GradientLayout(spec.variables, 0)
+        with tf.device(spec.device):
             # The newest gradient of each worker.
-            zeros = [tf.zeros([num_workers, *spec.shape]) for spec in self.push_layout.added]
+            zeros = [tf.zeros([spec.num_workers, *one.shape]) for one in self.push_layout.added]
             self._gradients = [tf.Variable(zero, trainable=False, name="gradients") for zero in zeros]
-            self._lock = tf.CriticalSection()
-        self.lay_down = part.on_device(self._lay_down, self.push_layout.specs, INDEX)
-        self.follow = part.on_device(self._follow, BITS, tf.TensorSpec([num_workers], tf.float32))
-        self.pull = part.on_device(self._pull)
+        super().__init__(spec)
+        self.keep = self.on_device(self._keep, self.push_layout.specs, INDEX)
+        self.follow = self.on_device(self._follow, BITS, tf.TensorSpec([spec.num_workers], tf.float32))
 
     def restore(self, step: int) -> None:
-        self.part.step.assign(step)
+        self.step.assign(step)
 
-    def _lay_down(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
+    def _keep(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Keeps a gradient until it is decided whether it is in the step."""
         gradient, pulled_at = self.push_layout.split(pushed)
 
@@ -232,7 +263,7 @@ class FollowingServer:
 
         def keep_if_in_time() -> None:
             # What comes late will be dropped, and must not replace a gradient that is needed.
-            tf.cond(pulled_at == self.part.step.read_value(), _branch(keep), _branch(tf.no_op))
+            tf.cond(pulled_at == self.step.read_value(), _branch(keep), _branch(tf.no_op))
 
         return alone(self._lock, keep_if_in_time)
 
@@ -243,7 +274,7 @@ class FollowingServer:
         def catch_up() -> None:
             # Never more than one step behind: its next step needs gradients of workers that have pulled here.
             make_step = _branch(lambda: self._make_step(made_by))
-            tf.cond(self.part.step.read_value() < step, make_step, _branch(tf.no_op))
+            tf.cond(self.step.read_value() < step, make_step, _branch(tf.no_op))
 
         with tf.control_dependencies([alone(self._lock, catch_up)]):
             return self._pull()
@@ -251,14 +282,8 @@ class FollowingServer:
     def _make_step(self, made_by: tf.Tensor) -> None:
         given = [tf.boolean_mask(gradients.read_value(), made_by > 0) for gradients in self._gradients]
         changes, _ = self.push_layout.mean([tf.reduce_sum(gradients, 0) for gradients in given])
-        with tf.control_dependencies(self.part.apply(changes)):
-            self.part.step.assign_add(1)
-
-    def _pull(self) -> Parcel:
-        step = self.part.step.read_value()
-        with tf.control_dependencies([step]):
-            count = PackedCount.of(tf.cast(step, tf.float64))
-            return self.pull_layout.pack(Pulled(self.part.values(), count, tf.zeros([0])))
+        with tf.control_dependencies(self._apply(changes)):
+            self.step.assign_add(1)
 
 
 def alone(lock: tf.CriticalSection, act: Callable[[], Any]) -> tf.Tensor:

@@ -1,7 +1,9 @@
 """What a worker and a parameter server exchange. Only this module knows its layout.
 
-    pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate
-    pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds
+    pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate, with
+              mode=sync_replicas which workers made the last update
+    pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds;
+              with mode=sync_replicas the changes of all, the share of the batch, its sums, the count at the pull
 
 Large tensors travel alone, and everything else in one vector; see `Buckets`. That is float32, which counts exactly
 only up to 2^24. So a count, a float64, travels as the two float32 that have its bits, and a worker returns them as they
@@ -48,10 +50,12 @@ class Pulled(NamedTuple):
     Attributes:
         values: the values of all variables of the ps.
         applied: the updates that these values contain at least.
+        others: what was pulled beside them, float32.
     """
 
     values: list[tf.Tensor]
     applied: PackedCount
+    others: list[tf.Tensor]
 
 
 class Pushed(NamedTuple):
@@ -91,13 +95,8 @@ class PullLayout:
         return self._buckets.pack(values, applied.bits, *others)
 
     def unpack(self, buckets: Parcel) -> Pulled:
-        values, (bits, *_) = self._buckets.unpack(buckets, COUNT, *self._others)
-        return Pulled(values, PackedCount(bits))
-
-    def others(self, buckets: Parcel) -> list[tf.Tensor]:
-        """What was pulled beside the values, float32."""
-        _, (_, *others) = self._buckets.unpack(buckets, COUNT, *self._others)
-        return others
+        values, (bits, *others) = self._buckets.unpack(buckets, COUNT, *self._others)
+        return Pulled(values, PackedCount(bits), others)
 
 
 class PushLayout:
@@ -142,3 +141,50 @@ class PushLayout:
         tensors, (bits, added) = self._buckets.unpack(buckets, COUNT, self._added)
         changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
         return Pushed(changes, pulled, tf.cast(PackedCount(bits).value(), tf.int64), added)
+
+
+class GradientLayout:
+    """How the buckets of a gradient are made and read, which a ps of mode=sync_replicas adds to others.
+
+    All but the step is added up over an aggregate: the gradients, the changes of the state, both times the share of
+    the batch; the share; and the sums of the step, where the ps keeps them.
+
+    Attributes:
+        specs: the types of the buckets.
+        added: the types of what is added up.
+
+    Args:
+        variables: trainable ones, then the state.
+        num_sums: of the step, see `StepOutput`; 0 for a ps that does not keep them.
+    """
+
+    def __init__(self, variables: Sequence[Shaped], num_sums: int) -> None:
+        self._num_sums = num_sums
+        self._buckets = Buckets(variables, 1 + num_sums + COUNT, tf.float32)
+        self.specs = self._buckets.specs
+        first, *large = self.specs
+        self.added = [tf.TensorSpec([first.shape[0] - COUNT], first.dtype), *large]
+
+    def pack(self, changes: list[tf.Tensor], share: tf.Tensor, sums: tf.Tensor, pulled_at: PackedCount) -> Parcel:
+        """The buckets of one gradient.
+
+        Args:
+            changes: of each variable, times `share`.
+            share: float32 [], of the batch: 1 if it is full, 0 if it is padding.
+            sums: float32 [num_sums], the loss times `share`.
+        """
+        return self._buckets.pack(changes, share[None], sums[: self._num_sums], pulled_at.bits)
+
+    def split(self, buckets: Parcel) -> tuple[Parcel, tf.Tensor]:
+        """What is added up, of the types `added`, and the step of the pull, int64."""
+        first, *large = buckets
+        return [first[:-COUNT], *large], tf.cast(PackedCount(first[-COUNT:]).value(), tf.int64)
+
+    def mean(self, total: Parcel) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The mean change of each variable from the sum over an aggregate; and [mean loss, other sums of the step]."""
+        _, (share, sums) = self._buckets.unpack(total, 1, self._num_sums)
+        # An aggregate of padding alone, at the end of a pass, has a share of 0 and changes nothing.
+        factor = tf.math.reciprocal_no_nan(share)
+        # Before the types of the variables, which may be whole numbers.
+        changes, _ = self._buckets.unpack([one * factor for one in total], 1, self._num_sums)
+        return changes, tf.concat([sums[:1] * factor, sums[1:]], 0)

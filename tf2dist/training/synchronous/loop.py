@@ -2,65 +2,50 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot, Weights
-from tf2dist.checkpoint.state import assign, counter_of, finalize, values
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.state import counter_of, values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation, chunk_size, chunks, evaluated_sizes
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
 from tf2dist.training.call_size import steps_in_call_secs
-from tf2dist.training.hooks import Change
 from tf2dist.training.loop import (
+    LoopBase,
     PauseRequest,
     PauseRequests,
     Progress,
     Report,
     never,
-    saved_facts,
 )
-from tf2dist.training.synchronous.prepare import Prepared, prepare
+from tf2dist.training.synchronous.prepare import SyncRun, prepare
 from tf2dist.training.synchronous.workers import Workers
 
 
-class SyncLoop:
+class SyncLoop(LoopBase):
     """The loop on every worker, made with `build`; see `loop.Loop`."""
 
-    def __init__(
-        self, config: RunConfig, prepared: Prepared, splits: data.Splits, plan: EpochPlan | None, report: Report
-    ) -> None:
-        step, origin = prepared.step, prepared.origin
-        self._config, self._workers, self._splits, self._report = config, prepared.workers, splits, report
-        self._origin, self._step, self._graphs, self._named = origin, step, prepared.graphs, prepared.named
-        self.sharding = prepared.sharding
-        self.target_step = prepared.target_step
-        self.model = step.model
+    def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
+        self._workers, self._splits, self._origin = run.workers, splits, run.origin
+        self._step, self._graphs, self._optimizer = run.step, run.graphs, run.optimizer
+        super().__init__(config, run, report)
         self.leads = self._workers.index == 0
-        self.earlier_updates = prepared.earlier_updates
-        self.optimizer, self.new_optimizer = prepared.optimizer, prepared.new_optimizer
-        self.restored_from, self.start = prepared.restored_from, prepared.start
-        self.metrics = step.metrics
-        self._random_states = step.random_states
-        self.advice = advice_on(step, self.optimizer)
         self._counted = counter_of(self.optimizer)
-        self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
-        self._evaluate = step.evaluate_function()
-        self._evaluated_at_once = chunk_size(self.sharding.batch_size, step, plan)
-        self._sizes = evaluated_sizes(splits.sizes(), self._evaluated_at_once, plan)  # in examples
+        self._evaluate, self._evaluated_at_once = run.step.evaluate_function(), run.evaluated_at_once
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
         self._own_secs = 0.0  # of a step on this worker; 0 while unknown
-        none = np.zeros(step.metrics.size)
-        self.progress = Progress(origin.step, self._local_steps(origin.step), origin.examples, math.nan, none)
+        step, none = self._origin.step, np.zeros(self.metrics.size)
+        self.progress = Progress(step, self._local_steps(step), self._origin.examples, math.nan, none)
 
     @classmethod
     def build(
@@ -75,7 +60,7 @@ class SyncLoop:
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
     ) -> "SyncLoop":
         workers = Workers(cluster, task, strategy)
-        return cls(config, prepare(config, workers, source, splits, start), splits, source.plan, report)
+        return cls(config, prepare(config, workers, source, splits, start), splits, report)
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
         return (step - self._origin.earlier_steps,) * self._workers.count
@@ -147,44 +132,29 @@ class SyncLoop:
         """What the optimizer has counted; the global step comes from a counter of our own."""
         return int(self._counted.numpy()) - self.earlier_updates
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return values(self._named)
+    def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
+        return [(self._optimizer, self._step.trainable)]
+
+    def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
+        arrays = values(self._named)
+        return lambda: arrays
 
     def random_states(self) -> dict[str, np.ndarray]:
-        return self._random_states(self.progress.global_step)
-
-    def apply(self, change: Change) -> None:
-        assign(self._named, change.arrays)
-        if change.learning_rate is not None:
-            self.optimizer.learning_rate = change.learning_rate
+        return self._step.random_states(self.progress.global_step)
 
     def broadcast(self, packed: bytes) -> bytes:
         return self._workers.broadcast(packed)
 
-    def freeze(self) -> Frozen:
+    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
         # All replicas have taken the same steps of their shards.
         position = self._origin.position + self.progress.global_step - self._origin.step
-        positions = [position] * self.sharding.num_shards
-        facts = saved_facts(self._config, "sync", self.progress, self.target_step, self.sharding, positions)
-        own = {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
-        arrays = values(self._named) | self._trained | self._graphs.arrays() | own
-        snapshot = Snapshot(self.progress.global_step, arrays, facts)
-        return lambda: snapshot
-
-    def snapshot(self) -> Snapshot:
-        return self.freeze()()
-
-    def finalize(self) -> None:
-        self._trained = finalize(self._named, [(self.optimizer, self._step.trainable)])
+        return [position] * self.sharding.num_shards, self._graphs.arrays()
 
     def abandon(self, reason: str) -> None:
         """Does nothing: the heartbeats of TensorFlow's coordination service tell the others."""
 
     def facts(self) -> dict[str, Any]:
         return {"algorithm": self._config.algorithm.kind, **self._graphs.facts()}
-
-    def histograms(self) -> dict[str, np.ndarray]:
-        return {}
 
     def finish(self, result: Evaluation | None) -> None:
         self._workers.wait_for_all()

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+import pkgutil
 from dataclasses import dataclass
 
 import keras
@@ -10,7 +10,6 @@ import keras
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
-    Named,
     counter_of,
     earlier_updates,
     input_positions,
@@ -18,18 +17,18 @@ from tf2dist.checkpoint.state import (
     restore,
     take_over,
 )
-from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
-from tf2dist.training.loop import target_step
+from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import feed_of
-from tf2dist.training.synchronous.local_sgd import LocalSgdStep
 from tf2dist.training.synchronous.same_start import synchronize_initial_state
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -64,41 +63,27 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A synchronous run, as one worker holds it, that is ready for its first step.
+class SyncRun(PreparedRun):
+    """A synchronous run as one worker holds it.
 
     Attributes:
         workers: all workers, as this one sees them.
-        sharding: how the training set is cut into batches for the replicas.
-        target_step: the global step at which the run ends.
-        start: the snapshot that the run continues from; None for a new run.
         origin: where the run begins.
-        step: the step of this worker's own model.
-        optimizer: the optimizer of this worker, built for that model.
-        new_optimizer: makes an optimizer like it, without its state.
-        earlier_updates: the updates that the optimizer had applied before this run.
-        named: the variables of the model and of the optimizer by their names in a snapshot.
-        restored_from: a line for the user about what was restored; empty for nothing.
+        optimizer: the optimizer of this worker, built for its model.
+        evaluated_at_once: how many examples, at most.
         graphs: the graph of the training steps.
     """
 
     workers: Workers
-    sharding: Sharding
-    target_step: int
-    start: Snapshot | None
     origin: Origin
-    step: ModelStep
     optimizer: keras.Optimizer
-    new_optimizer: Callable[[], keras.Optimizer]
-    earlier_updates: int
-    named: Named
-    restored_from: str
+    evaluated_at_once: int
     graphs: SyncStep
 
 
 def prepare(
     config: RunConfig, workers: Workers, source: Source, splits: data.Splits, start: Snapshot | Weights | None
-) -> Prepared:
+) -> SyncRun:
     """Builds the model on every worker, with the same values everywhere; to be called by all of them.
 
     Args:
@@ -111,7 +96,7 @@ def prepare(
     # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
     batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
     replicas = workers.num_replicas
-    sharding = sharding_of(splits, source.plan, batch_size, replicas, config.seed, whole_batch_loss=True)
+    sharding = sharding_of(config, splits, source.plan, replicas, batch_size)
     start = workers.broadcast_start(start)
     resumed = start if isinstance(start, Snapshot) else None
     origin = Origin.of(resumed, sharding, workers.count)
@@ -151,26 +136,32 @@ def prepare(
     stragglers = Stragglers(config, [origin.position - origin.step] * workers.count)
     graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
     graphs.restore(resumed.arrays if resumed else {})
-    return Prepared(
-        workers=workers,
+    at_once = chunk_size(sharding.batch_size, step, source.plan)
+    return SyncRun(
         sharding=sharding,
         target_step=last_step,
         start=resumed,
-        origin=origin,
         step=step,
-        optimizer=optimizer,
         new_optimizer=new_optimizer,
         earlier_updates=earlier,
         named=named,
         restored_from=restored_from,
+        sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
+        workers=workers,
+        origin=origin,
+        optimizer=optimizer,
+        evaluated_at_once=at_once,
         graphs=graphs,
     )
 
 
 def step_class(algorithm: AlgorithmConfig) -> type[SyncStep]:
     """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer."""
-    is_local = algorithm.kind == "local_sgd" and (algorithm.local_steps > 1 or algorithm.has_outer_steps)
-    return LocalSgdStep if is_local else SyncStep
+    entry = ALGORITHMS[algorithm.kind]
+    if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):
+        return SyncStep
+    local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
+    return local_sgd
 
 
 def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:

@@ -14,23 +14,17 @@ from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 
 class DelayCompensated(Algorithm):
-    """See `Algorithm`.
-
-    Args:
-        strength: the lambda of the paper; 0 would be plain asynchronous training.
-    """
+    """See `Algorithm`."""
 
     needs_pulled_values = True
     # Another update between the correction and its use would change the values that the correction is for.
     runs_alone = True
 
-    def __init__(self, strength: float) -> None:
-        self._strength = strength
-
     def gradients(
         self, gradients: list[tf.Tensor], pulled: list[tf.Tensor], variables: list[keras.Variable]
     ) -> list[tf.Tensor]:
+        strength = self.config.algorithm.strength  # the lambda of the paper
         return [
-            gradient + self._strength * gradient * gradient * (tf.convert_to_tensor(variable.value) - value)
+            gradient + strength * gradient * gradient * (tf.convert_to_tensor(variable.value) - value)
             for gradient, value, variable in zip(gradients, pulled, variables, strict=True)
         ]

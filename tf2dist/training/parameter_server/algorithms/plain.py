@@ -1,12 +1,25 @@
 """Plain asynchronous training: each update is applied as it comes, however old the values it was computed from."""
 
 import contextlib
+import pkgutil
 
 import keras
 import tensorflow as tf
 
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.config.algorithms import ALGORITHMS
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding
+from tf2dist.model.checks import check_assigned, check_losses
+from tf2dist.model.step import ModelStep
+from tf2dist.training.parameter_server.counters import AsyncOrigin
+from tf2dist.training.parameter_server.prepare import UpdateRule
+from tf2dist.training.parameter_server.schedule import AsyncScheduler
+from tf2dist.training.parameter_server.step import AsyncStep
 
-class Algorithm:
+
+class Algorithm(UpdateRule):
     """What a ps does with an update; the other algorithms override a part of this.
 
     All methods are called while graphs are made: what does nothing here costs nothing.
@@ -16,11 +29,16 @@ class Algorithm:
         runs_alone: whether a ps may apply only one update at a time, even if the optimizer does not need that.
     """
 
+    graphs: type[AsyncStep] = AsyncStep
+    scheduler: type[AsyncScheduler] = AsyncScheduler
     needs_pulled_values = False
     runs_alone = False
 
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
     def prepare(self, optimizer: keras.Optimizer) -> None:
-        """Called once with the optimizer of the ps, when it is built and before it is traced.
+        """Called once with the optimizer of each ps, when it is built and before it is traced.
 
         Raises:
             ConfigError: the algorithm cannot be combined with the optimizer.
@@ -44,3 +62,16 @@ class Algorithm:
             staleness: how many others were numbered on this ps between the pull and this update, int64.
         """
         return contextlib.nullcontext()
+
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
+        check_assigned(name, step.trace)
+        check_losses(name, step, num_replicas=1)
+
+    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> AsyncOrigin:
+        return AsyncOrigin.of(start, sharding, num_metrics)
+
+
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """The algorithm that the option names; each is in a file of its own, which is imported only if it is chosen."""
+    algorithm: Algorithm = pkgutil.resolve_name(ALGORITHMS[config.algorithm.kind].implementation)(config)
+    return algorithm

@@ -20,8 +20,7 @@ from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 class StalenessAware(Algorithm):
     """See `Algorithm`."""
 
-    def __init__(self) -> None:
-        self._factor: tf.Tensor | None = None  # while an update is traced
+    _factor: tf.Tensor | None = None  # while an update is traced
 
     def prepare(self, optimizer: keras.Optimizer) -> None:
         if optimizer.gradient_accumulation_steps:

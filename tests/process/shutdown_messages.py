@@ -1,6 +1,6 @@
-"""A coordinator says farewell to servers in processes of their own, while its operations on a lost one fail.
+"""A coordinator sends the shutdown message to servers in processes of their own, while its operations on one fail.
 
-Prints the exit code of each server as JSON: a server that hears no farewell does not end, and is killed.
+Prints the exit code of each server as JSON: a server that gets none does not end, and is killed.
 """
 
 import json
@@ -33,7 +33,7 @@ def main(ports: list[str]) -> None:
     reachability.wait_until_gone(cluster, [LOST], LIMIT_SECS)
     for _ in range(4):
         threading.Thread(target=fail_without_end, daemon=True).start()
-    serving.say_farewell(cluster, {"final": ["accuracy", 1.0]}, LIMIT_SECS)
+    serving.send_shutdown(cluster, {"final": ["accuracy", 1.0]}, LIMIT_SECS)
     print(json.dumps({str(task): end_of(pid) for task, pid in pids.items()}), flush=True)
     os._exit(0)  # at once: TensorFlow waits for the servers, which are gone
 
@@ -52,7 +52,7 @@ def fail_without_end() -> None:
     while True:
         try:
             with tf.device(f"/job:{LOST.job}/replica:0/task:{LOST.index}/device:CPU:0"):
-                tf.io.read_file(serving.FAREWELL).numpy()
+                tf.io.read_file(serving.SHUTDOWN_FILE).numpy()
         except tf.errors.OpError:
             pass
 

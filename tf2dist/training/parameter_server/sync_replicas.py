@@ -1,0 +1,167 @@
+"""mode=sync_replicas: the rule by which every step is the mean of K gradients, and its loop on the coordinator.
+
+The parameter servers decide alone what is in a step; see `sync_replicas_servers`. The coordinator supplies the workers
+with calls, opens the servers for a training and closes them at its end.
+"""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.cluster.spec import Cluster
+from tf2dist.config.checks import check_replicas
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.pipeline import Sharding
+from tf2dist.errors import NotFiniteError
+from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
+from tf2dist.model.step import ModelStep
+from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
+from tf2dist.training.parameter_server.loop import PsLoop
+from tf2dist.training.parameter_server.prepare import PsRun, UpdateRule
+from tf2dist.training.parameter_server.sync_replicas_counters import (
+    GRADIENTS_ARRAY,
+    GradientCounts,
+    SyncReplicasOrigin,
+)
+from tf2dist.training.parameter_server.sync_replicas_schedule import SyncReplicasScheduler
+from tf2dist.training.parameter_server.sync_replicas_step import SyncReplicasStep
+
+
+class SyncReplicasRule(UpdateRule):
+    """An update is the mean of the first K gradients of a step.
+
+    Attributes:
+        replicas: K.
+
+    Raises:
+        ConfigError: a worker would have to give several gradients to a step, and there are several ps.
+    """
+
+    graphs, scheduler = SyncReplicasStep, SyncReplicasScheduler
+
+    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
+        check_replicas(config, cluster.num_workers, cluster.num_ps)
+        self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
+
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
+        check_losses(name, step, self.replicas)
+        check_state(name, step.state)
+        if self.replicas > 1:
+            check_aggregation(name, step, "mode=sync_replicas")
+            check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
+            check_batches(name, step, splits)
+
+    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
+        return SyncReplicasOrigin.of(start, sharding)
+
+
+class SyncReplicasLoop(PsLoop):
+    """The loop of mode=sync_replicas, in which a global step is the mean of K gradients."""
+
+    _graphs: SyncReplicasStep
+    _scheduler: SyncReplicasScheduler
+    _origin: SyncReplicasOrigin
+
+    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
+        super().__init__(config, cluster, run, report)
+        self._counts = self._graphs.deciding.counts()  # as they were read last
+        self.progress = self._progress(math.nan)
+
+    @classmethod
+    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
+        return SyncReplicasRule(config, cluster)
+
+    def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
+        scheduler, deciding = self._scheduler, self._graphs.deciding
+        # The last call of an evaluation may have returned its result and still count as in flight.
+        requested = scheduler.finish(pause_request)
+        deciding.open(until_step)
+        scheduler.begin(deciding.counts())
+        requested |= self._supply(until_step, pause_request)
+        deciding.close()
+        # The calls in flight can change nothing any more, so a stop does not wait for them.
+        if PauseRequest.STOP not in requested:
+            requested |= scheduler.finish(pause_request)
+        return requested
+
+    def _supply(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
+        """Supplies the workers with calls until all steps are made, or until a pause is requested."""
+        scheduler, seen = self._scheduler, (-1, -1)
+        self._changed_at = time.monotonic()
+        while True:
+            scheduler.all_done()  # raises the error of a call that has failed
+            counts = self._read()
+            missing = until_step - counts.step
+            requested = pause_request()  # before the end is checked: a short epoch may have no other look
+            if missing <= 0 or requested:
+                return requested
+            before, seen = seen, (counts.step, int(counts.pushed.sum()))
+            is_stalled = seen == before
+            if is_stalled:
+                self._graphs.deciding.wake()
+            scheduler.fill(counts, missing, is_stalled)
+            self._read_all()  # is made here at the first time, while the workers prepare their first step
+            time.sleep(scheduler.secs_to_next_look(missing))
+
+    def _settle(self, requested: PauseRequest) -> None:
+        self._align_servers()
+        self._read()
+
+    def _give_up_calls(self, until_step: int) -> None:
+        self._align_servers()
+        self._read()
+
+    def _align_servers(self) -> None:
+        """Brings the last step to all ps: the worker that knew of it may be lost."""
+        last = self._graphs.deciding.close()
+        for server in self._graphs.following:
+            server.follow(last.applied.bits, *last.others)
+
+    def _read(self) -> GradientCounts:
+        """Reads the counters of the ps into `progress`."""
+        before, self._counts = self._counts, self._graphs.deciding.counts()
+        counts, now = self._counts, time.monotonic()
+        loss, steps = counts.sums[0] - before.sums[0], counts.step - before.step
+        # A sum that is not finite once stays so, so a single bad step is noticed however seldom this looks.
+        if not np.isfinite(counts.sums[0]):
+            message = f"the loss is {counts.sums[0]} before global step {counts.step}; try a lower learning rate"
+            raise NotFiniteError(message)
+        if steps:
+            self._scheduler.steps_per_sec = steps / (now - self._changed_at)
+            self._changed_at = now
+            self.progress = self._progress(float(loss / steps))
+            self._report(self.progress)
+        return counts
+
+    def _progress(self, loss: float) -> Progress:
+        counts = self._counts
+        return Progress(
+            global_step=counts.step,
+            local_steps=tuple(map(int, counts.aggregated)),
+            examples=self._origin.examples + int(counts.sums[1]),
+            loss=loss,
+            metrics=counts.sums[2:],
+        )
+
+    def updates_applied(self) -> int:
+        """From the gradients that are in steps; the global step comes from another counter of the ps."""
+        gradients = self._graphs.deciding.counts().aggregated.sum() - self._origin.aggregated.sum()
+        return self._origin.step + int(gradients) // self._graphs.replicas
+
+    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
+        counts = self._graphs.deciding.counts()
+        positions = list(map(int, self._origin.offsets + counts.pushed))
+        return positions, {GRADIENTS_ARRAY: np.stack([counts.aggregated, counts.dropped])}
+
+    def facts(self) -> dict[str, Any]:
+        """The gradients of each worker: those that are in the steps, and those that came too late."""
+        counts = self._graphs.deciding.counts()
+        return {
+            "replicas_to_aggregate": self._graphs.replicas,
+            "aggregated": counts.aggregated.tolist(),
+            "dropped": counts.dropped.tolist(),
+        }
