@@ -9,7 +9,7 @@ from tf2dist.comparing.matrix import Contender, contenders_of, runs_of
 from tf2dist.comparing.options import Options, split
 from tf2dist.comparing.results import ContenderResult, results_of
 from tf2dist.comparing.running import RUNS, Outcome
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.launch.start import check_local
 
 SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed
@@ -18,7 +18,7 @@ NUM_EXAMPLES = 40_000
 
 def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
     options, rest = split(list(arguments))
-    return options, contenders_of(options, rest, Source(), check_local)
+    return options, contenders_of(options, rest, ConfigSource(), check_local)
 
 
 def compared(

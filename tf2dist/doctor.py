@@ -20,7 +20,7 @@ from tf2dist.cluster import addresses, listening, reachability
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import paths
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
@@ -77,7 +77,7 @@ def report(arguments: list[str]) -> int:
     return 2 if any(finding.level == "fail" for finding in found) else 0
 
 
-def examine(overrides: list[str], environ: Mapping[str, str], source: Source = BUILT_IN) -> Iterator[Finding]:
+def examine(overrides: list[str], environ: Mapping[str, str], source: ConfigSource = BUILT_IN) -> Iterator[Finding]:
     """All findings, the quick ones first."""
     config, place, mistakes = request(overrides, environ, source)
     yield from mistakes
@@ -108,7 +108,7 @@ def examine(overrides: list[str], environ: Mapping[str, str], source: Source = B
 
 
 def request(
-    overrides: list[str], environ: Mapping[str, str], source: Source = BUILT_IN
+    overrides: list[str], environ: Mapping[str, str], source: ConfigSource = BUILT_IN
 ) -> tuple[RunConfig | None, Place | None, list[Finding]]:
     """The configuration and this process's place, each None if it is invalid, and the findings about both."""
     config, place, found = None, None, []

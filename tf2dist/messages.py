@@ -53,7 +53,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressMessage:
     """Where the training stands.
 
     Attributes:
@@ -124,7 +124,7 @@ class HookCall:
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultMessage:
     """What summary.json is to hold."""
 
     task: str
@@ -171,11 +171,23 @@ class PauseWanted:
 
 
 FromTask = (
-    Alive | Silence | LongCall | Stalled | Began | Progress | Status | Note | Warned | Saved | HookCall | Result | Done
+    Alive
+    | Silence
+    | LongCall
+    | Stalled
+    | Began
+    | ProgressMessage
+    | Status
+    | Note
+    | Warned
+    | Saved
+    | HookCall
+    | ResultMessage
+    | Done
 )
 ToTask = PeerGone | HookAnswer | PauseWanted
 DROPPABLE = (
-    Alive | Progress
+    Alive | ProgressMessage
 )  # repeated soon: sent without waiting, and dropped while a suspended launcher reads nothing
 
 
@@ -208,7 +220,7 @@ class ToLauncher:
     def progress(
         self, step: int, target_step: int, metrics: dict[str, float], steps_per_sec: float | None = None
     ) -> None:
-        self._post(Progress(self.task, step, target_step, metrics, steps_per_sec))
+        self._post(ProgressMessage(self.task, step, target_step, metrics, steps_per_sec))
 
     def status(self, text: str) -> None:
         self._post(Status(self.task, text))
@@ -236,7 +248,7 @@ class ToLauncher:
         self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rate, arrays, state))
 
     def result(self, summary: dict[str, Any]) -> None:
-        self._post(Result(self.task, summary))
+        self._post(ResultMessage(self.task, summary))
 
     def done(self) -> None:
         self._post(Done(self.task))

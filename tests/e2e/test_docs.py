@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PAGES, Command
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.sweeps import expanded
 
@@ -86,7 +86,7 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (experiment,) = blocks("yaml")
     (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
-    made = load(["experiment=wide"], None, Source(str(tmp_path)))
+    made = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
     assert made.model["hidden_units"] == [1000, 500]
     assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
 
@@ -102,6 +102,6 @@ def test_every_command_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "mine.py").touch()
     own = [argument for argument in shlex.split(line) if "=" in argument]
     if line.startswith("-m "):
-        assert len(list(expanded(own, Source()))) > 1
+        assert len(list(expanded(own, ConfigSource()))) > 1
     else:
         load(own, "{}" if "cluster=tf_config" in line else None)

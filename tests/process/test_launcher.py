@@ -18,7 +18,7 @@ from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Exited, Ready
-from tf2dist.messages import PeerGone, Result
+from tf2dist.messages import PeerGone, ResultMessage
 
 Message = TypeVar("Message")
 
@@ -44,7 +44,7 @@ def wait_for(launcher: Launcher, kind: type[Message], task: str = "") -> Message
 
 def said(launcher: Launcher, task: str = "") -> dict[str, Any]:
     """The next result that a target sends."""
-    return wait_for(launcher, Result, task).summary
+    return wait_for(launcher, ResultMessage, task).summary
 
 
 def start(launcher: Launcher, name: str, function: str, **payload: Any) -> None:

@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_worker_that_cannot_be_reached(
     loop = async_loop(config, num_ps=1)
     addresses = loop._cluster.jobs["worker"]
     elsewhere = (*addresses[:STRAGGLER], f"localhost:{unused_ports(1)[0]}")
-    loop._scheduler._cluster = Cluster("async", {**loop._cluster.jobs, "worker": elsewhere})
+    loop._scheduler.cluster = Cluster("async", {**loop._cluster.jobs, "worker": elsewhere})
     loop.train(300)
     assert_exact(loop, 300)
     assert loop.progress.local_steps[STRAGGLER] <= 10, "the others waited for it"

@@ -145,18 +145,16 @@ def test_two_workers_take_turns(async_loop: MakeLoop, optimizer: str, n_fetch: i
     paper = Paper(loop.model, made, lambda number: float(schedule(number)))
     theirs = [PaperWorker(paper, 5) for _ in range(2)]
 
-    indices = [graphs.servers[0].counters.indices(tf.constant(worker, tf.int64)) for worker in range(2)]
-    pulled = [graphs._pull(tf.constant(worker, tf.int64)) for worker in range(2)]
+    calls = [graphs._begin(tf.constant(worker, tf.int64), tf.constant(LIMIT, tf.int64)) for worker in range(2)]
+    pulled = [graphs._pull(call) for call in calls]
     updates, staleness, first = [0, 0], [], 0
     for number, (worker, size) in enumerate(zip(SEQUENCE, SIZES, strict=True)):
         leaves = split_of(splits, "train").take(np.arange(first, first + size))
         first += size
         staleness.append(theirs[worker].update(*leaves))
-        pushes, _ = graphs._compute(pulled[worker], list(map(tf.constant, leaves)), tf.constant(worker, tf.int64))
+        pushes, _ = graphs._compute(pulled[worker], list(map(tf.constant, leaves)), calls[worker].worker)
         updates[worker] += 1
-        pulled[worker] = graphs._exchange(
-            pushes, indices[worker], tf.constant(LIMIT, tf.int64), tf.constant(worker, tf.int64), updates[worker]
-        )
+        pulled[worker] = graphs._exchange(calls[worker], pushes, updates[worker])
         if 2 * updates[worker] % n_fetch == 0:
             theirs[worker].fetch()
         for ours, weight in zip(loop.model.trainable_variables, paper.weights, strict=True):

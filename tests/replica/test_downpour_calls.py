@@ -49,9 +49,9 @@ def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:
     source.plan = EpochPlan()
     loop = async_loop(config, source=source)
     servers = loop._graphs.servers
-    rates = [float(server.pull_layout.unpack(server.pull()).others[0]) for server in servers]
+    rates = [float(server.pull_layout.unpack(server.pull()).others[0][0]) for server in servers]
     loop.apply(Change(learning_rate=0.125))
-    rates += [float(server.pull_layout.unpack(server.pull()).others[0]) for server in servers]
+    rates += [float(server.pull_layout.unpack(server.pull()).others[0][0]) for server in servers]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.125, 0.125])
 
 

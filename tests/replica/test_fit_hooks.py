@@ -17,7 +17,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.launch.console import Console
-from tf2dist.messages import HookAnswer, PauseWanted, Progress, ToLauncher
+from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.inbox import Inbox
 from tf2dist.process.tf_internals import fresh_names, seeds_of
@@ -210,7 +210,7 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     def script(leader: Leader) -> Change:
         leader.call("begin", 0, 0)
         for step in (3, 4):
-            leader.conversation.hear(Progress("chief-0", step, 20, {"loss": 1.0}))
+            leader.conversation.hear(ProgressMessage("chief-0", step, 20, {"loss": 1.0}))
         assert leader.inbox.pause_wanted.wait(30)
         sent.put(leader.hooks.wanted())
         change = leader.call("pause", 0, 7)

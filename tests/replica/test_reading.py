@@ -30,8 +30,8 @@ def test_a_frozen_run_is_fetched_while_the_training_goes_on(
     """The values of the moment when it was frozen, although every variable has been changed in place since."""
     monkeypatch.setattr(reading, "MAX_PACKED_BYTES", 100)
     loop = async_loop(placed(kind, optimizer))
-    assert loop._read_all()._kept
-    assert not loop._read_all()._packed
+    assert loop.read_all()._kept
+    assert not loop.read_all()._packed
     loop.train(20)
     frozen, before = loop.freeze(), loop.snapshot()
     loop.train(60)

@@ -203,4 +203,4 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["20 set()"]), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["50 set()"]), done.stderr

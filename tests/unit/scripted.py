@@ -15,7 +15,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.messages import Exited
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_state import Tasks
-from tf2dist.messages import Alive, Done, Result
+from tf2dist.messages import Alive, Done, ResultMessage
 
 TASKS = ["worker-0", "worker-1"]
 ECHO = "lost another task: Error from /job:worker"
@@ -58,7 +58,7 @@ class ScriptedLauncher:
         if restarts:
             self._silent = ""
             self._script += [(self.now + 1, ended(name, 0)) for name in TASKS if len(self.tasks) == len(TASKS)]
-            self._script.append((self.now, Result(TASKS[0], {"done": True})))
+            self._script.append((self.now, ResultMessage(TASKS[0], {"done": True})))
 
     def events(self, timeout_secs: float) -> Iterator[Any]:
         self.now += timeout_secs

@@ -17,9 +17,9 @@ from tf2dist.fitting.shown import QuietConsole
 from tf2dist.launch import console
 from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked
-from tf2dist.messages import Progress
+from tf2dist.messages import ProgressMessage
 
-PROGRESS = Progress("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})
+PROGRESS = ProgressMessage("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})
 
 
 def all_of(descriptor: int) -> str:

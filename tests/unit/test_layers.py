@@ -186,6 +186,15 @@ def private_names(package: Path) -> list[str]:
     return sorted(set(found))
 
 
+def class_names_twice(package: Path) -> list[str]:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules(package).items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    return sorted(f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1)
+
+
 def named_by_text(node: ast.AST) -> str:
     """The attribute that a call of getattr and the like names as a text."""
     if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr")):
@@ -214,6 +223,7 @@ RULES = {
     "the twins do not know each other": between_twins,
     "private names stand in one package": private_names,
     "every module has a floor": unknown_at_the_top,
+    "a class name has one meaning": class_names_twice,
 }
 
 
@@ -260,6 +270,7 @@ BREAKS = [
     ("private names stand in one package", "process/tf_internals_too.py", "import keras.src.backend"),
     ("every module has a floor", "novelty.py", ""),
     ("every module has a floor", "novelties/__init__.py", ""),
+    ("a class name has one meaning", "training/synchronous/loop.py", "class AsyncLoop:\n    pass"),
 ]
 
 

@@ -24,12 +24,12 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.messages import Back, Ended, Lost, MeetingEvent
 from tf2dist.errors import TaskFailure
 from tf2dist.launch import exit_causes
-from tf2dist.messages import PeerGone, Result, Saved
+from tf2dist.messages import PeerGone, ResultMessage, Saved
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_result_after_an_echo_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str], max_restarts: int) -> None:
-    result = Result(TASKS[0], {"done": True})
+    result = ResultMessage(TASKS[0], {"done": True})
     launcher = ScriptedLauncher(
         tmp_path, [(104.0, ended("worker-1", 138)), (104.5, result), (106.0, ended(TASKS[0], 0))]
     )
@@ -40,7 +40,7 @@ def test_a_result_after_an_echo_counts(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_result_ends_the_wait_for_the_cause_of_an_echo(tmp_path: Path) -> None:
     """The cause is a frozen task here, whose end is never reported."""
-    result = Result("chief-0", {"done": True})
+    result = ResultMessage("chief-0", {"done": True})
     script = [(104.0, ended("worker-1", 138)), (104.5, result), (105.0, ended("chief-0", 0))]
     launcher = ScriptedLauncher(tmp_path, script, silent="worker-2")
     launcher.reaps = False
@@ -82,7 +82,7 @@ def test_a_task_that_ends_too_early_with_code_0_is_lost(
 ) -> None:
     tasks = TASKS if mode == "sync" else ["chief-0", "ps-0", "worker-0"]
     end = EndedEarly(task, 0, 0.0)
-    result = Result(tasks[0], {"done": True})
+    result = ResultMessage(tasks[0], {"done": True})
     script = [(103.0, end), (110.0, result), *((111.0, ended(name, 0)) for name in tasks)]
     launcher = ScriptedLauncher(tmp_path, script)
     found = follow(launcher, RunConfig(mode=mode), tasks, start=lambda name, _: launcher.tasks.update({name: 1}))
@@ -156,7 +156,9 @@ def _run_out_of_memory(launcher: ScriptedLauncher, timeout_secs: float, events: 
 
 def test_tasks_learn_which_worker_of_another_host_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A call to the lost worker may hang, so the coordinator must cut its connections to it."""
-    launcher = ScriptedLauncher(tmp_path, [(106.0, Result("chief-0", {"done": True})), (107.0, ended("chief-0", 0))])
+    launcher = ScriptedLauncher(
+        tmp_path, [(106.0, ResultMessage("chief-0", {"done": True})), (107.0, ended("chief-0", 0))]
+    )
     meeting = ScriptedMeeting(launcher, [(103.0, Lost("worker-1", "silent for 6 s")), (104.0, Back("worker-1"))])
     assert follow(launcher, RunConfig(mode="async"), ["chief-0"], meeting=meeting)["done"]
     assert launcher.sent == [("chief-0", PeerGone("worker-1"))]

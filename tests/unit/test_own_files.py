@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tf2dist import cli
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.errors import ConfigError
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-OWN = Source("conf")
+OWN = ConfigSource("conf")
 
 
 def test_an_own_experiment(folder: Path) -> None:
@@ -56,7 +56,7 @@ def test_of_two_files_with_one_name_ours_is_taken_as_with_hydra(folder: Path) ->
 
 
 def test_an_own_beginning(folder: Path) -> None:
-    made = load(["train.steps=4"], None, Source("conf", "mine"))
+    made = load(["train.steps=4"], None, ConfigSource("conf", "mine"))
     assert (made.seed, made.train.steps, made.model["name"]) == (9, 4, "dnn")
 
 
@@ -77,17 +77,17 @@ def test_an_own_beginning(folder: Path) -> None:
         ),
         (["length=short"], OWN, "length (short): is not a group of tf2dist; write +length=short for one of yours"),
         (["+length=long"], OWN, "length (long): must be one of short"),
-        (["experiment=mine"], Source(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
+        (["experiment=mine"], ConfigSource(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
         (
             ["experiment=bare"],
             OWN,
             'experiment.train (in experiment/bare.yaml): there is no such option; begin the file with "# @package _gl',
         ),
         (["experiment=torn"], OWN, "conf/experiment/torn.yaml, line 4: cannot be read (expected"),
-        ([], Source("conf", "bare"), 'begin the file with "defaults: [config, _self_]"'),
+        ([], ConfigSource("conf", "bare"), 'begin the file with "defaults: [config, _self_]"'),
     ],
 )
-def test_what_is_wrong_has_a_line(folder: Path, overrides: list[str], source: Source, words: str) -> None:
+def test_what_is_wrong_has_a_line(folder: Path, overrides: list[str], source: ConfigSource, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(overrides, None, source)
     assert words in str(caught.value)
@@ -153,9 +153,9 @@ def test_where_the_configuration_comes_from(folder: Path, capsys: pytest.Capture
 
 
 def test_an_own_folder_may_come_first(folder: Path) -> None:
-    first = Source(path="conf")
+    first = ConfigSource(path="conf")
     assert load(["model=cnn"], None, first).model["hidden_units"] == [1]
-    assert load([], None, Source(name="mine", path="conf")).seed == 9
+    assert load([], None, ConfigSource(name="mine", path="conf")).seed == 9
 
 
 def test_files_use_all_resolvers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tf2dist import messages
 from tf2dist.launch.messages import Event, Ready, Start, ToServer
-from tf2dist.messages import Alive, LongCall, Progress, Result, Saved, Stalled, ToLauncher
+from tf2dist.messages import Alive, LongCall, ProgressMessage, ResultMessage, Saved, Stalled, ToLauncher
 from tf2dist.packing import MessageError, pack, unpack
 
 MESSAGES = [
@@ -16,8 +16,8 @@ MESSAGES = [
     LongCall("worker-0", 30, "load (mine.py:3)", is_users=True),
     Stalled("worker-0", 30, "load (mine.py:3)", is_users=True),
     Saved("chief-0", 7, stopping=False),
-    Progress("chief-0", 7, 20, {"loss": 0.5, "mae": float("inf")}),
-    Result("chief-0", {"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}),
+    ProgressMessage("chief-0", 7, 20, {"loss": 0.5, "mae": float("inf")}),
+    ResultMessage("chief-0", {"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}),
     Ready(isolated=True, ports=(2222, 2223)),
     Start("ps-0", "module:function", {"any": ["json"]}, "ps-0.log", None),
     Start("ps-0", "module:function", None, "ps-0.log", ("folder", "other")),
@@ -64,15 +64,15 @@ def test_an_invalid_packet_is_refused_by_name(data: bytes, says: str) -> None:
 
 
 def test_a_float_may_be_written_as_an_integer() -> None:
-    progress = {"type": "Progress", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
+    progress = {"type": "ProgressMessage", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
     found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
-    assert found == Progress("t", 1, 2, {"loss": 1.0, "mae": 0.0})
+    assert found == ProgressMessage("t", 1, 2, {"loss": 1.0, "mae": 0.0})
     assert {type(value) for value in found.metrics.values()} == {float}
 
 
 def test_a_number_without_end_is_refused() -> None:
-    progress = {"type": "Progress", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
-    with pytest.raises(MessageError, match=r"Progress\.metrics"):
+    progress = {"type": "ProgressMessage", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
+    with pytest.raises(MessageError, match=r"ProgressMessage\.metrics"):
         unpack(json.dumps(progress | {"metrics": {"loss": 10**400}}).encode(), Event)
 
 

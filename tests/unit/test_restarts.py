@@ -4,7 +4,7 @@ import pytest
 
 from tf2dist.errors import FailureRecord
 from tf2dist.launch.failures import cause_order
-from tf2dist.launch.restarts import RestartPolicy, Verdict
+from tf2dist.launch.restarts import RestartDecision, RestartPolicy
 
 LOST = 138
 
@@ -16,22 +16,22 @@ def failure(task: str, exit_code: int = LOST) -> FailureRecord:
 @pytest.mark.parametrize(
     ("mode", "task", "whole_cluster", "expected"),
     [
-        ("async", "worker-1", True, Verdict.RESTART_TASK),
-        ("async", "worker-1", False, Verdict.RESTART_TASK),
-        ("async", "ps-0", True, Verdict.RESTART_ALL),
-        ("async", "chief-0", True, Verdict.RESTART_ALL),
-        ("async", "ps-0", False, Verdict.FAIL),
-        ("async", "chief-0", False, Verdict.FAIL),
-        ("sync", "worker-0", True, Verdict.RESTART_ALL),
-        ("sync", "worker-1", True, Verdict.RESTART_ALL),
-        ("sync", "worker-1", False, Verdict.FAIL),
-        ("sync", "chief-0", False, Verdict.FAIL),
+        ("async", "worker-1", True, RestartDecision.RESTART_TASK),
+        ("async", "worker-1", False, RestartDecision.RESTART_TASK),
+        ("async", "ps-0", True, RestartDecision.RESTART_ALL),
+        ("async", "chief-0", True, RestartDecision.RESTART_ALL),
+        ("async", "ps-0", False, RestartDecision.FAIL),
+        ("async", "chief-0", False, RestartDecision.FAIL),
+        ("sync", "worker-0", True, RestartDecision.RESTART_ALL),
+        ("sync", "worker-1", True, RestartDecision.RESTART_ALL),
+        ("sync", "worker-1", False, RestartDecision.FAIL),
+        ("sync", "chief-0", False, RestartDecision.FAIL),
     ],
 )
-def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected: Verdict) -> None:
+def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected: RestartDecision) -> None:
     policy = RestartPolicy(mode, max_restarts=3, whole_cluster=whole_cluster)
     assert policy.judge(failure(task)) is expected
-    assert policy.restarts == int(expected is not Verdict.FAIL)
+    assert policy.restarts == int(expected is not RestartDecision.FAIL)
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 130, 143])
@@ -39,14 +39,14 @@ def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected:
 def test_a_failure_that_would_recur_is_not_retried(mode: str, exit_code: int) -> None:
     policy = RestartPolicy(mode, max_restarts=3, whole_cluster=True)
     for task in ("worker-0", "ps-0", "chief-0"):
-        assert policy.judge(failure(task, exit_code)) is Verdict.FAIL
+        assert policy.judge(failure(task, exit_code)) is RestartDecision.FAIL
     assert policy.restarts == 0
 
 
 def test_a_worker_that_reports_a_lost_peer_is_not_lost_itself() -> None:
     complaint = FailureRecord("worker-0", 0.0, LOST, "chief-0 is gone")
-    assert RestartPolicy("async", 3, whole_cluster=False).judge(complaint) is Verdict.FAIL
-    assert RestartPolicy("async", 3, whole_cluster=True).judge(complaint) is Verdict.RESTART_ALL
+    assert RestartPolicy("async", 3, whole_cluster=False).judge(complaint) is RestartDecision.FAIL
+    assert RestartPolicy("async", 3, whole_cluster=True).judge(complaint) is RestartDecision.RESTART_ALL
     named = [complaint, failure("ps-0"), FailureRecord("chief-0", 1.0, 3, "the loss is nan")]
     assert [record.task for record in sorted(named, key=cause_order)] == ["ps-0", "chief-0", "worker-0"]
 
@@ -54,6 +54,11 @@ def test_a_worker_that_reports_a_lost_peer_is_not_lost_itself() -> None:
 def test_restarts_are_limited() -> None:
     policy = RestartPolicy("async", max_restarts=2, whole_cluster=True)
     verdicts = [policy.judge(failure(task)) for task in ("worker-0", "ps-0", "worker-1", "chief-0")]
-    assert verdicts == [Verdict.RESTART_TASK, Verdict.RESTART_ALL, Verdict.FAIL, Verdict.FAIL]
+    assert verdicts == [
+        RestartDecision.RESTART_TASK,
+        RestartDecision.RESTART_ALL,
+        RestartDecision.FAIL,
+        RestartDecision.FAIL,
+    ]
     assert policy.is_used_up
-    assert RestartPolicy("sync", 0, True).judge(failure("worker-0")) is Verdict.FAIL
+    assert RestartPolicy("sync", 0, True).judge(failure("worker-0")) is RestartDecision.FAIL

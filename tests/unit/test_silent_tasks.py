@@ -12,7 +12,7 @@ from tests.unit.scripted import ECHO, TASKS, ScriptedLauncher, ended, follow, st
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.launch.messages import Started
-from tf2dist.messages import LongCall, Result, Stalled
+from tf2dist.messages import LongCall, ResultMessage, Stalled
 
 
 def test_a_task_that_is_silent_from_its_start_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,7 @@ def test_the_user_sees_which_functions_tasks_are_in(tmp_path: Path, capsys: pyte
     ]
     script += [
         (106.5, long_call("worker-1", True)),
-        (110.0, Result(TASKS[0], {"done": 1})),
+        (110.0, ResultMessage(TASKS[0], {"done": 1})),
     ]
     script += [(111.0, ended(task, 0)) for task in TASKS]
     printed = warnings_of(ScriptedLauncher(tmp_path, script), capsys)

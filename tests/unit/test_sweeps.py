@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from hydra.types import RunMode
 
-from tf2dist.config.compose import Source, opened, prepared
+from tf2dist.config.compose import ConfigSource, opened, prepared
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.jobs import finished_summary
 from tf2dist.launch.sweep import check_same, sweep_dir
 from tf2dist.launch.sweep_report import Row, as_csv, as_table, read_rows
 
-NO_FOLDER = Source()
+NO_FOLDER = ConfigSource()
 
 
-def jobs(*overrides: str, source: Source = NO_FOLDER) -> list[Job]:
+def jobs(*overrides: str, source: ConfigSource = NO_FOLDER) -> list[Job]:
     with opened(source) as hydra:
         given = [*prepared(list(overrides), None), "hydra.mode=MULTIRUN"]
         return jobs_of(hydra, hydra.compose_config(source.name, given, RunMode.MULTIRUN), lambda config: None)
@@ -64,13 +64,13 @@ def test_own_experiments_are_swept(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     for seed in (3, 4):
         (tmp_path / "experiment" / f"mine{seed}.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
-    made = jobs("experiment=glob(mine*)", source=Source(str(tmp_path)))
+    made = jobs("experiment=glob(mine*)", source=ConfigSource(str(tmp_path)))
     assert [job.config.seed for job in made] == [3, 4]
 
 
 def test_values_of_a_file_are_swept(tmp_path: Path) -> None:
     (tmp_path / "search.yaml").write_text("defaults: [config, _self_]\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
-    assert [job.config.seed for job in jobs(source=Source(str(tmp_path), "search"))] == [1, 2]
+    assert [job.config.seed for job in jobs(source=ConfigSource(str(tmp_path), "search"))] == [1, 2]
 
 
 def finished(folder: Path, job: Job, saved_step: int = 5) -> None:

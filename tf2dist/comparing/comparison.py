@@ -9,7 +9,7 @@ from tf2dist.comparing.options import Options, split
 from tf2dist.comparing.report import REPORT, write_report
 from tf2dist.comparing.results import results_of
 from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
 from tf2dist.launch.console import Console
@@ -34,7 +34,7 @@ class ComparisonFailed(TfDistError):
         self.exit_code = failed[0].exit_code or 1
 
 
-def compare(arguments: list[str], overrides: list[str], source: Source, signals: Signals) -> None:
+def compare(arguments: list[str], overrides: list[str], source: ConfigSource, signals: Signals) -> None:
     """Runs a comparison and writes its report.
 
     Args:
@@ -66,7 +66,7 @@ def compare(arguments: list[str], overrides: list[str], source: Source, signals:
         raise ComparisonFailed(failed, len(outcomes), folder)
 
 
-def _with_resolved_data(options: Options, rest: list[str], source: Source, console: Console) -> list[Contender]:
+def _with_resolved_data(options: Options, rest: list[str], source: ConfigSource, console: Console) -> list[Contender]:
     """The contenders, after the data were found, downloaded, or replaced by others: by one process, before all runs."""
     contenders = contenders_of(options, rest, source, check_local)
     for name in dict.fromkeys(one.config.data.name for one in contenders):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tf2dist.comparing.options import Options, backups_of
-from tf2dist.config.compose import Source
+from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.config.sweeps import MAX_JOBS, expanded
@@ -70,7 +70,7 @@ class ContenderRun:
 
 
 def contenders_of(
-    options: Options, overrides: list[str], source: Source, check: Callable[[RunConfig], None]
+    options: Options, overrides: list[str], source: ConfigSource, check: Callable[[RunConfig], None]
 ) -> list[Contender]:
     """All contenders, each with its checked configuration.
 
@@ -113,7 +113,7 @@ def _keys_of_a_mode(line: tuple[str, ...]) -> set[str]:
     return {group for override in line if (group := _group(override.partition("=")[0]))}
 
 
-def _taken(line: tuple[str, ...], mode: str, source: Source) -> tuple[str, ...]:
+def _taken(line: tuple[str, ...], mode: str, source: ConfigSource) -> tuple[str, ...]:
     """The overrides without those of other modes, such as algorithm=bounded for mode=sync."""
     common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
     dropped = set()
@@ -139,7 +139,7 @@ def _contender(
     line: tuple[str, ...],
     varying: dict[str, str],
     base: RunConfig,
-    source: Source,
+    source: ConfigSource,
 ) -> Contender:
     """One contender; `base`: the configuration of its line, for what does not depend on the mode."""
     workers = options.workers

@@ -41,7 +41,7 @@ ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, Value
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """Where the configuration files are.
 
     Attributes:
@@ -152,7 +152,7 @@ class Loader(ConfigLoaderImpl):
 
 
 @contextlib.contextmanager
-def opened(source: Source) -> Iterator[Hydra]:
+def opened(source: ConfigSource) -> Iterator[Hydra]:
     """Hydra with ``conf/`` and the user's folders on its search path."""
     stored = ConfigStore.instance().repo
     names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}

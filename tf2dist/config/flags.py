@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from tf2dist.config.compose import MAIN, Source
+from tf2dist.config.compose import MAIN, ConfigSource
 from tf2dist.config.paths import is_folder, is_path
 from tf2dist.errors import ConfigError, nearest
 
@@ -48,7 +48,7 @@ def actions_of(asked: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in ACTIONS if getattr(asked, name)]
 
 
-def source_of(asked: argparse.Namespace) -> Source:
+def source_of(asked: argparse.Namespace) -> ConfigSource:
     """The configuration files that a command line names.
 
     Raises:
@@ -61,4 +61,4 @@ def source_of(asked: argparse.Namespace) -> Source:
     name = asked.config_name or MAIN
     if not is_path(name) or name.startswith("/") or ".." in name.split("/"):
         raise ConfigError(f"--config-name ({name[:60]}): there is no such file; name one in --config-dir")
-    return Source(asked.config_dir, name, asked.config_path)
+    return ConfigSource(asked.config_dir, name, asked.config_path)

@@ -12,17 +12,17 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.config import keras_settings
 from tf2dist.config.checks import check
 from tf2dist.config.choices import groups, keys
-from tf2dist.config.compose import Source, hydra_settings, opened, prepared
+from tf2dist.config.compose import ConfigSource, hydra_settings, opened, prepared
 from tf2dist.config.rules import with_floats
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
 from tf2dist.errors import ConfigError
 
-BUILT_IN = Source()
+BUILT_IN = ConfigSource()
 MAX_DIGITS = 308  # of an integer that a float can hold
 
 
-def load(overrides: list[str], tf_config: str | None, source: Source = BUILT_IN) -> RunConfig:
+def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUILT_IN) -> RunConfig:
     """Composes, converts and checks the configuration of one command line.
 
     Args:

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from omegaconf import DictConfig, open_dict
 
-from tf2dist.config.compose import ERRORS, FORM, Source, opened, overrides_of, quoted, setting, what_hydra_says
+from tf2dist.config.compose import ERRORS, FORM, ConfigSource, opened, overrides_of, quoted, setting, what_hydra_says
 from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, RequestError
@@ -88,7 +88,7 @@ def _check_job(composed: DictConfig, check: Check) -> RunConfig:
     return config
 
 
-def expanded(overrides: list[str], source: Source) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+def expanded(overrides: list[str], source: ConfigSource) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
     with opened(source) as hydra:
         yield from _expanded([quoted(override) for override in overrides], hydra.config_loader)

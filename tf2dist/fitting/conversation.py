@@ -14,7 +14,7 @@ from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_state import Heard, Send
-from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress, metrics_text
+from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage, metrics_text
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
 
@@ -199,7 +199,7 @@ class Conversation(Generic[T]):
             ) from None
         return HookAnswer(number, change.stop, change.learning_rate, *files)
 
-    def _on_progress(self, progress: Progress, callbacks: Callbacks) -> None:
+    def _on_progress(self, progress: ProgressMessage, callbacks: Callbacks) -> None:
         self.step, self._metrics = progress.step, progress.metrics
         # Hooks that may read or change weights wait for the pause, which brings the weights of one step. The others
         # are called right here, so the cluster does not pause for them.

@@ -7,7 +7,7 @@ from typing import Any, Self, TextIO, cast
 from tf2dist.cluster.spec import Place
 from tf2dist.errors import printable
 from tf2dist.launch.console import WIDE_BAR, Console, cluster_text
-from tf2dist.messages import Progress
+from tf2dist.messages import ProgressMessage
 
 
 def console_of(verbose: int) -> Console:
@@ -48,7 +48,7 @@ class QuietConsole(Console):
     def note(self, text: str) -> None:
         pass
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressMessage) -> None:
         pass
 
 

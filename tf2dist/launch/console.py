@@ -8,7 +8,7 @@ from typing import Any, Self, TextIO, cast
 
 from tf2dist.errors import printable
 from tf2dist.launch.unblocked import Unblocked
-from tf2dist.messages import Progress, metrics_text
+from tf2dist.messages import ProgressMessage, metrics_text
 
 PLAIN_EVERY_SECS = 5.0  # in a file or a log collector every line stays
 DRAIN_SECS = 1.0  # at the end, for a slow reader to take the last lines
@@ -82,7 +82,7 @@ class Console:
         """Takes the step at which the training begins, or goes on: the only time when it may go back."""
         self._step = step
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressMessage) -> None:
         target = progress.target_step
         step = self._step = max(self._step, progress.step)
         line = progress_line(step, target, progress.metrics["loss"], progress.steps_per_sec)

@@ -13,11 +13,11 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event, Exited
-from tf2dist.launch.restarts import RestartPolicy, Verdict
+from tf2dist.launch.restarts import RestartDecision, RestartPolicy
 from tf2dist.launch.run_state import Attempt, Caller, Clock, Heard, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
-from tf2dist.messages import Began, Note, PeerGone, Progress, Result, Saved, Status, Warned
+from tf2dist.messages import Began, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
@@ -130,7 +130,7 @@ class Monitor:
         if self._caller and isinstance(event, Heard):
             self._caller.hear(event)
         match event:
-            case Progress():
+            case ProgressMessage():
                 self._console.progress(event)
             case Began():
                 self._shutdown.leader_began(event.step)
@@ -144,7 +144,7 @@ class Monitor:
                 self._console.warn(event.text)
             case Saved():
                 self._shutdown.leader_saved(event.step, event.stopping)
-            case Result():
+            case ResultMessage():
                 # No task knows how often tasks were started again.
                 self._attempt.summary = {**event.summary, "restarts": self._policy.restarts}
             case Exited():
@@ -212,16 +212,16 @@ class Monitor:
             failures.clear()  # the run is over: this task was started again too late to meet the others
             return
         verdict = self._policy.judge(failures[0])
-        if verdict is Verdict.FAIL and not self._meeting:
+        if verdict is RestartDecision.FAIL and not self._meeting:
             self._collect_echoes()
             if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_echo(failures[0])):
                 return
             verdict = self._policy.judge(failures[0])  # now perhaps another one, since they were sorted again
-        if verdict is Verdict.FAIL:
+        if verdict is RestartDecision.FAIL:
             self._fail()
         lost = failures.pop(0)
         self._watchdog.excuse_all()
-        if verdict is Verdict.RESTART_TASK:
+        if verdict is RestartDecision.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
             self._start(lost.task)
         else:

@@ -6,7 +6,7 @@ from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.errors import FailureRecord, TaskLostError
 
 
-class Verdict(enum.Enum):
+class RestartDecision(enum.Enum):
     FAIL = "fail"
     RESTART_TASK = "restart task"
     RESTART_ALL = "restart all"
@@ -30,19 +30,19 @@ class RestartPolicy:
         self._mode, self._max_restarts, self._whole_cluster = mode, max_restarts, whole_cluster
         self.restarts = 0
 
-    def judge(self, failure: FailureRecord) -> Verdict:
+    def judge(self, failure: FailureRecord) -> RestartDecision:
         """What to do about a failure; counts the restart, if it is one."""
         # An error of the training code or of the request, or a loss that is not finite, would come back.
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
-            return Verdict.FAIL
+            return RestartDecision.FAIL
         job = Task.parse(failure.task).job
         # A worker that reports the loss of another task is not lost itself: starting it again would not help.
         if job == "worker" and can_lose(self._mode, job) and failure.by_signal:
-            verdict = Verdict.RESTART_TASK
+            verdict = RestartDecision.RESTART_TASK
         elif self._whole_cluster:
-            verdict = Verdict.RESTART_ALL
+            verdict = RestartDecision.RESTART_ALL
         else:
-            return Verdict.FAIL
+            return RestartDecision.FAIL
         self.restarts += 1
         return verdict
 

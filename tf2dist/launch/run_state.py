@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tf2dist.errors import FailureRecord, TaskLostError
-from tf2dist.messages import HookAnswer, HookCall, PauseWanted, Progress
+from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 
-Heard = HookCall | Progress
+Heard = HookCall | ProgressMessage
 Send = Callable[[HookAnswer | PauseWanted], None]
 
 

@@ -284,12 +284,17 @@ class PreparedRun:
 
 
 class LoopBase(abc.ABC):
-    """What the loops do alike; see `Loop`."""
+    """What the loops do alike; see `Loop`.
 
+    Attributes:
+        mode: the option.
+    """
+
+    mode: str
     progress: Progress
 
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
-        self._config, self._report, self._named, self._sizes = config, report, run.named, run.sizes
+        self.config, self.report, self.named, self.sizes = config, report, run.named, run.sizes
         self.sharding, self.target_step = run.sharding, run.target_step
         self.model, self.metrics = run.step.model, run.step.metrics
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
@@ -319,16 +324,16 @@ class LoopBase(abc.ABC):
     def freeze(self) -> Frozen:
         positions, own = self._state()
         facts = Facts(
-            mode=self._config.mode,
+            mode=self.mode,
             local_steps=self.progress.local_steps,
             target_step=self.target_step,
             examples=self.progress.examples,
             input=input_facts(self.sharding, positions),
-            data=self._config.data.name,
-            model=self._config.model,
-            optimizer=self._config.optimizer,
-            seed=self._config.seed,
-            keras=self._config.keras,
+            data=self.config.data.name,
+            model=self.config.model,
+            optimizer=self.config.optimizer,
+            seed=self.config.seed,
+            keras=self.config.keras,
         )
         if self.earlier_updates:
             own[EARLIER_ARRAY] = np.array(self.earlier_updates)
@@ -339,13 +344,13 @@ class LoopBase(abc.ABC):
         return self.freeze()()
 
     def apply(self, change: Change) -> None:
-        assign(self._named, change.arrays)
+        assign(self.named, change.arrays)
         if change.learning_rate is not None:
             for optimizer, _ in self._optimizers():
                 optimizer.learning_rate = change.learning_rate
 
     def finalize(self) -> None:
-        self._trained = finalize(self._named, self._optimizers())
+        self._trained = finalize(self.named, self._optimizers())
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {}

@@ -8,7 +8,7 @@ from tf2dist.model.plan import EpochPlan
 
 
 def sharding_of(
-    config: RunConfig, splits: Splits, plan: EpochPlan | None, num_shards: int, batch_size: int
+    config: RunConfig, mode: str, splits: Splits, plan: EpochPlan | None, num_shards: int, batch_size: int
 ) -> Sharding:
     """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`.
 
@@ -17,11 +17,11 @@ def sharding_of(
         batch_size: of a shard.
     """
     shuffle = plan is None or plan.shuffle
-    if config.mode == "sync_replicas":
+    if mode == "sync_replicas":
         replicas = config.sync_replicas.replicas_to_aggregate or num_shards
         return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
     batch_size *= config.algorithm.batches_per_update
-    is_sync = config.mode == "sync"
+    is_sync = mode == "sync"
     if splits.stream:
         # A stream has no known end, so `fit` demands or finds the steps of an epoch before it makes a plan.
         assert plan, "streams come from a call of `fit`"

@@ -57,12 +57,12 @@ class PsLoop(LoopBase):
     def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
         self._cluster, self._coordinator = cluster, run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
-        self._read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers))
+        self.read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers))
         self._evaluate_function = functools.cache(run.graphs.evaluate_function)
         super().__init__(config, run, report)
         if not cluster.shares_host:  # there no function may be made during the training; see `prepare`
             self._evaluate_function()
-            self._read_all()
+            self.read_all()
         self._changed_at = time.monotonic()  # when the workers were last seen to have made progress
 
     @classmethod
@@ -122,7 +122,7 @@ class PsLoop(LoopBase):
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Evaluates the split in ranges; each worker that is free takes the next one."""
-        function, number, size = self._evaluate_function(), tf.constant(EVALUATED.index(split)), self._sizes[split]
+        function, number, size = self._evaluate_function(), tf.constant(EVALUATED.index(split)), self.sizes[split]
         ranges = chunks(size, self._graphs.evaluated_at_once)
         arguments = [(number, tf.constant(first), tf.constant(last)) for first, last in ranges]
         sums = [self._coordinator.schedule(function, args=each) for each in arguments]
@@ -137,7 +137,7 @@ class PsLoop(LoopBase):
         return [(server.optimizer, server.trainable) for server in self._graphs.servers]
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
-        return self._read_all().freeze()
+        return self.read_all().freeze()
 
     def random_states(self) -> dict[str, np.ndarray]:
         return self._graphs.random_states(self.progress.global_step)
@@ -164,6 +164,7 @@ class PsLoop(LoopBase):
 class AsyncLoop(PsLoop):
     """The loop of mode=async, in which a global step is an update that the ps have applied."""
 
+    mode = "async"
     _graphs: AsyncStep
     _scheduler: AsyncScheduler
     _origin: AsyncOrigin
@@ -216,7 +217,7 @@ class AsyncLoop(PsLoop):
                 admitted = applied
             # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
             scheduler.fill(admitted, until_step - admitted)
-            self._read_all()  # is made here at the first time, while the workers prepare their first step
+            self.read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
         # A stop does not wait for the calls in flight, which may have many slow steps.
         if PauseRequest.STOP in requested and missing > 0 and scheduler.cut():
@@ -268,7 +269,7 @@ class AsyncLoop(PsLoop):
                 loss=float(delta_loss / delta_steps) if delta_steps else before.loss,
                 metrics=metrics,
             )
-            self._report(self.progress)
+            self.report(self.progress)
         self._reported = new
         return int(counts[0][0])
 
@@ -286,7 +287,7 @@ class AsyncLoop(PsLoop):
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""
         counts = self._graphs.servers[0].counters.now().staleness
         return {
-            "algorithm": self._config.algorithm.kind,
+            "algorithm": self.config.algorithm.kind,
             "staleness": staleness_of(counts),
             "staleness_counts": np.trim_zeros(counts, "b").tolist(),
             **self._graphs.facts(),

@@ -84,7 +84,7 @@ def prepare(
     """
     # The plan of the run. A mistake in it is told before any other host is called.
     batch_size = config.train.batch_size_per_worker
-    sharding = sharding_of(config, splits, source.plan, cluster.num_workers, batch_size)
+    sharding = sharding_of(config, config.mode, splits, source.plan, cluster.num_workers, batch_size)
     resumed = start if isinstance(start, Snapshot) else None
     last_step = target_step(config, source.plan, sharding, resumed)
 

@@ -36,13 +36,13 @@ class Scheduler(abc.ABC):
         grace_secs: float,
     ) -> None:
         self._coordinator = coordinator
-        self._cluster, self._num_workers, self._grace_secs = cluster, cluster.num_workers, grace_secs
+        self.cluster, self.num_workers, self.grace_secs = cluster, cluster.num_workers, grace_secs
         self.num_steps = graphs.steps_per_call
         self.function: Any = graphs.train_function(self.num_steps)
         self.source: tuple[Any, ...] = graphs.input.source(coordinator, self.num_steps)
         self.steps_per_sec = 0.0
 
-    def _schedule(self, *limit: tf.Tensor) -> None:
+    def schedule_call(self, *limit: tf.Tensor) -> None:
         self._coordinator.schedule(self.function, args=(*self.source, *limit))
 
     def all_done(self) -> bool:
@@ -109,21 +109,21 @@ class AsyncScheduler(Scheduler):
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
         in_flight = self._steps_scheduled - (admitted - self._applied_before)
         for _ in range(in_flight, min(missing, self.window()), self.num_steps):
-            self._schedule(self._limit)
+            self.schedule_call(self._limit)
             self._steps_scheduled += self.num_steps
 
     def window(self) -> int:
         """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
-        return 2 * self.num_steps * self._num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
+        return 2 * self.num_steps * self.num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
 
     def cut(self) -> bool:
         """Ends the training after a few more steps, though calls are in flight; see `calls.cut`."""
-        ahead = self._num_workers + int(CUT_SECS * self.steps_per_sec)
+        ahead = self.num_workers + int(CUT_SECS * self.steps_per_sec)
         return cut(self._coordinator, self._servers, ahead, int(self._limit), self.quiet_secs())
 
     def _counted(self) -> Any:
         return counts_of(self._servers)
 
     def quiet_secs(self) -> float:
-        return quiet_secs(self.steps_per_sec, self._num_workers, self._grace_secs)
+        return quiet_secs(self.steps_per_sec, self.num_workers, self.grace_secs)

@@ -87,7 +87,7 @@ class ModelPart:
     pull_exactly: Callable[[], Parcel]
 
     def __init__(self, spec: PartSpec) -> None:
-        self.device, self._earlier_updates = spec.device, spec.earlier_updates
+        self.device, self.earlier_updates = spec.device, spec.earlier_updates
         self.on_device = functools.partial(on_device, spec.device)
         self.trainable, self.state, self.variables = spec.trainable, spec.state, spec.variables
         with tf.device(spec.device):
@@ -96,8 +96,8 @@ class ModelPart:
             check_parts(spec.optimizer_name, self.optimizer, spec.trainable)
             # Only a worker sees the loss.
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
-            self._number = UpdateNumber()
-            count_updates_in(self.optimizer, self._number)
+            self.update_number = UpdateNumber()
+            count_updates_in(self.optimizer, self.update_number)
             self.optimizer.build(spec.trainable)
             self._has_kernel = make_atomic(self.optimizer)
             if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
@@ -200,7 +200,7 @@ class ParameterServer(ModelPart):
             own = self._make_optimizer()
             for setting in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
                 setattr(own, setting, getattr(self.optimizer, setting))
-            count_updates_in(own, self._number)
+            count_updates_in(own, self.update_number)
             own.build([vector.variable for vector in vectors])
             make_atomic(own)
         follow_learning_rate(own, self.optimizer)
@@ -241,7 +241,7 @@ class ParameterServer(ModelPart):
 
     def learning_rate(self, applied: PackedCount) -> tf.Tensor:
         """In a graph of the ps: the rate of the update that follows these, float32 []."""
-        self._number.set_current(tf.cast(applied.value(), tf.int64) + self._earlier_updates)
+        self.update_number.set_current(tf.cast(applied.value(), tf.int64) + self.earlier_updates)
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
 
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
@@ -278,7 +278,7 @@ class ParameterServer(ModelPart):
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
-        self._number.set_current(number + self._earlier_updates)
+        self.update_number.set_current(number + self.earlier_updates)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
         gradients = self._algorithm.gradients(gradients, pulled, [storage.variable for storage in self._trained])

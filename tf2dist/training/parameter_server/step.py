@@ -174,9 +174,9 @@ class WorkerStep(abc.ABC):
         """
 
         def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-            values = self._values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+            values = self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
             examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
-            return self.step.evaluate(*self._inputs(values), examples)
+            return self.step.evaluate(*self.inputs(values), examples)
 
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
@@ -218,7 +218,7 @@ class WorkerStep(abc.ABC):
     def _limit_types(self) -> list[tf.TensorSpec]:
         return []
 
-    def _batch_types(self) -> list[tf.TensorSpec]:
+    def batch_types(self) -> list[tf.TensorSpec]:
         return self.step.layout.batched(None)
 
     @abc.abstractmethod
@@ -261,19 +261,19 @@ class WorkerStep(abc.ABC):
         else:
             compute = as_one_node(self._compute_step)
         pulled = [server.pull_layout.specs for server in self.servers]
-        return compute.get_concrete_function(pulled, self._batch_types(), tf.TensorSpec([], tf.int64))
+        return compute.get_concrete_function(pulled, self.batch_types(), tf.TensorSpec([], tf.int64))
 
-    def _unpack(self, pulled: list[Parcel]) -> list[Pulled]:
+    def unpack(self, pulled: list[Parcel]) -> list[Pulled]:
         return [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
 
-    def _values_of(self, pulled: list[Pulled]) -> Values:
+    def values_of(self, pulled: list[Pulled]) -> Values:
         """The values of all parts of variables."""
         values: Values = {}
         for server, one in zip(self.servers, pulled, strict=True):
             values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
         return values
 
-    def _inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The values of the trainable variables, and of the state."""
         return join(self.step.trainable, values), join(self.step.state, values)
 
@@ -329,9 +329,9 @@ class AsyncStep(WorkerStep):
     def _compute_step(
         self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
     ) -> tuple[list[Parcel], tf.Tensor]:
-        unpacked = self._unpack(pulled)
-        values = self._values_of(unpacked)
-        trainable, state = self._inputs(values)
+        unpacked = self.unpack(pulled)
+        values = self.values_of(unpacked)
+        trainable, state = self.inputs(values)
         output = self.step(trainable, state, leaves, step_place(worker, unpacked[0].applied.value()))
         gradients = output.gradients
         if self.servers[0].global_clipnorm:
@@ -340,7 +340,7 @@ class AsyncStep(WorkerStep):
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
-                self._note_decay(variable, decay)
+                self.note_decay(variable, decay)
                 changes |= cut([variable], [term])
         pushes = []
         for server, one in zip(self.servers, unpacked, strict=True):
@@ -349,7 +349,7 @@ class AsyncStep(WorkerStep):
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
         return pushes, output.sums[0]
 
-    def _note_decay(self, variable: keras.Variable, decay: float) -> None:
+    def note_decay(self, variable: keras.Variable, decay: float) -> None:
         """Notes in `decays` how the update of a variable of the state depends on its value."""
         self.decays |= {id(part): decay for part in parts_of(variable)}
 

@@ -62,6 +62,7 @@ class SyncReplicasRule(UpdateRule):
 class SyncReplicasLoop(PsLoop):
     """The loop of mode=sync_replicas, in which a global step is the mean of K gradients."""
 
+    mode = "sync_replicas"
     _graphs: SyncReplicasStep
     _scheduler: SyncReplicasScheduler
     _origin: SyncReplicasOrigin
@@ -104,7 +105,7 @@ class SyncReplicasLoop(PsLoop):
             if is_stalled:
                 self._graphs.deciding.wake()
             scheduler.fill(counts, missing, is_stalled)
-            self._read_all()  # is made here at the first time, while the workers prepare their first step
+            self.read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(missing))
 
     def _settle(self, requested: PauseRequest) -> None:
@@ -134,7 +135,7 @@ class SyncReplicasLoop(PsLoop):
             self._scheduler.steps_per_sec = steps / (now - self._changed_at)
             self._changed_at = now
             self.progress = self._progress(float(loss / steps))
-            self._report(self.progress)
+            self.report(self.progress)
         return counts
 
     def _progress(self, loss: float) -> Progress:

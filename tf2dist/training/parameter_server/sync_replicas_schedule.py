@@ -43,8 +43,8 @@ class SyncReplicasScheduler(Scheduler):
         """
         # A call that TensorFlow repeats after its worker was lost has begun twice: then rather too many wait here.
         waiting = self._num_scheduled - counts.begun
-        for _ in range(waiting, self._num_workers * self._calls_to_keep(counts, missing, is_stalled)):
-            self._schedule()
+        for _ in range(waiting, self.num_workers * self._calls_to_keep(counts, missing, is_stalled)):
+            self.schedule_call()
             self._num_scheduled += 1
 
     def _calls_to_keep(self, counts: GradientCounts, missing: int, is_stalled: bool) -> int:
@@ -55,7 +55,7 @@ class SyncReplicasScheduler(Scheduler):
         # a lost worker never came.
         begun, pushed = counts.begun - self._first.begun, counts.pushed.sum() - self._first.pushed.sum()
         running = 0 if is_stalled else max(0, begun * self.num_steps - int(pushed))
-        left = missing * self._deciding.quota - running // self._num_workers
+        left = missing * self._deciding.quota - running // self.num_workers
         return min(ahead, max(0, -(-left // self.num_steps)))
 
     def release(self) -> None:
@@ -67,4 +67,4 @@ class SyncReplicasScheduler(Scheduler):
 
     def quiet_secs(self) -> float:
         # All workers take part in a step.
-        return quiet_secs(self.steps_per_sec, 1, self._grace_secs)
+        return quiet_secs(self.steps_per_sec, 1, self.grace_secs)

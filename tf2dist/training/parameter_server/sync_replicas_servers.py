@@ -66,7 +66,7 @@ class AggregatingServer(ModelPart):
         """In a graph: applies the mean changes of all variables; returns the operations that do it."""
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        self._number.set_current(self.step.read_value() + self._earlier_updates)
+        self.update_number.set_current(self.step.read_value() + self.earlier_updates)
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it.
         for variable, change in zip(self.state, changes[len(self.trainable) :], strict=True):
             variable.value.assign_add(change)

@@ -49,16 +49,16 @@ class SyncReplicasStep(WorkerStep):
     def _make_input(self, spec: StepSpec) -> Input:
         return SharedArrayInput(spec.step.layout, spec.sharding, spec.offsets, self._local_steps)
 
-    def _batch_types(self) -> list[tf.TensorSpec]:
-        return [*super()._batch_types(), tf.TensorSpec([], tf.float32)]
+    def batch_types(self) -> list[tf.TensorSpec]:
+        return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
 
     def _compute_step(
         self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
     ) -> tuple[list[Parcel], tf.Tensor]:
         *leaves, share = leaves
-        unpacked = self._unpack(pulled)
+        unpacked = self.unpack(pulled)
         step = unpacked[0].applied
-        trainable, state = self._inputs(self._values_of(unpacked))
+        trainable, state = self.inputs(self.values_of(unpacked))
         output = self.step(trainable, state, leaves, step_place(worker, step.value()), share)
         gradients = cut(self.step.trainable, output.gradients)
         # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.

@@ -16,7 +16,7 @@ from tf2dist.training.synchronous.workers import Workers
 LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to the watchdog
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """What one replica contributes to a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Feed(Protocol):
             step: how many steps this process has taken.
         """
 
-    def part(self, element: Any) -> Part:
+    def part(self, element: Any) -> BatchPart:
         """On a replica: its part of the step."""
 
     def extra(self, element: Any) -> list[tf.Tensor]:
@@ -74,13 +74,13 @@ class ArrayFeed:
     def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(source[0])
 
-    def part(self, element: Any) -> Part:
+    def part(self, element: Any) -> BatchPart:
         *leaves, weights = element
         # Without the padding that gives all batches one shape: some layers look at the whole batch, and in Keras, too,
         # the last one of an epoch is shorter. If all is padding, one example of weight 0 stays, since the mean of none
         # would be NaN, in moving averages for good.
         count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
-        return Part([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
+        return BatchPart([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
@@ -135,9 +135,9 @@ class StreamFeed:
         # A Python function returns tensors without a shape, and models need one.
         return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], next_size
 
-    def part(self, element: Any) -> Part:
+    def part(self, element: Any) -> BatchPart:
         leaves, _ = element
-        return Part(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._total)
+        return BatchPart(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._total)
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return [tf.reshape(element[1], [1])]

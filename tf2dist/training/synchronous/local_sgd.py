@@ -37,7 +37,7 @@ from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
-from tf2dist.training.synchronous.feeds import Part, StreamFeed
+from tf2dist.training.synchronous.feeds import BatchPart, StreamFeed
 from tf2dist.training.synchronous.step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
@@ -55,9 +55,9 @@ class OwnStreamFeed(StreamFeed):
         super().__init__(workers, stream, begin)
         self._count = workers.count
 
-    def part(self, element: Any) -> Part:
+    def part(self, element: Any) -> BatchPart:
         leaves, _ = element
-        return Part(leaves, tf.constant(1 / self._count))
+        return BatchPart(leaves, tf.constant(1 / self._count))
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []

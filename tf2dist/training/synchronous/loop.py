@@ -35,6 +35,8 @@ from tf2dist.training.synchronous.workers import Workers
 class SyncLoop(LoopBase):
     """The loop on every worker, made with `build`; see `loop.Loop`."""
 
+    mode = "sync"
+
     def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
         self._workers, self._splits, self._origin = run.workers, splits, run.origin
         self._step, self._graphs, self._optimizer = run.step, run.graphs, run.optimizer
@@ -93,13 +95,13 @@ class SyncLoop(LoopBase):
                 metrics=self.progress.metrics + metrics,
             )
             self._log(count)
-            self._report(self.progress)
+            self.report(self.progress)
         return requested
 
     def _steps_per_call(self) -> int:
         """The same number on all workers, because it follows from the mean of their times."""
-        if self._config.train.steps_per_execution:
-            return self._config.train.steps_per_execution
+        if self.config.train.steps_per_execution:
+            return self.config.train.steps_per_execution
         measured = steps_in_call_secs(self._secs_per_step) if self._secs_per_step else 1
         return min(measured, self._graphs.stragglers.max_steps)
 
@@ -109,7 +111,7 @@ class SyncLoop(LoopBase):
 
     def _log(self, count: int) -> None:
         """Prints the worker's line whenever it has passed a multiple of log_every_steps."""
-        step, every = self.progress.global_step, self._config.train.log_every_steps
+        step, every = self.progress.global_step, self.config.train.log_every_steps
         if step // every != (step - count) // every:
             worker = self._workers.index
             epoch, own_step = (step - 1) // self.sharding.steps_per_epoch, self.progress.local_steps[worker]
@@ -119,7 +121,7 @@ class SyncLoop(LoopBase):
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its own ranges of the split; the sums are added up over all workers."""
         arrays: Arrays = getattr(self._splits, split)
-        num_examples = self._sizes[split]
+        num_examples = self.sizes[split]
         trainable, state = self._step.values()
         sums = np.zeros(1 + self.metrics.size)
         for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
@@ -136,7 +138,7 @@ class SyncLoop(LoopBase):
         return [(self._optimizer, self._step.trainable)]
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
-        arrays = values(self._named)
+        arrays = values(self.named)
         return lambda: arrays
 
     def random_states(self) -> dict[str, np.ndarray]:
@@ -154,7 +156,7 @@ class SyncLoop(LoopBase):
         """Does nothing: the heartbeats of TensorFlow's coordination service tell the others."""
 
     def facts(self) -> dict[str, Any]:
-        return {"algorithm": self._config.algorithm.kind, **self._graphs.facts()}
+        return {"algorithm": self.config.algorithm.kind, **self._graphs.facts()}
 
     def finish(self, result: Evaluation | None) -> None:
         self._workers.wait_for_all()

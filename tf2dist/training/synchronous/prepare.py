@@ -96,7 +96,7 @@ def prepare(
     # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
     batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
     replicas = workers.num_replicas
-    sharding = sharding_of(config, splits, source.plan, replicas, batch_size)
+    sharding = sharding_of(config, "sync", splits, source.plan, replicas, batch_size)
     start = workers.broadcast_start(start)
     resumed = start if isinstance(start, Snapshot) else None
     origin = Origin.of(resumed, sharding, workers.count)

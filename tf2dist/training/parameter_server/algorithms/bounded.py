@@ -284,7 +284,7 @@ class BoundedScheduler(AsyncScheduler):
         self._watch()
         # So many calls that each worker has one, even if the slowest has to take all steps that are missing: another
         # may wait for it with a call that it has taken.
-        super().fill(admitted, missing + (self._num_workers - 1) * self.num_steps)
+        super().fill(admitted, missing + (self.num_workers - 1) * self.num_steps)
 
     def cut(self) -> bool:
         # Each worker gives up the rest of its call at the gate, which is no later.
@@ -323,7 +323,7 @@ class BoundedScheduler(AsyncScheduler):
             self._gated.retire(tf.constant(task.index, tf.int64))
 
     def _why_gone(self, task: Task) -> str:
-        return why_unreachable(self._cluster.address(task))
+        return why_unreachable(self.cluster.address(task))
 
 
 class Bounded(Algorithm):

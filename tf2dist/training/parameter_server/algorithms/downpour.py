@@ -153,7 +153,7 @@ class DownpourStep(AsyncStep):
             self._gradients = tf.function(self._compute_batch, autograph=False, jit_compile=True)
         pulled = [server.pull_layout.specs for server in self.servers]
         compute = as_one_node(self._compute_step)
-        return compute.get_concrete_function(pulled, self._batch_types(), tf.TensorSpec([], tf.int64))
+        return compute.get_concrete_function(pulled, self.batch_types(), tf.TensorSpec([], tf.int64))
 
     def _compute_batch(
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor], place: tf.Tensor
@@ -161,7 +161,7 @@ class DownpourStep(AsyncStep):
         output = self.step(trainable, state, leaves, place)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
-                self._note_decay(variable, decay_of(new, old))
+                self.note_decay(variable, decay_of(new, old))
         # The loop demands shapes that do not change, and a gradient of a look-up has the form of its rows.
         gradients = [tf.ensure_shape(one, value.shape) for one, value in zip(output.gradients, trainable, strict=True)]
         if self.servers[0].global_clipnorm:
@@ -175,9 +175,9 @@ class DownpourStep(AsyncStep):
 
         The latter only where a step may come without a pull before it. Second, the mean of the losses of the batches.
         """
-        unpacked = self._unpack(pulled)
+        unpacked = self.unpack(pulled)
         rates = self._rates(unpacked)
-        trainable, state = self._inputs(self._values_of(unpacked))
+        trainable, state = self.inputs(self.values_of(unpacked))
         first = step_place(worker, unpacked[0].applied.value() * self.config.algorithm.n_push)
         batches, gradients, new_state, sums = self._accrued(trainable, state, leaves, rates, first)
 
