@@ -13,6 +13,7 @@ def sharding_of(
     """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`.
 
     Args:
+        mode: of the loop that takes the batches.
         num_shards: workers, or with mode=sync replicas.
         batch_size: of a shard.
     """

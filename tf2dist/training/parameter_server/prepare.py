@@ -76,6 +76,7 @@ def prepare(
     """Builds the model on the ps, with the values of `start`, and traces what the workers need.
 
     Args:
+        rule: when the ps apply an update.
         task: the coordinator.
         strategy: None to join the cluster here.
 

@@ -19,6 +19,7 @@ class Scheduler(abc.ABC):
     """Keeps a few calls in flight for each worker, all of the same number of steps.
 
     Attributes:
+        graphs: of the run.
         num_steps: of a call.
         function: what a call executes.
         source: the arguments of a call before the limit.
@@ -28,6 +29,8 @@ class Scheduler(abc.ABC):
         grace_secs: the time that a whole stop may take.
     """
 
+    graphs: WorkerStep
+
     def __init__(
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
@@ -35,7 +38,7 @@ class Scheduler(abc.ABC):
         cluster: Cluster,
         grace_secs: float,
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator, self.graphs = coordinator, graphs
         self.cluster, self.num_workers, self.grace_secs = cluster, cluster.num_workers, grace_secs
         self.num_steps = graphs.steps_per_call
         self.function: Any = graphs.train_function(self.num_steps)
@@ -75,16 +78,7 @@ class Scheduler(abc.ABC):
 class AsyncScheduler(Scheduler):
     """See `Scheduler`: as many steps are in flight as the workers can take, whichever of them takes them."""
 
-    def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        graphs: AsyncStep,
-        cluster: Cluster,
-        grace_secs: float,
-    ) -> None:
-        super().__init__(coordinator, graphs, cluster, grace_secs)
-        self._servers = graphs.servers
-        self.begin(0)
+    graphs: AsyncStep
 
     def begin(self, until_step: int) -> None:
         """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""
@@ -120,10 +114,10 @@ class AsyncScheduler(Scheduler):
     def cut(self) -> bool:
         """Ends the training after a few more steps, though calls are in flight; see `calls.cut`."""
         ahead = self.num_workers + int(CUT_SECS * self.steps_per_sec)
-        return cut(self._coordinator, self._servers, ahead, int(self._limit), self.quiet_secs())
+        return cut(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
 
     def _counted(self) -> Any:
-        return counts_of(self._servers)
+        return counts_of(self.graphs.servers)
 
     def quiet_secs(self) -> float:
         return quiet_secs(self.steps_per_sec, self.num_workers, self.grace_secs)

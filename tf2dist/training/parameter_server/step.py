@@ -216,9 +216,11 @@ class WorkerStep(abc.ABC):
         return num_steps
 
     def _limit_types(self) -> list[tf.TensorSpec]:
+        """The type of the limit, if a call has one."""
         return []
 
     def batch_types(self) -> list[tf.TensorSpec]:
+        """The types of a batch of `input`."""
         return self.step.layout.batched(None)
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""mode=sync_replicas: the rule by which every step is the mean of K gradients, and its loop on the coordinator.
+"""mode=sync_replicas: the rule by which every step is the mean of K gradients, its calls and its loop.
 
 The parameter servers decide alone what is in a step; see `sync_replicas_servers`. The coordinator supplies the workers
 with calls, opens the servers for a training and closes them at its end.
@@ -20,15 +20,67 @@ from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
+from tf2dist.training.parameter_server.calls import quiet_secs
 from tf2dist.training.parameter_server.loop import PsLoop
 from tf2dist.training.parameter_server.prepare import PsRun, UpdateRule
+from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler
 from tf2dist.training.parameter_server.sync_replicas_counters import (
     GRADIENTS_ARRAY,
     GradientCounts,
     SyncReplicasOrigin,
 )
-from tf2dist.training.parameter_server.sync_replicas_schedule import SyncReplicasScheduler
 from tf2dist.training.parameter_server.sync_replicas_step import SyncReplicasStep
+
+
+class SyncReplicasScheduler(Scheduler):
+    """The calls to the workers of mode=sync_replicas: as many to each of them.
+
+    A step may need a gradient of every worker. So no worker may lack a call while another one waits in its own for the
+    end of the step, and the calls end all together: when the ps stop to take gradients, nobody waits any more.
+    `steps_per_sec` is the rate of global steps.
+    """
+
+    graphs: SyncReplicasStep
+
+    def begin(self, counts: GradientCounts) -> None:
+        """Begins a training; no call may be in flight."""
+        self._num_scheduled = counts.begun
+        self._first = counts
+
+    def fill(self, counts: GradientCounts, missing: int, is_stalled: bool) -> None:
+        """Schedules calls until enough of them wait for a worker.
+
+        Args:
+            missing: the global steps that are still to be made.
+            is_stalled: whether nothing has been pushed for a while.
+        """
+        # A call that TensorFlow repeats after its worker was lost has begun twice: then rather too many wait here.
+        waiting = self._num_scheduled - counts.begun
+        for _ in range(waiting, self.num_workers * self._calls_to_keep(counts, missing, is_stalled)):
+            self.schedule_call()
+            self._num_scheduled += 1
+
+    def _calls_to_keep(self, counts: GradientCounts, missing: int, is_stalled: bool) -> int:
+        """How many calls should wait for each worker."""
+        pushes_per_sec = self.steps_per_sec * self.graphs.deciding.quota
+        ahead = 1 + int(2 * MAX_POLL_SECS * pushes_per_sec / self.num_steps)
+        # What the calls that have begun will still push. If nothing moves, this is an error of the count: the pushes of
+        # a lost worker never came.
+        begun, pushed = counts.begun - self._first.begun, counts.pushed.sum() - self._first.pushed.sum()
+        running = 0 if is_stalled else max(0, begun * self.num_steps - int(pushed))
+        left = missing * self.graphs.deciding.quota - running // self.num_workers
+        return min(ahead, max(0, -(-left // self.num_steps)))
+
+    def release(self) -> None:
+        self.graphs.deciding.close()
+
+    def _counted(self) -> Any:
+        counts = self.graphs.deciding.counts()
+        return counts.begun, int(counts.pushed.sum())
+
+    def quiet_secs(self) -> float:
+        # All workers take part in a step.
+        return quiet_secs(self.steps_per_sec, 1, self.grace_secs)
 
 
 class SyncReplicasRule(UpdateRule):

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster.reachability import PROBE_SECS, ask_all, why_unreachable
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Task
 from tf2dist.cluster.waiting import Wait
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.parameter_server.algorithms.plain import Algorithm
@@ -256,17 +256,9 @@ class BoundedStep(AsyncStep):
 class BoundedScheduler(AsyncScheduler):
     """See `AsyncScheduler`. The gate of the ps is open only while every worker has a call, or can get one."""
 
-    def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        graphs: BoundedStep,
-        cluster: Cluster,
-        grace_secs: float,
-    ) -> None:
-        self._gated, self._bound = graphs.gated, graphs.bound
-        self._is_open = False
-        self._slowest, self._looked_at = -math.inf, 0.0
-        super().__init__(coordinator, graphs, cluster, grace_secs)
+    graphs: BoundedStep
+    _is_open = False
+    _slowest, _looked_at = -math.inf, 0.0
 
     def begin(self, until_step: int) -> None:
         self._until_step = until_step
@@ -279,7 +271,7 @@ class BoundedScheduler(AsyncScheduler):
             self.release()
             return
         if not self._is_open:
-            self._gated.open()
+            self.graphs.gated.open()
             self._is_open, self._slowest = True, -math.inf
         self._watch()
         # So many calls that each worker has one, even if the slowest has to take all steps that are missing: another
@@ -295,21 +287,21 @@ class BoundedScheduler(AsyncScheduler):
         return super().finish(request)
 
     def release(self) -> None:
-        self._gated.close()
+        self.graphs.gated.close()
         self._is_open = False
 
     def _watch(self) -> None:
         """Looks for the slowest worker, if others wait for it and it does not move."""
-        clocks, now = self._gated.clock_state().numpy()[:-1], time.monotonic()
+        clocks, now = self.graphs.gated.clock_state().numpy()[:-1], time.monotonic()
         slowest, living = clocks.min(), np.isfinite(clocks)
         if slowest != self._slowest:
             self._slowest, self._looked_at = slowest, now
             self._wait = Wait(math.inf, functools.partial(print, flush=True))
-        if now - self._looked_at < STALLED_SECS or clocks[living].max(initial=0) < slowest + self._bound:
+        if now - self._looked_at < STALLED_SECS or clocks[living].max(initial=0) < slowest + self.graphs.bound:
             return
         self._looked_at = now
         # The call of a lost worker may have taken the token of another one.
-        self._gated.wake()
+        self.graphs.gated.wake()
 
         late = [Task("worker", int(index)) for index in np.flatnonzero(clocks == slowest)]
         self._wait.notify(", ".join(map(str, late)))
@@ -320,7 +312,7 @@ class BoundedScheduler(AsyncScheduler):
             return
         for task, why in gone.items():
             print(f"{task} cannot be reached ({why}): the other workers no longer wait for it", flush=True)
-            self._gated.retire(tf.constant(task.index, tf.int64))
+            self.graphs.gated.retire(tf.constant(task.index, tf.int64))
 
     def _why_gone(self, task: Task) -> str:
         return why_unreachable(self.cluster.address(task))
