@@ -13,7 +13,6 @@ import numpy as np
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.cluster.spec import Cluster
-from tf2dist.config.checks import check_replicas
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.pipeline import Sharding
 from tf2dist.errors import NotFiniteError
@@ -96,7 +95,6 @@ class SyncReplicasRule(UpdateRule):
     graphs, scheduler = SyncReplicasStep, SyncReplicasScheduler
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
-        check_replicas(config, cluster.num_workers, cluster.num_ps)
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
 
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
