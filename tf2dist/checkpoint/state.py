@@ -18,13 +18,11 @@ from tf2dist.data.pipeline import Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.parts import Part, joined, parts_of
-from tf2dist.process.tf_internals import trained_variables
+from tf2dist.process.tf_internals import counter_of, name_of, slots_of, state_of, trained_variables
 from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
-UNNAMED = r"^variable_\d+$"  # as Keras names the second variable and those after it
 MAX_NAMES = 6  # of variables in a message
-COUNTERS = ("iteration", "learning_rate")  # not saved: the global step gives the one, the configuration the other
 
 
 def named_variables(model: keras.Model, variables: list[keras.Variable], optimizers: list[keras.Optimizer]) -> Named:
@@ -67,27 +65,15 @@ def _slots(
     A Keras optimizer keeps its slots in lists in the order of the variables that it was built with. Their
     own names may be ambiguous: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
     """
-    left = {id(slot): slot for slot in optimizer.variables if slot.name not in COUNTERS}
+    # Its counter and rate are not saved: the global step gives the one, the configuration the other.
+    left = {id(slot): slot for slot in state_of(optimizer)}
     owners = trained_variables(optimizer)
     for attribute, slots in slots_of(optimizer).items():
         for owner, slot in zip(owners, slots, strict=True):
             yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
     for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
-        # Nadam gives it no name, and Keras then numbers it by how many a process has made before, on each ps from 0.
-        yield f"{number}/{re.sub(UNNAMED, 'variable', slot.name)}", slot, None
-
-
-def slots_of(optimizer: keras.Optimizer) -> dict[str, list[keras.Variable]]:
-    """The lists, by the names of their attributes, in which an optimizer has a variable for each that it trains."""
-    left = {id(slot) for slot in optimizer.variables if slot.name not in COUNTERS}
-    number = len(trained_variables(optimizer))
-    found = {}
-    # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
-    for attribute, values in vars(optimizer).items():
-        if isinstance(values, list) and len(values) == number and all(id(value) in left for value in values):
-            found[attribute] = values
-            left -= {id(value) for value in values}
-    return found
+        # Nadam gives it no name.
+        yield f"{number}/{name_of(slot)}", slot, None
 
 
 def values(named: Named) -> dict[str, np.ndarray]:
@@ -222,11 +208,6 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -
     assign(named, arrays)
     layers = dict.fromkeys(name.removeprefix("model/").rpartition("/")[0] for name in arrays)
     return f"weights of {', '.join(layers)} from {config.init_from}"
-
-
-def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients."""
-    return next(variable for variable in optimizer.variables if variable.name == COUNTERS[0])
 
 
 def earlier_updates(earlier: keras.Optimizer | None, start: Snapshot | None) -> int:

@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.state import Named, assign, counter_of, differences, named_variables
+from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
-from tf2dist.process.tf_internals import layers_of, seeds_of
+from tf2dist.process.tf_internals import counter_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 

@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import counter_of, named_variables
+from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
 from tf2dist.model.checks import check_inputs, check_model
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, ModelStep, generators
-from tf2dist.process.tf_internals import build_metrics, learning_rate_of, trained_variables
+from tf2dist.process.tf_internals import build_metrics, counter_of, learning_rate_of, trained_variables
 from tf2dist.training.hooks import NamedArrays
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,10 @@ import keras
 
 from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 
+# The variables that every optimizer has, by name; and a variable without a name, which Keras numbers by how many it has
+# made before in this process.
+COUNTERS = ("iteration", "learning_rate")
+UNNAMED = re.compile(r"^variable_\d+$")
 # Keras counts here, for each thread, how many objects have been named "dense" and so on.
 GLOBAL_STATE = "keras.src.backend.common.global_state"
 NAME_COUNTS = "object_name_uids"
@@ -37,6 +42,34 @@ def _variables(optimizer: keras.Optimizer, name: str) -> list[keras.Variable]:
     return found
 
 
+def slots_of(optimizer: keras.Optimizer) -> dict[str, list[keras.Variable]]:
+    """The lists, by the names of their attributes, in which an optimizer has a variable for each that it trains."""
+    left = set(map(id, state_of(optimizer)))
+    number = len(trained_variables(optimizer))
+    found = {}
+    # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
+    for attribute_name, values in vars(optimizer).items():
+        if isinstance(values, list) and len(values) == number and all(id(value) in left for value in values):
+            found[attribute_name] = values
+            left -= {id(value) for value in values}
+    return found
+
+
+def state_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The variables of an optimizer but for its count of updates and its learning rate."""
+    return [variable for variable in optimizer.variables if variable.name not in COUNTERS]
+
+
+def name_of(variable: keras.Variable) -> str:
+    """The name of a variable, the same in every process."""
+    return UNNAMED.sub("variable", variable.name)
+
+
+def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
+    """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients."""
+    return attribute(keras, optimizer, "_iterations", keras.Variable)
+
+
 def place_of(optimizer: keras.Optimizer, variable: Any) -> int:
     """The index in `trained_variables` of a variable as `update_step` gets it."""
     # `update_step` gets TensorFlow's variable and not Keras's, so a search in the list would not find it by identity.
@@ -47,7 +80,7 @@ def place_of(optimizer: keras.Optimizer, variable: Any) -> int:
 def count_updates_in(optimizer: keras.Optimizer, counter: keras.Variable) -> None:
     """Makes an optimizer count its updates in the given variable."""
     # `iterations` is read-only. Adam's bias correction and schedules read the attribute, so both follow the counter.
-    attribute(keras, optimizer, "_iterations", keras.Variable)
+    counter_of(optimizer)
     optimizer._iterations = counter
 
 

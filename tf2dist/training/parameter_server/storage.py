@@ -12,11 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import slots_of
 from tf2dist.model import packing
 from tf2dist.process.parts import Part
 from tf2dist.process.placement import PACKET
-from tf2dist.process.tf_internals import let_lie_in, trained_variables
+from tf2dist.process.tf_internals import let_lie_in, slots_of, trained_variables
 
 Kinds = Mapping[int, Hashable]  # by id of the variable; those of one kind are updated alike, others lie alone
 

@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import COUNTERS, Named, assign, finalizes, named_variables, values
+from tf2dist.checkpoint.state import Named, assign, finalizes, named_variables, values
 from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -37,6 +37,7 @@ from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
+from tf2dist.process.tf_internals import state_of
 from tf2dist.training.synchronous.feeds import BatchPart, StreamFeed
 from tf2dist.training.synchronous.step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -107,8 +108,8 @@ class LocalSgdStep(SyncStep):
     def prepare_graph(self, config: RunConfig) -> None:
         self._length = config.algorithm.local_steps
         self._outer = OuterOptimizer(config.algorithm, self.step) if config.algorithm.has_outer_steps else None
-        # All that a step changes, the trainable variables first.
-        self._averaged = [*self.step.variables, *_slots_of(self.optimizer)]
+        # All that differs between workers after a step, the trainable variables first.
+        self._averaged = [*self.step.variables, *state_of(self.optimizer)]
         self._values = Buckets(self._averaged, self.num_sums, tf.float32)
         # As they were when the round began, and what this worker has added up since then: see `StepOutput.sums`, with
         # the loss multiplied by the number of examples.
@@ -282,7 +283,7 @@ def _check_length(config: RunConfig, num_workers: int) -> None:
 def _check_optimizer(config: RunConfig, optimizer: keras.Optimizer) -> None:
     kind = type(optimizer).__name__
     # What workers add up are differences, and these types have no negative ones.
-    odd = [slot for slot in _slots_of(optimizer) if slot.dtype == "bool" or slot.dtype.startswith("uint")]
+    odd = [slot for slot in state_of(optimizer) if slot.dtype == "bool" or slot.dtype.startswith("uint")]
     if odd:
         raise ConfigError(
             f"optimizer ({kind}): {odd[0].path} is of type {odd[0].dtype}, of which several workers have no mean; make "
@@ -293,8 +294,3 @@ def _check_optimizer(config: RunConfig, optimizer: keras.Optimizer) -> None:
             f"optimizer ({kind}): its final weights are averages over the steps of the workers, which leave out those "
             "of the outer optimizer; leave out algorithm.outer_momentum and algorithm.outer_learning_rate"
         )
-
-
-def _slots_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """The variables that differ between workers: all but its counters, which are the same everywhere."""
-    return [variable for variable in optimizer.variables if variable.name not in COUNTERS]

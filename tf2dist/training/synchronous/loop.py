@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import counter_of, values
+from tf2dist.checkpoint.state import values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
@@ -19,6 +19,7 @@ from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
+from tf2dist.process.tf_internals import counter_of
 from tf2dist.training.call_size import steps_in_call_secs
 from tf2dist.training.loop import (
     LoopBase,

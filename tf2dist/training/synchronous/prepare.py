@@ -10,7 +10,6 @@ import keras
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
-    counter_of,
     earlier_updates,
     input_positions,
     named_variables,
@@ -25,6 +24,7 @@ from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import counter_of
 from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
