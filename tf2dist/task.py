@@ -21,8 +21,9 @@ from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError,
 from tf2dist.fitting.shipping import Shipped
 from tf2dist.messages import ToLauncher
 from tf2dist.model.source import Registered, Source
-from tf2dist.process import heartbeat, inbox, tf_messages
+from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
+from tf2dist.process.tf_internals import error_texts
 from tf2dist.run import run_task
 from tf2dist.training import stragglers
 from tf2dist.training.hooks import Hooks, LauncherHooks, NoHooks
@@ -93,21 +94,21 @@ def as_own_error(error: BaseException) -> BaseException:
     text = str(error)
     if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
         return TrainingError(f"out of memory; try a smaller train.batch_size_per_worker ({first_line(text)})")
-    if tf_messages.devices_are_in_use(text):
+    if error_texts.devices_are_in_use(text):
         return ConfigError(
             f"plugins: TensorFlow has its devices before they are loaded ({first_line(text)}); leave that out of "
             "the plugin, and use the options devices.*"
         )
-    if tf_messages.is_xla_failure(text):
-        reason = tf_messages.xla_reason(text)
+    if error_texts.is_xla_failure(text):
+        reason = error_texts.xla_reason(text)
         return ConfigError(f"devices.xla (true): XLA cannot compile the model: {reason}; leave it out")
-    if tf_messages.port_is_taken(text):
+    if error_texts.port_is_taken(text):
         return TaskLostError("could not open its port; another program may have taken it in this moment")
-    if line := tf_messages.data_error(text):
+    if line := error_texts.data_error(text):
         return DataError(line)
     lost = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError | tf.errors.DeadlineExceededError)
-    if lost and (silent := tf_messages.silent_tasks(text)):
+    if lost and (silent := error_texts.silent_tasks(text)):
         return TaskLostError(f"lost {', '.join(map(str, silent))}: sent no heartbeats")
-    if lost and (line := tf_messages.line_of_loss(text)):
+    if lost and (line := error_texts.line_of_loss(text)):
         return TaskLostError(f"lost another task: {line}")
     return error

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.finished.names import fill
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
+from tf2dist.process.tf_internals import error_texts
 
-MISSING = re.compile(r"Could not locate (\w+) '([^']+)'")  # in Keras's error for an unknown class or function
 MAX_STEPS = 10  # in a message
 
 
@@ -136,22 +135,16 @@ def _loaded(path: Path, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # damaged files and classes of the user raise errors of many types
-        # Keras tells what is missing in the innermost of several errors.
-        text = _whole_text(error)
-        if found := MISSING.search(text):
-            raise UnknownCode(path.parent, *found.groups()) from None
+        text = error_texts.whole_text(error)
+        if unknown := error_texts.unknown_code(text):
+            raise UnknownCode(path.parent, *unknown) from None
         # Never loaded without safe mode: a model file may come from somebody else, and a Lambda layer in it is code.
-        if "safe_mode" in text or "unsafe_deserialization" in text:
+        if error_texts.is_unsafe_code(text):
             raise ConfigError(
                 f"run_dir ({path.parent}): its model has a Lambda layer, which is code in the file; if you trust the "
                 "file, call keras.config.enable_unsafe_deserialization() first"
             ) from None
         raise _damaged(path, error) from error
-
-
-def _whole_text(error: BaseException | None) -> str:
-    """The messages of an error and of all that caused it."""
-    return f"{error}\n{_whole_text(error.__cause__ or error.__context__)}" if error else ""
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -11,7 +11,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import still_waiting
 from tf2dist.errors import ConfigError, TaskLostError
 from tf2dist.process import heartbeat, tf_internals
-from tf2dist.process.tf_messages import late_tasks
+from tf2dist.process.tf_internals.error_texts import late_tasks
 
 LEAVE_TIMEOUT_SECS = 10.0
 _calls = itertools.count()

@@ -9,8 +9,8 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import TaskLostError
 from tf2dist.linux import unused_ports
-from tf2dist.process import tf_messages
 from tf2dist.process.strategy import start_server
+from tf2dist.process.tf_internals import error_texts
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
@@ -19,18 +19,18 @@ def test_devices_in_use_are_recognized() -> None:
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     with pytest.raises(RuntimeError) as error:
         tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
-    assert tf_messages.devices_are_in_use(str(error.value))
+    assert error_texts.devices_are_in_use(str(error.value))
     with pytest.raises(RuntimeError) as error:
         tf.config.set_visible_devices([], "CPU")
-    assert tf_messages.devices_are_in_use(str(error.value))
+    assert error_texts.devices_are_in_use(str(error.value))
 
 
 def test_a_failure_of_xla_is_recognized() -> None:
     function = tf.function(lambda x: tf.strings.as_string(x), autograph=False, jit_compile=True)
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         function(tf.constant(1.0))
-    assert tf_messages.is_xla_failure(str(error.value))
-    assert tf_messages.xla_reason(str(error.value)).startswith("AsString (No registered")
+    assert error_texts.is_xla_failure(str(error.value))
+    assert error_texts.xla_reason(str(error.value)).startswith("AsString (No registered")
 
 
 def test_a_taken_port_is_recognized(sync_workers: SyncWorkers) -> None:
@@ -42,7 +42,7 @@ def test_a_taken_port_is_recognized(sync_workers: SyncWorkers) -> None:
             start_server(worker.cluster, worker.task, tf.compat.v1.ConfigProto())
         return str(error.value)
 
-    assert tf_messages.port_is_taken(sync_workers(start_twice, num_workers=1)[0])
+    assert error_texts.port_is_taken(sync_workers(start_twice, num_workers=1)[0])
 
 
 SERVER_THAT_DIES = """if True:
@@ -58,7 +58,7 @@ SERVER_THAT_DIES = """if True:
 ITS_CLIENT = """if True:
     import sys
     import tensorflow as tf
-    from tf2dist.process import tf_messages
+    from tf2dist.process.tf_internals import error_texts
     tf.config.experimental_connect_to_host("localhost:" + sys.argv[1])
     with tf.device("/job:worker/task:0/device:CPU:0"):
         value = tf.Variable(1.0)
@@ -67,7 +67,7 @@ ITS_CLIENT = """if True:
         try:
             value.assign_add(1.0).numpy()
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-            print(tf_messages.line_of_loss(str(error)))
+            print(error_texts.line_of_loss(str(error)))
 """
 
 
@@ -118,7 +118,7 @@ def test_a_worker_without_heartbeats_is_named(sync_workers: SyncWorkers) -> None
 
     with pytest.raises(WorkerError) as error:
         sync_workers(freeze_one, num_workers=2, timeout_secs=60)
-    assert tf_messages.silent_tasks(str(error.value)) == [Task("worker", 1)], error.value
+    assert error_texts.silent_tasks(str(error.value)) == [Task("worker", 1)], error.value
 
 
 def test_a_data_error_is_found_among_several_errors() -> None:
@@ -126,5 +126,5 @@ def test_a_data_error_is_found_among_several_errors() -> None:
     told = "data (load): shard 1 of 2: KeyError: 'no such file'"
     several = "2 root error(s) found.\n  (0) UNKNOWN:   "
     for text in (f"UnknownError: DataError: {told}", f"{several}DataError: {told}\nTraceback (most recent call last):"):
-        assert tf_messages.data_error(text) == told
-    assert tf_messages.data_error(f"{several}KeyError: 1") == ""
+        assert error_texts.data_error(text) == told
+    assert error_texts.data_error(f"{several}KeyError: 1") == ""

@@ -1,11 +1,13 @@
-"""What TensorFlow's error messages say beyond the types of its errors, by the wording of the tested versions.
+"""What the errors of TensorFlow and Keras say beyond their types, by the wording of the tested versions.
 
-A test provokes each of them. If another version words a message differently, the user reads TensorFlow's own text.
+If another version words a message differently, the user reads it as it is. The probes provoke what one process can
+provoke, and `tests/replica/test_error_texts.py` all of them.
 """
 
 import re
 
 from tf2dist.cluster.spec import Task
+from tf2dist.tf_constants import NODES
 
 # From the setters of `tf.config`, which word it in two ways.
 TOO_LATE = re.compile(r"cannot be modified after (being )?initializ")
@@ -27,6 +29,15 @@ SILENT, AFTER_SILENT = "stopped sending heartbeats", "The tasks have crashed"
 # An exception of Python in a graph arrives as text, with its class name and perhaps a number among several errors.
 DATA_ERROR = re.compile(r"^\s*(?:\(\d+\) [A-Z_]+:\s*)?(?:\w+Error: )?DataError: (data \(.*)$", re.MULTILINE)
 TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
+
+# Of Keras: a class or function of the user's that a saved model needs, and code in the file that safe mode refuses.
+UNKNOWN_CODE = re.compile(r"Could not locate (\w+) '([^']+)'")
+UNSAFE_CODE = re.compile("safe_mode|unsafe_deserialization")
+
+
+def whole_text(error: BaseException | None) -> str:
+    """The messages of an error and of all that caused it; Keras tells the reason in the innermost of several errors."""
+    return f"{error}\n{whole_text(error.__cause__ or error.__context__)}" if error else ""
 
 
 def devices_are_in_use(text: str) -> bool:
@@ -54,8 +65,19 @@ def port_is_taken(text: str) -> bool:
 
 def data_error(text: str) -> str:
     """The message of a `DataError` that one of our functions raised inside of a graph; empty if there is none."""
-    found = DATA_ERROR.search(text)
+    found = DATA_ERROR.search(NODES.sub("", text))
     return found[1] if found else ""
+
+
+def unknown_code(text: str) -> tuple[str, str] | None:
+    """What a saved model needs and Keras does not find: "class" or "function", and its name; None if that is not it."""
+    found = UNKNOWN_CODE.search(text)
+    return (found[1], found[2]) if found else None
+
+
+def is_unsafe_code(text: str) -> bool:
+    """Whether Keras refuses a saved model since code is in its file."""
+    return UNSAFE_CODE.search(text) is not None
 
 
 def line_of_loss(text: str) -> str:

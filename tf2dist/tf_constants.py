@@ -1,0 +1,45 @@
+"""What this project knows of TensorFlow and Keras as text: modules, environment variables, settings, texts of errors.
+
+It imports neither, so that every room can use it. Together with `process.tf_internals`, whose probes try each of these,
+it is what depends on more than their public interface.
+"""
+
+import re
+from typing import Any
+
+# Parts of Keras that a task does not use and that take long to import; see `interpreter.import_lazily`. The public
+# packages, the second pair of them which TensorFlow uses, and one that another part of Keras imports.
+UNUSED_MODULES = (
+    "keras.wrappers",
+    "keras.visualization",
+    "keras._tf_keras.keras.wrappers",
+    "keras._tf_keras.keras.visualization",
+    "keras.src.visualization",
+)
+# The module that calls Python functions from graphs, and what the names of AutoGraph's files have in them: its versions
+# of functions, be they the user's or a library's.
+PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
+AUTOGRAPH_FILE = "__autograph_generated_file"
+
+# Environment variables, which are read when TensorFlow is imported or first does what they are about.
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+FAIL_FAST = "GRPC_FAIL_FAST"
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+PRIMITIVE_MEMORY = "TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE"
+GPU_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+CALL_THREADS = "TF_NUM_INTEROP_THREADS"
+NO_GOOGLE = "NO_GCE_CHECK"
+OF_TENSORFLOW = (LOG_LEVEL, FAIL_FAST, ONEDNN, PRIMITIVE_MEMORY, GPU_GROWTH, CALL_THREADS, NO_GOOGLE)
+# A keras.json may name another backend, and enable NNX, which is for JAX and needs another package.
+KERAS_ON_TENSORFLOW = {"KERAS_BACKEND": "tensorflow", "KERAS_NNX_ENABLED": "0"}
+KERAS_HOME = "KERAS_HOME"
+
+# The settings in keras.json that make another model of the same code, with Keras's defaults.
+KERAS_DEFAULTS: dict[str, Any] = {"floatx": "float32", "image_data_format": "channels_last", "epsilon": 1e-7}
+
+# In the texts of errors: the nodes of a graph, as {{function_node ...}}; the first line of an error in traced code; the
+# colours of Keras, and what it puts before the reason.
+NODES = re.compile(r"\{\{.*?\}\}\s*")
+TRACED = "in user code:"
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")
