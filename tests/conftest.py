@@ -17,7 +17,7 @@ import pytest
 
 from tf2dist import linux
 from tf2dist.config.schema import CONTROL_PORT_SHIFT as SHIFT
-from tf2dist.lazy_imports import import_lazily
+from tf2dist.interpreter import import_lazily
 
 pytest_plugins = ["tf2dist.testing"]
 

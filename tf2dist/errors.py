@@ -31,11 +31,10 @@ from pathlib import Path
 
 from tf2dist.files import write_whole
 from tf2dist.signals import name_of
+from tf2dist.tf_constants import AUTOGRAPH_FILE, COLOURS, KERAS_FRAME, TRACED
 
 # Names of classes such as int, ndarray and SGD, but not UniformNoise.
 SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIOaeio]|[Uu](?!int|ni|se)|nd|[FHLMNRSX][A-Z]")
-# What Keras puts before the reason.
-KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")
 # A line of a traceback, with the line of code below it; TensorFlow marks some of the places with stars.
 PLACE = re.compile(r'^ *File "(.+?)", line (\d+), in .*\n.*$', re.MULTILINE)
 
@@ -155,9 +154,9 @@ def reason_of(error: BaseException) -> str:
     Keras breaks a sentence into several lines, and puts a line about the layer before it. An error in a traced function
     begins with "in user code:" and the places that led to it.
     """
-    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()  # Keras's colours
+    text = COLOURS.sub("", str(error)).strip()
     places = list(PLACE.finditer(text))
-    if places and text.startswith("in user code:"):
+    if places and text.startswith(TRACED):
         text = text[places[-1].end() :].strip().removeprefix(f"{type(error).__name__}: ")
     text = text.partition("\nTraceback (most recent call last):")[0]
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
@@ -172,9 +171,7 @@ def users_place(error: BaseException) -> str:
     quoted = [(place[1], place[2]) for place in PLACE.finditer(str(error))]
     # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
     others = (*_folders_of_packages(), "<frozen", "<__array_function__")
-    places = [
-        one for one in (*raised, *quoted) if not one[0].startswith(others) and "__autograph_generated" not in one[0]
-    ]
+    places = [one for one in (*raised, *quoted) if not one[0].startswith(others) and AUTOGRAPH_FILE not in one[0]]
     return " ({}:{})".format(*places[-1]) if places else ""
 
 

@@ -1,8 +1,14 @@
-"""Commands and environments of child Python processes: the same module path as here, without the secrets."""
+"""Python itself: commands and environments of child processes, and modules that are imported when they are used."""
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from tf2dist.tf_constants import UNUSED_MODULES
 
 SECRETS = ("TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE")  # the token of a job's control connections, or its file
 
@@ -19,7 +25,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def code_command(code: str, *arguments: str) -> list[str]:
-    """The command that runs a piece of code, with `arguments` in ``sys.argv[1:]``."""
+    """The command that runs a piece of code with the module path of this process, `arguments` in ``sys.argv[1:]``."""
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     return [sys.executable, "-P", "-c", SAME_PATH + code, path, *arguments]
 
@@ -27,3 +33,27 @@ def code_command(code: str, *arguments: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """This process's environment without the job token, since child processes run the user's code."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
+
+
+class LazyFinder:
+    """Finds `UNUSED_MODULES` where Python itself finds them, and has them executed when an attribute is first read."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in UNUSED_MODULES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec and spec.loader:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        return spec
+
+
+def import_lazily() -> None:
+    """Makes later imports of the parts of Keras that a task does not use lazy; one that does not exist is no error.
+
+    For wrappers that look like scikit-learn's estimators, and for pictures, Keras imports scikit-learn and matplotlib,
+    where they are installed. That takes a third of the time in which TensorFlow and Keras are imported, and every run
+    waits for it.
+    """
+    sys.meta_path.insert(0, LazyFinder())

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.bench.workload import Workload
 from tf2dist.cluster.reachability import why_unreachable
-from tf2dist.launch.environment import ONEDNN
 from tf2dist.linux import unused_ports
+from tf2dist.tf_constants import ONEDNN
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_FAIL_FAST": "use_caller", "NO_GCE_CHECK": "true"}
 TIMEOUT_SECS = 300.0

@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from tests.replica.test_fit_refusals import given_to_the_run
-from tf2dist.launch.environment import ONEDNN
+from tf2dist.tf_constants import ONEDNN
 
 ON_X86 = True if platform.machine() == "x86_64" else None
 

@@ -21,8 +21,8 @@ PACKAGE = REPOSITORY / "tf2dist"
 # From the ground up: a module imports only from floors below its own, or from its own room.
 FLOORS: list[set[str]] = [
     {
-        *("declared", "errors", "files", "interpreter", "lazy_imports", "linux"),
-        *("messages", "packing", "registry", "requirements", "signals", ""),
+        *("declared", "errors", "files", "interpreter", "linux"),
+        *("messages", "packing", "registry", "requirements", "signals", "tf_constants", ""),
     },
     {"config"},
     {"cluster"},
@@ -41,7 +41,7 @@ WITHOUT_TENSORFLOW = (
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
 TWINS = ("training.synchronous", "training.parameter_server")
-INTERNALS = "process.tf_internals"  # a package
+INTERNALS = ("process.tf_internals", "tf_constants")  # a package, and a module for rooms without TensorFlow
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -168,22 +168,28 @@ def unknown_at_the_top(package: Path) -> list[str]:
 
 
 def private_names(package: Path) -> list[str]:
-    """Private names of other packages that are used outside of the one package that is for them."""
+    """Private names of other packages, and names that they read from their environment, outside of `INTERNALS`."""
     found = []
     for module, path in modules(package).items():
-        if f"{module}.".startswith(f"{INTERNALS}."):
+        if f"{module}.".startswith(tuple(f"{name}." for name in INTERNALS)):
             continue
         own = set(defined(path))
         found += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own:
-                if ast.unparse(node.value) not in ("os", "sys"):  # of Python's own, with names that stay
-                    found.append(f"{module}: {ast.unparse(node)}")
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FOREIGN_TEXTS:
-                found.append(f"{module}: {node.value!r}")
-            elif (name := named_by_text(node)) and re.match(r"_[^_]", name) and name not in own:
-                found.append(f"{module}: {ast.unparse(node)}")
+        found += [f"{module}: {text!r}" for text in texts(path) if FOREIGN_TEXT.fullmatch(text)]
+        attributes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
+        # Those of Python's own modules stay.
+        foreign = [node for node in attributes if node.attr not in own and ast.unparse(node.value) not in ("os", "sys")]
+        found += [f"{module}: {ast.unparse(node)}" for node in foreign if re.match(r"_[^_]", node.attr)]
     return sorted(set(found))
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The texts in a file, without those that are parts of others."""
+    nodes = list(ast.walk(tree(path)))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
 
 
 def class_names_twice(package: Path) -> list[str]:
@@ -193,14 +199,6 @@ def class_names_twice(package: Path) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     return sorted(f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1)
-
-
-def named_by_text(node: ast.AST) -> str:
-    """The attribute that a call of getattr and the like names as a text."""
-    if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr")):
-        return ""
-    name = node.args[1]
-    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
 
 
 def defined(path: Path) -> Iterator[str]:
@@ -215,7 +213,11 @@ def defined(path: Path) -> Iterator[str]:
 
 
 FOREIGN_MODULE = re.compile(r"(tensorflow\.(python|compiler|core)|keras\.src|tensorflow_datasets\.core)\b")
-FOREIGN_TEXTS = ("_noinline", "seed_generator_state")
+# Private attributes, such as "_momentums", but no keys of Hydra's, such as "_target_"; modules; environment variables.
+FOREIGN_TEXT = re.compile(
+    r"_[a-z]\w*[a-z0-9]|seed_generator_state|keras\.(_tf_keras|src)\b.*|tensorflow\.(python|compiler|core)\b.*"
+    r"|TF_(?!CONFIG)[A-Z_]+|KERAS_[A-Z_]+|GRPC_[A-Z_]+"
+)
 RULES = {
     "no arrow runs up": upward,
     "no circle": circles,
@@ -267,6 +269,8 @@ BREAKS = [
     ("private names stand in one package", "training/loop.py", "def f(o):\n    o._iterations = 0"),
     ("private names stand in one package", "model/step.py", "def f(o):\n    return getattr(o, '_rate', None)"),
     ("private names stand in one package", "model/step.py", "NAME = '_noinline'"),
+    ("private names stand in one package", "launch/start.py", "MODULE = 'keras.src.wrappers'"),
+    ("private names stand in one package", "launch/start.py", "LEVEL = {'TF_CPP_MIN_LOG_LEVEL': '2'}"),
     ("private names stand in one package", "process/tf_internals_too.py", "import keras.src.backend"),
     ("every module has a floor", "novelty.py", ""),
     ("every module has a floor", "novelties/__init__.py", ""),

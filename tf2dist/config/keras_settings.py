@@ -3,7 +3,8 @@
 Keras reads KERAS_HOME/keras.json, or ~/.keras/keras.json, when it is imported. A data format or an
 epsilon from there makes another model of the same code, so the launcher reads the file once and the
 values become options: hosts compare them, checkpoints hold them, and every task sets them.
-The launcher must not import Keras, which takes seconds: this module follows keras/src/backend/config.py.
+The launcher must not import Keras, which takes seconds: this module follows keras/src/backend/config.py,
+and a probe compares the two.
 """
 
 import json
@@ -15,8 +16,9 @@ from typing import Any
 from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig
 from tf2dist.errors import ConfigError
+from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
 
-DEFAULTS = KerasConfig(floatx="float32", image_data_format="channels_last", epsilon=1e-7)
+DEFAULTS = KerasConfig(**KERAS_DEFAULTS)
 
 
 def resolve(settings: KerasConfig) -> KerasConfig:
@@ -46,7 +48,7 @@ def notes(settings: KerasConfig) -> list[str]:
 
 def path() -> str:
     """The path at which Keras looks for its file."""
-    folder = os.environ.get("KERAS_HOME")
+    folder = os.environ.get(KERAS_HOME)
     if folder is None:
         home = os.path.expanduser("~")
         # As Keras does where the home directory cannot be written.
@@ -78,11 +80,11 @@ def from_file() -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"keras.json ({path()}): is not a JSON object; remove it, or set KERAS_HOME")
     # Keras asserts these types when it is imported, and a failed assertion names no file.
-    expected = {"floatx": str, "image_data_format": str, "epsilon": float}
-    for name, kind in expected.items():
-        if name in values and not isinstance(values[name], kind):
+    for name, default in KERAS_DEFAULTS.items():
+        if name in values and not isinstance(values[name], type(default)):
+            kind = "a number with a point" if isinstance(default, float) else "a word"
             raise ConfigError(
-                f"keras.json ({path()}): {name} ({values[name]!s:.40}) must be "
-                f"{'a number with a point' if kind is float else 'a word'}, as Keras wants it; correct the file"
+                f"keras.json ({path()}): {name} ({values[name]!s:.40}) must be {kind}, as Keras wants it; correct the "
+                "file"
             )
-    return {name: values[name] for name in expected if name in values}
+    return {name: values[name] for name in KERAS_DEFAULTS if name in values}

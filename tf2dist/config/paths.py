@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tf2dist.tf_constants import KERAS_HOME
+
 
 def is_path(text: Any) -> bool:
     """Whether a value is a valid path; the file need not exist."""
@@ -37,4 +39,4 @@ def settle_home() -> None:
     """Sets KERAS_HOME if there is no home directory."""
     # Otherwise Keras would create a folder named ~ in the working directory, and read its settings from there.
     if expand("~") is None:
-        os.environ.setdefault("KERAS_HOME", os.devnull)
+        os.environ.setdefault(KERAS_HOME, os.devnull)

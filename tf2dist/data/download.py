@@ -11,12 +11,13 @@ import urllib.request
 
 from tf2dist.errors import first_line
 from tf2dist.linux import die_with_parent
+from tf2dist.tf_constants import NO_GOOGLE
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     # Otherwise TensorFlow asks metadata.google.internal for credentials, on machines that are not Google's, too.
-    os.environ.setdefault("NO_GCE_CHECK", "true")
+    os.environ.setdefault(NO_GOOGLE, "true")
     import tensorflow_datasets as tfds
 
     # Without a network tensorflow-datasets retries for minutes. Behind a proxy the name may be unknown here.

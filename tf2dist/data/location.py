@@ -14,6 +14,7 @@ from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.interpreter import child_environment, module_command
+from tf2dist.tf_constants import LOG_LEVEL
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # the validation examples, taken from these, included
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
@@ -162,7 +163,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
     """Downloads MNIST with a progress bar; returns why that failed, or ""."""
     print(f"Downloading MNIST to {folder} (at most {timeout_secs:g} s) ...", file=sys.stderr, flush=True)
     # In a process of its own: it imports TensorFlow, and can be killed at the deadline whatever it is doing.
-    environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = {**child_environment(), LOG_LEVEL: "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
         module_command("tf2dist.data.download", str(folder), str(os.getpid())),
         env=environment,

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tf2dist.data import cache, location
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import first_line
+from tf2dist.tf_constants import NODES
 
 
 def decoded(path: Path) -> Arrays:
@@ -73,7 +73,7 @@ def _decode(path: Path) -> Arrays:
     try:
         arrays = _decode_records(path)
     except tf.errors.OpError as error:
-        reason = re.sub(r"\{\{.*?\}\}\s*", "", first_line(str(error)))  # without the names of nodes
+        reason = NODES.sub("", first_line(str(error)))
         raise location.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
     if len(arrays) != expected:
         raise location.damaged(path, f"has {len(arrays):,} of {expected:,} examples")

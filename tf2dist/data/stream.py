@@ -17,6 +17,7 @@ from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.data.pipeline import NO_AUTOGRAPH, Sharding
 from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place
+from tf2dist.tf_constants import NODES
 
 PARTS = ("x", "y", "sample_weight")
 READ_AHEAD = 2  # batches that TensorFlow prepares, beside those that a `Reader` has fetched
@@ -209,8 +210,8 @@ def _told_by(error: BaseException) -> str:
     """The class, the reason and the user's line of an exception, in one line."""
     if not isinstance(error, tf.errors.OpError):
         return f"{type(error).__name__}: {reason_of(error)}{users_place(error)}"
-    # TensorFlow begins its texts with the nodes of its graph, as {{function_node ...}}; then may come the user's error.
-    line = first_line(re.sub(r"\{\{.*?\}\}\s*", "", str(error)))
+    # Behind the nodes may come the user's error.
+    line = first_line(NODES.sub("", str(error)))
     is_users = re.match(r"\w+(Error|Exception|Interrupt)\b: ", line)
     return ("" if is_users else f"{type(error).__name__}: ") + line + users_place(error)
 

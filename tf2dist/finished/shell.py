@@ -14,15 +14,15 @@ from typing import NoReturn
 from tf2dist import signals
 from tf2dist.config.paths import settle_home
 from tf2dist.errors import ConfigError, TfDistError, nearest
+from tf2dist.interpreter import import_lazily
 from tf2dist.launch.streams import prepare, say
-from tf2dist.lazy_imports import import_lazily
+from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
 
 # TensorFlow and Keras read it when they are imported.
 ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "KERAS_BACKEND": "tensorflow",
-    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # a training may use the same GPU
+    LOG_LEVEL: "3",
+    **KERAS_ON_TENSORFLOW,
+    GPU_GROWTH: "true",  # a training may use the same GPU
 }
 # Anything else is a file; one whose name looks like an option can be given as ./a=b.
 OPTION = re.compile(r"\+?([a-z_]+(?:\.[A-Za-z0-9_]+)?)=(.*)", re.DOTALL)

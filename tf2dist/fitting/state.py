@@ -108,9 +108,9 @@ def _by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.c
 
 
 def _given(callback: keras.callbacks.Callback) -> set[str]:
-    """Attributes that are not state: the model, and the arguments with which the user has made a callback of Keras."""
+    """Attributes that are not state: those of every callback, and the arguments by which one of Keras was made."""
     # A user's own class may count in an attribute that is named like an argument; none of Keras's does.
-    given = {"model", "_model", "params"}
+    given = set(vars(keras.callbacks.Callback()))
     for kind in type(callback).__mro__:
         if kind.__module__.partition(".")[0] == "keras" and "__init__" in vars(kind):
             given |= set(inspect.signature(vars(kind)["__init__"]).parameters)

@@ -8,22 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from tf2dist.config.schema import DevicesConfig, RunConfig
+from tf2dist.tf_constants import FAIL_FAST, KERAS_ON_TENSORFLOW, LOG_LEVEL, ONEDNN, PRIMITIVE_MEMORY
 
 ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",  # 1 and below print the cluster's configuration on every task
-    "GRPC_FAIL_FAST": "use_caller",  # a call to a task that is gone fails instead of waiting for it
-    "KERAS_BACKEND": "tensorflow",
-    "KERAS_NNX_ENABLED": "0",  # a keras.json may enable it; it is for JAX and needs another package
+    LOG_LEVEL: "2",  # 1 and below print the cluster's configuration on every task
+    FAIL_FAST: "use_caller",  # a call to a task that is gone fails instead of waiting for it
+    **KERAS_ON_TENSORFLOW,
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi
     "grpc_proxy": "",  # otherwise gRPC connects the tasks through a proxy
     "http_proxy": "",
     "https_proxy": "",
 }
-ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing by oneDNN, or lose
 # By default TensorFlow has oneDNN prepare the backward pass of each convolution again in every step, an eighth of the
 # processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
-KEPT_PRIMITIVES = ("TF_MKL_OPTIMIZE_PRIMITIVE_MEMUSE", "0")
+KEPT_PRIMITIVES = (PRIMITIVE_MEMORY, "0")
 
 
 def environment_of(config: RunConfig) -> Mapping[str, str]:

@@ -22,8 +22,8 @@ from typing import Any
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
+from tf2dist.interpreter import import_lazily
 from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
-from tf2dist.lazy_imports import import_lazily
 from tf2dist.messages import DROPPABLE, ToLauncher
 from tf2dist.packing import pack, unpack
 

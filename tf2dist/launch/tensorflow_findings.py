@@ -9,6 +9,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.interpreter import child_environment, code_command
 from tf2dist.launch.machine import Finding
 from tf2dist.requirements import untested
+from tf2dist.tf_constants import KERAS_ON_TENSORFLOW, LOG_LEVEL
 
 GPU_TIMEOUT_SECS = 60.0
 PLUGINS_TIMEOUT_SECS = 60.0
@@ -57,8 +58,7 @@ os._exit(0)
 """
 WITHOUT_GPUS = {
     "CUDA_VISIBLE_DEVICES": "-1",  # TensorFlow would take their memory, which a run may be using
-    "KERAS_BACKEND": "tensorflow",
-    "KERAS_NNX_ENABLED": "0",
+    **KERAS_ON_TENSORFLOW,
     "PYTHONDONTWRITEBYTECODE": "1",  # the doctor leaves nothing behind, not even __pycache__
 }
 
@@ -74,7 +74,7 @@ def _run(
     Raises:
         subprocess.TimeoutExpired: it has not ended in time.
     """
-    environment = {**child_environment(), "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+    environment = {**child_environment(), LOG_LEVEL: "3", **more}
     command = code_command(ENDS_WITH_DOCTOR + code, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
     try:

@@ -11,6 +11,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.process.tf_internals import keep_threads_from_spinning, limit_gpu_memory, optimize_graphs_for_cpus
+from tf2dist.tf_constants import CALL_THREADS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -155,7 +156,7 @@ def execute_calls_in_one_thread() -> None:
     from one thread to another; where tasks share a core, that takes a tenth of the time of a model with hundreds of
     small operations.
     """
-    os.environ["TF_NUM_INTEROP_THREADS"] = "1"
+    os.environ[CALL_THREADS] = "1"
 
 
 def share_cores(server_config: tf.compat.v1.ConfigProto, num_cores: int, num_workers: int) -> None:

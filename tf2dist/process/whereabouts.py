@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from tf2dist.tf_constants import AUTOGRAPH_FILE, PYTHON_FUNCTIONS
+
 OURS = str(Path(__file__).parents[1])  # the whole package
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
-PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls Python functions from graphs
-GENERATED = "__autograph_generated_file"  # AutoGraph's version of a function, be it the user's or a library's
+CALLS_PYTHON = f"{PYTHON_FUNCTIONS.replace('.', '/')}.py"
 
 
 def whereabouts() -> tuple[str, bool]:
@@ -34,7 +35,7 @@ def whereabouts() -> tuple[str, bool]:
 
 def _works_for_tensorflow(stack: FrameType) -> bool:
     """Whether a graph calls a Python function in this thread, as with `tf.numpy_function` and `from_generator`."""
-    return any(frame.f_code.co_filename.endswith(PYTHON_FUNCTIONS) for frame in _outwards(stack))
+    return any(frame.f_code.co_filename.endswith(CALLS_PYTHON) for frame in _outwards(stack))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -44,7 +45,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(("<", OURS, STANDARD)) or GENERATED in file:
+    if file.startswith(("<", OURS, STANDARD)) or AUTOGRAPH_FILE in file:
         return False
     return not set(INSTALLED) & set(Path(file).parts)
 

@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.process.tf_internals.lacks import attribute, module_of, relying_on
+from tf2dist.tf_constants import PYTHON_FUNCTIONS
 
 CONTEXT = "tensorflow.python.eager.context"
-PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
 # An attribute of functions: TensorFlow refuses names that are not on its list, so a renamed one is noticed.
 NO_INLINE = "_noinline"
 
