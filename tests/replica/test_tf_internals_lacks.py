@@ -1,5 +1,6 @@
 """A private name that is missing, or means something else, is named in the error, and by the doctor's probes."""
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,8 +25,12 @@ from tests.replica.keras_objects import (
 )
 from tf2dist.errors import InstallationError
 from tf2dist.process import tf_internals
+from tf2dist.tf_constants import KERAS_DEFAULTS
 
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
+
+
+ANOTHER = re.compile("another")
 
 
 def test_nothing_is_missing() -> None:
@@ -110,6 +115,7 @@ LACKS = [
         "_iterations",
         lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
     ),
+    Lack("the optimizer of a resumed run would begin at 0", built_optimizer, "_iterations", tf_internals.counter_of),
     Lack("the reported learning rate would be wrong", built_optimizer, "_learning_rate", tf_internals.learning_rate_of),
     Lack("a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", tf_internals.config_of),
     Lack(
@@ -235,6 +241,49 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("error_texts.TOO_LATE", ANOTHER, "tensorflow {}: has no error 'cannot be modified after initialization'"),
+        ("error_texts.XLA_FAILURE", "no such words", "tensorflow {}: has no error 'tf2xla conversion failed'"),
+        ("error_texts.NO_SERVER", "no such words", "tensorflow {}: has no error 'Could not start gRPC server'"),
+        ("error_texts.DATA_ERROR", ANOTHER, "tensorflow {}: has no error 'DataError: ...' of a Python function"),
+        ("error_texts.UNKNOWN_CODE", ANOTHER, "keras {}: has no error 'Could not locate class ...'"),
+        ("error_texts.UNSAFE_CODE", ANOTHER, "keras {}: has no error about safe_mode"),
+        ("error_texts.NODES", ANOTHER, "tensorflow {}: has no error 'DataError: ...' of a Python function"),
+        ("probes.NODES", ANOTHER, "tensorflow {}: has no error '{{function_node ...}} ...'"),
+        ("probes.CALLS_PYTHON", "another", "tensorflow {}: has no tensorflow.python.ops.script_ops"),
+        ("probes.AUTOGRAPH_FILE", "another", "tensorflow {}: has no __autograph_generated_file"),
+        ("probes.UNUSED_MODULES", ("keras.layers", "keras.gone"), "keras {}: has no keras.gone of the kind"),
+        ("probes.OF_TENSORFLOW", ("TF_CPP_MIN_LOG_LEVEL", "TF_GONE"), "tensorflow {}: has no TF_GONE of the kind"),
+        ("probes.KERAS_ON_TENSORFLOW", {"KERAS_NNX_ENABLED": "0"}, "keras {}: has no KERAS_BACKEND"),
+        ("of_keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
+        ("of_keras.UNNAMED", ANOTHER, "keras {}: has no slots of the kind"),
+    ],
+)
+def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, line: str) -> None:
+    monkeypatch.setattr(f"tf2dist.process.tf_internals.{name}", value)
+    (told,) = tf_internals.missing()
+    package = line.partition(" ")[0]
+    assert told.startswith(line.replace("{}", {"keras": keras, "tensorflow": tf}[package].__version__, 1))
+
+
+@pytest.mark.parametrize("name", ["KERAS_FRAME", "COLOURS", "TRACED"])
+def test_the_probes_report_another_form_of_reasons(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(f"tf2dist.errors.{name}", "another" if name == "TRACED" else ANOTHER)
+    (told,) = tf_internals.missing()
+    assert "has no error 'Exception encountered when calling ...'" in told
+
+
+@pytest.mark.parametrize("name", ["KERAS_HOME", "KERAS_DEFAULTS"])
+def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    other = "KERAS_FOLDER" if name == "KERAS_HOME" else KERAS_DEFAULTS | {"epsilon": 1e-6}
+    for module in ("config.keras_settings", "process.tf_internals.probes"):
+        monkeypatch.setattr(f"tf2dist.{module}.{name}", other)
+    (told,) = tf_internals.missing()
+    assert "has no settings in keras.json" in told
+
+
+@pytest.mark.parametrize(
     ("owner", "name"),
     [
         (context, "Context"),
@@ -250,4 +299,4 @@ def test_the_probes_report_what_is_missing(monkeypatch: pytest.MonkeyPatch, owne
     lines = tf_internals.missing()
     assert lines
     assert any(name in line for line in lines), lines
-    assert len(lines) <= 2, "everything else exists"
+    assert len(lines) <= 3, "everything else exists"

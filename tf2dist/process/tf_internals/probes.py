@@ -1,18 +1,30 @@
-"""One small trial for each private name, by which the doctor finds those that have moved."""
+"""One small trial for each private name and each wording, by which the doctor finds those that have changed."""
 
+import importlib.util
+import json
+import mmap
+import os
+import socket
+import tempfile
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.errors import InstallationError
+from tf2dist.config import keras_settings
+from tf2dist.errors import DataError, InstallationError, first_line, reason_of
+from tf2dist.process.tf_internals import error_texts
 from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 from tf2dist.process.tf_internals.of_keras import (
     NAME_COUNTS,
     build_metrics,
     count_updates_in,
+    counter_of,
     fix_learning_rate,
     follow_learning_rate,
     fresh_names,
@@ -20,9 +32,12 @@ from tf2dist.process.tf_internals.of_keras import (
     losses_of,
     mask_of,
     momentums,
+    name_of,
     place_of,
     scale_learning_rate,
     seeds_of,
+    slots_of,
+    state_of,
     trained_variables,
     undecayed,
     velocities,
@@ -39,6 +54,19 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     use_coordination_service,
 )
 from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
+from tf2dist.process.whereabouts import CALLS_PYTHON
+from tf2dist.tf_constants import (
+    AUTOGRAPH_FILE,
+    KERAS_DEFAULTS,
+    KERAS_HOME,
+    KERAS_ON_TENSORFLOW,
+    NODES,
+    OF_TENSORFLOW,
+    PYTHON_FUNCTIONS,
+    UNUSED_MODULES,
+)
+
+SETTINGS = "keras.src.backend.config"  # the module of Keras that reads keras.json
 
 
 def missing() -> list[str]:
@@ -109,10 +137,20 @@ def _slots_are_found() -> bool:
     return place_of(adam, variable) == 0 and [len(slots) for slots in found] == [1] * 4
 
 
+def _slots_are_named() -> bool:
+    # These names stand in checkpoints.
+    kinds = keras.optimizers.Adam, keras.optimizers.Adagrad, keras.optimizers.RMSprop
+    optimizers = _built(keras.optimizers.SGD, momentum=0.5), *map(_built, kinds)
+    found = [attribute_name for optimizer in optimizers for attribute_name in slots_of(optimizer)]
+    unnamed = state_of(_built(keras.optimizers.Nadam))[-1]
+    expected = ["momentums", "_momentums", "_velocities", "_accumulators", "_velocities"]
+    return found == expected and len(state_of(optimizers[0])) == 1 and name_of(unnamed) == "variable"
+
+
 def _updates_are_counted() -> bool:
     optimizer, counter = _built(keras.optimizers.Adam), keras.Variable(7, dtype="int64")
     count_updates_in(optimizer, counter)
-    return optimizer.iterations is counter
+    return optimizer.iterations is counter_of(optimizer) is counter
 
 
 def _rate_is_fixed() -> bool:
@@ -196,7 +234,140 @@ def _names_begin_again() -> bool:
         return bool(keras.layers.Dense(1).name == "dense")
 
 
-# By the package and the private name that the probe stands for, which is what the user reads if it fails.
+def _text_of(call: Callable[[], Any]) -> str:
+    """What is told by the error that a call raises; empty if it raises none."""
+    try:
+        call()
+    except Exception as error:  # which type it has belongs to what is tried
+        return error_texts.whole_text(error)
+    return ""
+
+
+def _late_change_is_told() -> bool:
+    tf.constant(0)  # initializes the devices
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    texts = [
+        _text_of(lambda: tf.config.threading.set_intra_op_parallelism_threads(threads + 1)),
+        _text_of(lambda: tf.config.set_visible_devices([], "CPU")),
+    ]
+    return all(map(error_texts.devices_are_in_use, texts))
+
+
+def _xla_failure_is_told() -> bool:
+    compiled = tf.function(tf.strings.as_string, autograph=False, jit_compile=True)
+    text = _text_of(lambda: compiled(tf.constant(1.0)))
+    return error_texts.is_xla_failure(text) and error_texts.xla_reason(text).startswith("AsString (No registered")
+
+
+def _taken_port_is_told() -> bool:
+    with socket.create_server(("localhost", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        return error_texts.port_is_taken(_text_of(lambda: tf.distribute.Server({"worker": [address]})))
+
+
+def _data_error_is_told() -> bool:
+    def fail() -> None:
+        raise DataError("data (load): is empty")
+
+    call = tf.function(lambda: tf.numpy_function(fail, [], tf.int32), autograph=False)
+    return error_texts.data_error(_text_of(call)) == "data (load): is empty"
+
+
+def _unknown_code_is_told() -> bool:
+    unknown = {"class_name": "Mine", "config": {}, "module": "mine", "registered_name": "Mine"}
+    text = _text_of(lambda: keras.saving.deserialize_keras_object(unknown))
+    return error_texts.unknown_code(text) == ("class", "Mine")
+
+
+def _unsafe_code_is_told() -> bool:
+    saved = keras.saving.serialize_keras_object(keras.layers.Lambda(lambda x: x))
+    return error_texts.is_unsafe_code(_text_of(lambda: keras.saving.deserialize_keras_object(saved)))
+
+
+def _reasons_are_told() -> bool:
+    def fail(x: tf.Tensor) -> None:
+        raise ValueError("too small")
+
+    def reason(call: Callable[..., Any]) -> str:
+        try:
+            call(tf.zeros([1]))
+        except ValueError as error:
+            return reason_of(error)
+        return ""
+
+    return [reason(keras.layers.Lambda(fail)), reason(tf.function(fail))] == ["too small"] * 2
+
+
+def _nodes_are_told() -> bool:
+    text = _text_of(lambda: tf.io.decode_png(b"none"))
+    return first_line(NODES.sub("", text)).startswith("Unknown image file format")
+
+
+def _python_is_called() -> bool:
+    files: list[str] = []
+
+    def look() -> np.ndarray:
+        files.extend(place.filename for place in traceback.extract_stack())
+        return np.zeros([])
+
+    tf.function(lambda: tf.numpy_function(look, [], tf.float64), autograph=False)()
+    return any(file.endswith(CALLS_PYTHON) for file in files)
+
+
+def _autograph_names_its_files() -> bool:
+    files: list[str] = []
+
+    def look() -> None:
+        files.extend(place.filename for place in traceback.extract_stack())
+
+    tf.function(look)()
+    return any(AUTOGRAPH_FILE in file for file in files)
+
+
+def _unused_modules_are_there() -> bool:
+    if lacking := [name for name in UNUSED_MODULES if not importlib.util.find_spec(name)]:
+        raise lack(keras, " and no ".join(lacking))
+    return True
+
+
+def _variables_are_read() -> bool:
+    # Not by their effects, for which TensorFlow would have to be imported again: by their names in its libraries.
+    left = set(OF_TENSORFLOW)
+    libraries = Path(tf.sysconfig.get_lib()).glob("*.so*")
+    for library in sorted(libraries, key=lambda path: path.stat().st_size):  # one has a gigabyte
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            left = {name for name in left if content.find(name.encode()) < 0}
+    if left:
+        raise lack(tf, " and no ".join(sorted(left)))
+    return True
+
+
+def _settings_are_read() -> bool:
+    other = {"floatx": "float64", "image_data_format": "channels_first", "epsilon": 0.25}
+    wrong = {"backend": "jax", "nnx_enabled": True}
+    found = []
+    for variable in ("HOME", KERAS_HOME):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KERAS_ON_TENSORFLOW):
+            os.environ.pop(KERAS_HOME, None)
+            os.environ[variable] = folder
+            found.append(_settings_in_keras() == keras_settings.from_file() == KERAS_DEFAULTS)
+            Path(keras_settings.path()).write_text(json.dumps(other | wrong))
+            found.append(_settings_in_keras() == keras_settings.from_file() == other)
+    return all(found)
+
+
+def _settings_in_keras() -> dict[str, Any]:
+    """What Keras would have as its settings if it were imported now."""
+    # A second instance of the module, which reads everything anew.
+    spec = module_of(SETTINGS).__spec__
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    if (found.backend(), found.is_nnx_enabled()) != ("tensorflow", False):
+        raise lack(keras, "KERAS_BACKEND and no KERAS_NNX_ENABLED")
+    return {name: getattr(found, name)() for name in KERAS_DEFAULTS}
+
+
+# By the package and the private name or the text that the probe stands for, which is what the user reads if it fails.
 PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
     (tf, "Context.coordination_service"): _service_is_set,
@@ -204,6 +375,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, NO_INLINE): _one_node_is_kept,
     (tf, "FuncRegistry._funcs"): _published_is_called,
     (keras, "Optimizer._get_variable_index"): _slots_are_found,
+    (keras, "slots"): _slots_are_named,
     (keras, "Optimizer._iterations"): _updates_are_counted,
     (keras, "Optimizer._learning_rate"): _rate_is_fixed,
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
@@ -216,4 +388,17 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "CompileLoss._flat_losses"): _losses_are_found,
     (keras, "_keras_mask"): _masks_are_found,
     (keras, NAME_COUNTS): _names_begin_again,
+    (tf, "error 'cannot be modified after initialization'"): _late_change_is_told,
+    (tf, f"error '{error_texts.XLA_FAILURE}'"): _xla_failure_is_told,
+    (tf, f"error '{error_texts.NO_SERVER}'"): _taken_port_is_told,
+    (tf, "error 'DataError: ...' of a Python function in a graph"): _data_error_is_told,
+    (keras, "error 'Could not locate class ...'"): _unknown_code_is_told,
+    (keras, "error about safe_mode"): _unsafe_code_is_told,
+    (keras, "error 'Exception encountered when calling ...'"): _reasons_are_told,
+    (tf, "error '{{function_node ...}} ...'"): _nodes_are_told,
+    (tf, PYTHON_FUNCTIONS): _python_is_called,
+    (tf, AUTOGRAPH_FILE): _autograph_names_its_files,
+    (keras, "modules that no task uses"): _unused_modules_are_there,
+    (tf, "environment variables"): _variables_are_read,
+    (keras, "settings in keras.json"): _settings_are_read,
 }
