@@ -1,7 +1,7 @@
 """What the errors of TensorFlow and Keras say beyond their types, by the wording of the tested versions.
 
 If another version words a message differently, the user reads it as it is. The probes provoke what one process can
-provoke, and `tests/replica/test_error_texts.py` all of them.
+provoke, and `tests/replica/test_error_texts.py` the loss of other tasks.
 """
 
 import re
