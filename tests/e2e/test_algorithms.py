@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Command, task_process
 from tests.e2e.test_losses import assert_exact, lose_each_role, start, wait_for_step
 
-ALGORITHMS = ["staleness_aware", "delay_compensated", "bounded", "downpour"]
+ALGORITHMS = ["staleness_aware", "delay_compensated", "bounded"]
 
 
 @pytest.fixture(autouse=True)

@@ -188,7 +188,6 @@ def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         ({"mode": "sync_replicas"}, "data: mode='sync_replicas' trains on arrays"),
-        ({"options": {"algorithm": "downpour"}}, "data: algorithm=downpour trains on arrays; give x and y"),
         ({"x": X}, "x: cannot be given together with data; its batches are"),
         ({"y": Y}, "y: cannot be given together with data"),
         ({"sample_weight": Y}, "sample_weight: cannot be given together with data; give batches"),

@@ -84,13 +84,11 @@ EVERY_WAY = [
     ["mode=sync_replicas", "sync_replicas.replicas_to_aggregate=1"],
     ["mode=async", "algorithm=bounded"],
     ["mode=sync", "algorithm=local_sgd", "algorithm.outer_momentum=0.5"],
-    ["mode=async", "algorithm=downpour", "algorithm.n_push=2"],
     ["mode=sync_replicas", "cluster.num_ps=2", "cluster.placement=balanced"],
     ["mode=async", "algorithm=delay_compensated"],
     ["mode=sync", "algorithm=local_sgd"],
     ["mode=async", "algorithm=staleness_aware"],
     ["mode=sync"],
-    ["mode=async", "algorithm=downpour"],
 ]
 
 

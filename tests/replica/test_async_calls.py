@@ -77,6 +77,15 @@ def test_workers_share_the_steps_between_two_evaluations(async_loop: MakeLoop) -
     assert async_loop(config, num_workers=2)._scheduler.num_steps == 3
 
 
+def test_a_worker_asks_the_ps_once_a_step(async_loop: MakeLoop) -> None:
+    """What one step pushes and the next one pulls is one exchange."""
+    graph = async_loop(run_config(steps_per_execution=3), num_ps=1)._scheduler.function.graph
+    names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
+    kinds = {"_pull": "pull", "_push": "push", "push_and_pull": "exchange"}
+    asked = [kind for name in names for function, kind in kinds.items() if name.startswith(f"__inference_{function}_")]
+    assert asked == ["pull", "exchange", "exchange", "push"]
+
+
 def test_a_call_still_in_flight_does_not_cause_more_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

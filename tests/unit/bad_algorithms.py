@@ -11,23 +11,6 @@ WAYS_OF_TRAINING: list[tuple[list[str], str]] = [
     (["algorithm=bounded", "algorithm.bound=0"], "algorithm.bound (0): must be at least 1"),
     (["algorithm=bounded", "algorithm.bound=1.5"], "algorithm.bound (1.5): must be a whole number"),
     (["mode=sync_replicas", "algorithm=bounded"], "algorithm (bounded): is for mode=async; leave it out"),
-    (["algorithm.n_push=2"], "algorithm.n_push (2): is for algorithm=downpour; add that"),
-    (["algorithm.n_fetch=8"], "algorithm.n_fetch (8): is for algorithm=downpour; add that"),
-    (["algorithm=downpour", "algorithm.n_push=0"], "algorithm.n_push (0): must be from 1 to 1000"),
-    (["algorithm=downpour", "algorithm.n_fetch=0"], "algorithm.n_fetch (0): must be at least 1"),
-    (
-        ["algorithm=downpour", "algorithm.n_push=4", "algorithm.n_fetch=6"],
-        "algorithm.n_fetch (6): must be a multiple of algorithm.n_push, which is 4: the gradients of a push come from",
-    ),
-    (
-        ["algorithm=downpour", "algorithm.n_push=2", "algorithm.n_fetch=102"],
-        "algorithm.n_fetch (102): must be at most 50 times algorithm.n_push, which is 2",
-    ),
-    (
-        ["algorithm=downpour", "algorithm.n_fetch=12", "train.steps_per_execution=10"],
-        "train.steps_per_execution (10): must be a multiple of 3, the steps from one fetch to the next, since each",
-    ),
-    (["mode=sync", "algorithm=downpour"], "algorithm (downpour): is for mode=async; leave it out"),
     (["algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
     (["mode=sync_replicas", "algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
     (["mode=sync", "algorithm.local_steps=4"], "algorithm.local_steps (4): is for algorithm=local_sgd; add that"),

@@ -148,10 +148,6 @@ BAD = [
         ["mode=sync", "algorithm=local_sgd", "cluster.transfer_dtype=float16"],
         "cluster.transfer_dtype (float16): is not for algorithm=local_sgd; leave it out",
     ),
-    (
-        ["algorithm=downpour", "cluster.transfer_dtype=float16"],
-        "cluster.transfer_dtype (float16): is not for algorithm=downpour; leave it out",
-    ),
     (["cluster.transfer_dtype=int8"], "cluster.transfer_dtype (int8): must be one of float32, bfloat16, float16"),
     (
         ["optimizer.learning_rate=choice(0.1,0.2)"],

@@ -139,7 +139,7 @@ def _algorithm(config: RunConfig) -> list[Rule]:
         name, value = f"algorithm.{key}", getattr(config.algorithm, key)
         holds = config.algorithm.kind == owner or value == OPTIONS[name].default
         rules.append((name, value, holds, f"is for algorithm={owner}; add that"))
-    return [*rules, *_entry(config).rules(config)]
+    return rules
 
 
 def _entry(config: RunConfig) -> AlgorithmEntry:

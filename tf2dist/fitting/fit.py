@@ -65,9 +65,8 @@ def fit(
 ) -> Result:
     """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
 
-    An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker, or
-    several with algorithm=downpour; with mode="sync" it is one batch of each worker, with mode="sync_replicas" as many
-    batches as are aggregated.
+    An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker,
+    with mode="sync" one batch of each worker, with mode="sync_replicas" as many batches as are aggregated.
 
     Args:
         model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
@@ -142,7 +141,7 @@ def fit(
         )
     else:
         given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-        refusals.check_mode_of_stream(mode, config.algorithm.kind)
+        refusals.check_mode_of_stream(mode)
         refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
         config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
         # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.

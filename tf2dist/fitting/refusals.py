@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from tf2dist.config.algorithms import ALGORITHMS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.model.checks import check_trainable
 
@@ -89,17 +88,14 @@ def check_stream(load: Any, **others: Any) -> None:
             raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
 
 
-def check_mode_of_stream(mode: str, algorithm: str) -> None:
+def check_mode_of_stream(mode: str) -> None:
     """Refuses `data=load` where the workers' positions in their streams would not be known after a resume.
 
     Raises:
-        FitError: naming the mode, or the algorithm.
+        FitError: naming the mode.
     """
     if mode == "sync_replicas":
         raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
-    # The examples of a stream come as batches of any size.
-    if algorithm in ALGORITHMS and ALGORITHMS[algorithm].cuts_examples:
-        raise FitError(f"data: algorithm={algorithm} trains on arrays; give x and y, or another algorithm")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:

@@ -193,7 +193,7 @@ def steps_of(stream: Stream, mode: str) -> int:
 def batches_of_a_step(config: RunConfig, num_workers: int) -> int:
     """How many batches the cluster takes in one step."""
     aggregated = config.sync_replicas.replicas_to_aggregate or num_workers
-    return {"async": config.algorithm.batches_per_update, "sync": num_workers, "sync_replicas": aggregated}[config.mode]
+    return {"async": 1, "sync": num_workers, "sync_replicas": aggregated}[config.mode]
 
 
 def configuration(

@@ -21,7 +21,6 @@ def sharding_of(
     if mode == "sync_replicas":
         replicas = config.sync_replicas.replicas_to_aggregate or num_shards
         return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
-    batch_size *= config.algorithm.batches_per_update
     is_sync = mode == "sync"
     if splits.stream:
         # A stream has no known end, so `fit` demands or finds the steps of an epoch before it makes a plan.

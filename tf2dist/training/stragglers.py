@@ -152,7 +152,7 @@ def longest_secs(config: RunConfig) -> float:
 
     This is that of a whole call: an asynchronous coordinator waits for all calls before it saves.
     """
-    simulated, num_steps = config.simulate, config.train.steps_per_execution or config.algorithm.updates_per_fetch
+    simulated, num_steps = config.simulate, config.train.steps_per_execution or 1
     mean, pause = max(simulated.delay_secs, default=0.0), simulated.parsed_pause
     steps = num_steps if simulated.distribution == "constant" else 2 * num_steps + TAIL
     return mean * steps + (pause.secs if pause else 0.0)

@@ -1,7 +1,7 @@
 """What a worker and a parameter server exchange. Only this module knows its layout.
 
-    pulled    the values of all variables, the ps's count of updates; with algorithm=downpour the learning rate, with
-              mode=sync_replicas which workers made the last update
+    pulled    the values of all variables, the ps's count of updates; with mode=sync_replicas which workers made the
+              last update
     pushed    the changes of some variables, pulled values of some, the count at the pull, what `Counters.add` adds;
               with mode=sync_replicas the changes of all, the share of the batch, its sums, the count at the pull
 
