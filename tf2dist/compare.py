@@ -19,8 +19,8 @@ Options of the comparison, with their defaults:
 
 All other options are those of python -m tf2dist, such as model=cnn or train.epochs=10, after which a run ends in any
 case; without optimizer= it is optimizer=momentum optimizer.learning_rate=0.04. Several values, as in
-model=softmax,dnn or algorithm=plain,bounded, make contenders of each. An option that only some modes have is given to
-those alone. --config-dir and --config-name are as there.
+model=softmax,dnn or algorithm=plain,staleness_aware, make contenders of each. An option that only some modes have is
+given to those alone. --config-dir and --config-name are as there.
 
     python -m tf2dist.compare                                                     in about five minutes
     python -m tf2dist.compare 'delays=[0,0.02,0.05]' model=softmax,dnn,cnn        a map of which mode is first

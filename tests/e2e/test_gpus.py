@@ -78,7 +78,6 @@ def test_sync_computes_on_gpus_what_it_computes_on_cpus(command: Command, tmp_pa
         pytest.param(
             ("mode=async", "model=cnn", "train.steps=4", "devices.precision=bfloat16"), marks=pytest.mark.slow
         ),
-        pytest.param(("mode=async", "algorithm=bounded"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -82,7 +82,6 @@ EVERY_WAY = [
     ["mode=async", "cluster.num_ps=2", "cluster.placement=partitioned", "cluster.min_part_bytes=1000"],
     ["mode=sync"],
     ["mode=sync_replicas", "sync_replicas.replicas_to_aggregate=1"],
-    ["mode=async", "algorithm=bounded"],
     ["mode=sync", "algorithm=local_sgd", "algorithm.outer_momentum=0.5"],
     ["mode=sync_replicas", "cluster.num_ps=2", "cluster.placement=balanced"],
     ["mode=async", "algorithm=delay_compensated"],

@@ -99,7 +99,7 @@ def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated", "bounded"])
+@pytest.mark.parametrize("algorithm", ["plain", "staleness_aware", "delay_compensated"])
 def test_algorithms_with_variables_cut_into_three(async_loop: MakeLoop, algorithm: str) -> None:
     ends = {}
     for kind in ("partitioned", "round_robin"):

@@ -60,9 +60,9 @@ def test_the_last_worker_is_slow_and_others_are_not_delayed() -> None:
 
 
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
-    found = contenders(*SMALL, "algorithm=plain,bounded", "delays=0", "modes=[sync,async]", "seed=5")[1]
-    assert [one.way for one in found] == ["sync", "async", "async (algorithm=bounded)"]
-    assert [one.config.algorithm.kind for one in found] == ["plain", "plain", "bounded"]
+    found = contenders(*SMALL, "algorithm=plain,staleness_aware", "delays=0", "modes=[sync,async]", "seed=5")[1]
+    assert [one.way for one in found] == ["sync", "async", "async (algorithm=staleness_aware)"]
+    assert [one.config.algorithm.kind for one in found] == ["plain", "plain", "staleness_aware"]
     assert [one.config.seed for one in found] == [5, 5, 5]
 
 
@@ -112,7 +112,7 @@ REFUSED = [
     (["delay=[0]"], "delay: there is no such option; did you mean delays?"),
     (["train.stepz=5"], "train.stepz: there is no such option; did you mean train.steps?"),
     (["model=dnn,nope"], "model (nope): must be one of cnn, dnn"),
-    (["algorithm=bounded", "modes=sync"], "algorithm (bounded): is for mode=async"),
+    (["algorithm=staleness_aware", "modes=sync"], "algorithm (staleness_aware): is for mode=async"),
     (["data=parabola"], "until (0.95): data=parabola has no classes; give until=2000steps"),
     (["--json"], "--json: there is no such flag"),
     (["-m"], "--multirun: is not for a comparison"),

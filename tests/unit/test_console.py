@@ -109,7 +109,8 @@ def test_result_lines() -> None:
     assert "simulated" not in text
     assert text.startswith("async dnn on mnist: ")
     assert console.result_lines(summary | {"algorithm": "plain"}, "outputs/x") == text
-    assert console.result_lines(summary | {"algorithm": "bounded"}, "x").startswith("async (bounded) dnn on mnist: ")
+    corrected = console.result_lines(summary | {"algorithm": "delay_compensated"}, "x")
+    assert corrected.startswith("async (delay_compensated) dnn on mnist: ")
     assert "(at most 4), with simulated delays\n" in console.result_lines(summary | {"simulated": {}}, "x")
 
 

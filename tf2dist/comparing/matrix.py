@@ -114,7 +114,7 @@ def _keys_of_a_mode(line: tuple[str, ...]) -> set[str]:
 
 
 def _taken(line: tuple[str, ...], mode: str, source: ConfigSource) -> tuple[str, ...]:
-    """The overrides without those of other modes, such as algorithm=bounded for mode=sync."""
+    """The overrides without those of other modes, such as algorithm=staleness_aware for mode=sync."""
     common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
     dropped = set()
     for key in _keys_of_a_mode(line):

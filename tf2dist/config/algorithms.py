@@ -1,4 +1,4 @@
-"""The table of algorithms: how updates are applied, or how and when workers wait for each other; and their options."""
+"""The table of algorithms: how updates are applied, or how often workers communicate; and their options."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ class AlgorithmEntry:
         implementation: the class, as `pkgutil.resolve_name` takes it: what reads options does not import TensorFlow.
         mode: for which it is; plain is for all modes.
         options: those that no other algorithm has.
-        sends_sums: whether workers send sums, or values on which they go on computing: rounding them would add up.
+        sends_weights: whether workers send weights, on which they go on computing: rounding them would add up.
     """
 
     implementation: str
     mode: str = "async"
     options: tuple[str, ...] = ()
-    sends_sums: bool = False
+    sends_weights: bool = False
 
 
 _ROOM = "tf2dist.training.parameter_server.algorithms"
@@ -29,25 +29,21 @@ ALGORITHMS = {
     "plain": AlgorithmEntry(f"{_ROOM}.plain:Algorithm"),
     "staleness_aware": AlgorithmEntry(f"{_ROOM}.staleness_aware:StalenessAware"),
     "delay_compensated": AlgorithmEntry(f"{_ROOM}.delay_compensated:DelayCompensated", options=("strength",)),
-    "bounded": AlgorithmEntry(f"{_ROOM}.bounded:Bounded", options=("bound",)),
     "local_sgd": AlgorithmEntry(
         "tf2dist.training.synchronous.local_sgd:LocalSgdStep",
         mode="sync",
         options=("local_steps", "outer_momentum", "outer_learning_rate"),
-        sends_sums=True,
+        sends_weights=True,
     ),
 }
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """How the parameter servers apply updates, or how and when workers wait for each other."""
+    """How the parameter servers apply updates, or how often synchronous workers communicate."""
 
     kind: str = choice("plain", one_of(*ALGORITHMS))
     strength: float = option(0.04, POSITIVE, help="algorithm=delay_compensated: the factor lambda of the correction")
-    bound: int = option(
-        4, *COUNT, help="algorithm=bounded: how many of its own steps a worker may be ahead of the slowest"
-    )
     local_steps: int = option(
         8, *COUNT, help="algorithm=local_sgd: how many steps a worker takes on its own between two averages"
     )

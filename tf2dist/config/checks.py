@@ -88,10 +88,10 @@ def _mode(config: RunConfig) -> list[Rule]:
 
 
 def _transfers(config: RunConfig) -> list[Rule]:
-    """Where workers send sums or values on which they go on computing, rounding them would add up."""
+    """Where a ps adds up what workers send, or workers send their weights, the roundings would add up."""
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
     what = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
-    holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_sums)
+    holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_weights)
     return [("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out")]
 
 
