@@ -50,7 +50,7 @@ def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.nda
     config = run_config()
     config.algorithm = algorithm
     server = server_of(config, [weight], make, num_metrics=4)
-    server.trace_push({})
+    server.trace_functions({})
     layout, indices = server.push_layout({}), server.counters.indices(tf.constant(0, tf.int64))
     found = []
     for gradient, pulled_at, pulled in zip(GRADIENTS, PULLED_AT, PULLED, strict=True):

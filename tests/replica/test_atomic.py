@@ -102,7 +102,7 @@ def test_an_update_is_one_kernel_or_runs_alone(optimizer: str) -> None:
     """Interleaved updates would divide the momentum of one by the velocity of the other; most runs would diverge."""
     arguments = {"learning_rate": 0.01, **(OPTIMIZERS | OTHERS)[optimizer]}
     server = server_with(keras.Variable([1.0, 2.0]), arguments)
-    server.trace_push({})
+    server.trace_functions({})
     signature = (
         server.push_layout({}).specs,
         tf.TensorSpec([server.counters.added, 1], tf.int64),
@@ -137,7 +137,7 @@ def test_an_optimizer_that_changes_its_rate_keeps_it_changed(monkeypatch: pytest
     weight = keras.Variable([0.0])
     arguments = {"name": "halving", "learning_rate": 1.0}
     server = server_with(weight, arguments)
-    server.trace_push({})
+    server.trace_functions({})
     indices = server.counters.indices(tf.constant(0, tf.int64))
     for _ in range(3):
         server.push(update_of(server, tf.constant(-1.0)), indices, tf.constant(3, tf.int64))

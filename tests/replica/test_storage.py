@@ -71,7 +71,7 @@ def trained(names: str, arguments: dict[str, Any]) -> Named:
     """The model and the slots after three updates."""
     model, variables = model_of(names)
     server = server_with(variables, arguments)
-    server.trace_push({})
+    server.trace_functions({})
     assert [isinstance(storage, PackedStorage) for storage in server.stored] == [True, False]
     for step in range(3):
         push(server, step)
@@ -109,7 +109,7 @@ def test_an_update_of_a_variable_that_is_cut_is_that_of_the_whole(kernel: str, n
     whole, cut_one = keras.Variable(value), joined([keras.Variable(value[:rows]), keras.Variable(value[rows:])])
     for variables in ([whole], parts_of(cut_one)):
         server = server_with(variables, KERNELS[kernel])
-        server.trace_push({})
+        server.trace_functions({})
         assert isinstance(server.stored[0], PackedStorage) == (name == "d")
         for step in range(3):
             gradient = np.random.default_rng(step).normal(size=shape).astype(np.float32)
@@ -124,7 +124,7 @@ def test_the_learning_rate_of_vectors_can_be_changed() -> None:
     _, variables = model_of()
     make = functools.partial(models.build_optimizer, {"name": "sgd", "learning_rate": 0.5}, 3)
     server = server_of(run_config(), variables, make, keeps_rate=False)
-    server.trace_push({})
+    server.trace_functions({})
     server.optimizer.learning_rate = 0.25
     before, gradient = variables[1].numpy(), gradients(variables, 0)[1]
     push(server, 0)
@@ -176,7 +176,7 @@ def test_where_vectors_would_differ_variables_lie_alone(arguments: dict[str, Any
     """The norm would be another one; without a kernel of TensorFlow for the update, nobody knows what it looks at."""
     _, variables = model_of()
     server = server_with(variables, arguments)
-    server.trace_push({})
+    server.trace_functions({})
     assert not any(isinstance(storage, PackedStorage) for storage in server.stored)
 
 
@@ -189,7 +189,7 @@ def test_a_variable_that_is_not_decayed_makes_all_lie_alone() -> None:
         return optimizer
 
     server = server_of(run_config(), variables, make)
-    server.trace_push({})
+    server.trace_functions({})
     assert not any(isinstance(storage, PackedStorage) for storage in server.stored)
 
 

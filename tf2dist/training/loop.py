@@ -296,7 +296,7 @@ class LoopBase(abc.ABC):
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
         self.config, self.report, self.named, self.sizes = config, report, run.named, run.sizes
         self.sharding, self.target_step = run.sharding, run.target_step
-        self.model, self.metrics = run.step.model, run.step.metrics
+        self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
         self.restored_from, self.start = run.restored_from, run.start
         self.advice = advice_on(run.step, self.optimizer)
@@ -312,6 +312,9 @@ class LoopBase(abc.ABC):
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._freeze_arrays()()
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        return self.step.random_states(self.progress.global_step)
 
     @abc.abstractmethod
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:

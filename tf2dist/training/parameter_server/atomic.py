@@ -17,28 +17,25 @@ import tensorflow as tf
 from tf2dist.process.tf_internals import momentums, place_of, velocities
 
 UpdateStep = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
-StateUpdate = Callable[[tf.Tensor, tf.Tensor | None], Any]
+StateUpdate = Callable[[tf.Tensor], Any]
 
 
 def state_update(variable: tf.Variable, decay: float) -> StateUpdate:
-    """A function of a term, which sets `variable` to ``decay * variable + term`` by one kernel.
-
-    Its second argument is a factor in place of `decay`, or None; only where `decay` is neither 0 nor 1.
-    """
+    """A function of a term, which sets `variable` to ``decay * variable + term`` by one kernel."""
     if decay == 1:
-        return lambda term, factor: variable.assign_add(term)
+        return lambda term: variable.assign_add(term)
     if decay == 0:
-        return lambda term, factor: variable.assign(term)
+        return lambda term: variable.assign(term)
     # TensorFlow has no kernel for this alone. That of the momentum optimizer does it to the momentum; the weight that
     # it also moves is a dummy, and stays 0 since the learning rate is 0.
     with tf.device(variable.device):
         weight = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
-    return lambda term, factor: tf.raw_ops.ResourceApplyMomentum(
+    return lambda term: tf.raw_ops.ResourceApplyMomentum(
         var=weight.handle,
         accum=variable.handle,
         lr=tf.zeros([], variable.dtype),
         grad=term,
-        momentum=tf.constant(decay, variable.dtype) if factor is None else factor,
+        momentum=tf.constant(decay, variable.dtype),
         use_locking=True,
     )
 

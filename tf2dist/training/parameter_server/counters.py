@@ -109,10 +109,6 @@ class Counters:
         row = tf.squeeze(indices[2 : 2 + len(TOTALS)], 1)
         return self._values.sparse_read(tf.concat([row, [0]], 0))
 
-    def steps(self) -> tf.Tensor:
-        """The steps of each worker, all at the same moment, float64 [workers]."""
-        return self._values.sparse_read(1 + TOTALS.index("steps") + len(TOTALS) * tf.range(self._shape[0]))
-
     def heads(self) -> tf.Tensor:
         """The updates applied, the totals row by row, and the metrics, float64."""
         return self._values.sparse_read(tf.range(self._head))

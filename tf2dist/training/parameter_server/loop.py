@@ -99,9 +99,6 @@ class PsLoop(LoopBase):
         except WorkersAway:
             self._give_up_calls(until_step)
             return PauseRequest.STOP
-        except NotFiniteError:
-            self._scheduler.release()
-            raise
         self._settle(requested)
         return requested
 
@@ -138,9 +135,6 @@ class PsLoop(LoopBase):
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
         return self.read_all().freeze()
-
-    def random_states(self) -> dict[str, np.ndarray]:
-        return self._graphs.random_states(self.progress.global_step)
 
     def broadcast(self, packed: bytes) -> bytes:
         # The coordinator alone drives the training.
@@ -290,7 +284,6 @@ class AsyncLoop(PsLoop):
             "algorithm": self.config.algorithm.kind,
             "staleness": staleness_of(counts),
             "staleness_counts": np.trim_zeros(counts, "b").tolist(),
-            **self._graphs.facts(),
         }
 
     def histograms(self) -> dict[str, np.ndarray]:

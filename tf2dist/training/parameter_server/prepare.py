@@ -31,7 +31,7 @@ class UpdateRule(abc.ABC):
 
     Attributes:
         graphs: made as ``graphs(spec, rule)``.
-        scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, cluster, grace_secs)``.
+        scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, num_workers, grace_secs)``.
     """
 
     graphs: Callable[..., WorkerStep]
@@ -140,7 +140,7 @@ def prepare(
         restored_from=restored_from,
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         coordinator=coordinator,
-        scheduler=rule.scheduler(coordinator, graphs, cluster, config.grace_secs),
+        scheduler=rule.scheduler(coordinator, graphs, cluster.num_workers, config.grace_secs),
         origin=origin,
         graphs=graphs,
     )

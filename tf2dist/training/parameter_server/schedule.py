@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf2dist.cluster.spec import Cluster
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.parameter_server.calls import counts_of, cut, quiet_secs, wait_for_calls
 from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
@@ -26,6 +25,7 @@ class Scheduler(abc.ABC):
         steps_per_sec: the rate of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
+        num_workers: of the cluster.
         grace_secs: the time that a whole stop may take.
     """
 
@@ -35,11 +35,11 @@ class Scheduler(abc.ABC):
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         graphs: WorkerStep,
-        cluster: Cluster,
+        num_workers: int,
         grace_secs: float,
     ) -> None:
         self._coordinator, self.graphs = coordinator, graphs
-        self.cluster, self.num_workers, self.grace_secs = cluster, cluster.num_workers, grace_secs
+        self.num_workers, self.grace_secs = num_workers, grace_secs
         self.num_steps = graphs.steps_per_call
         self.function: Any = graphs.train_function(self.num_steps)
         self.source: tuple[Any, ...] = graphs.input.source(coordinator, self.num_steps)
@@ -62,9 +62,6 @@ class Scheduler(abc.ABC):
     def finish(self, request: PauseRequests) -> PauseRequest:
         """Waits for all calls, or raises WorkersAway; see `calls.wait_for_calls`."""
         return wait_for_calls(self._coordinator, request, self._counted, self.quiet_secs())
-
-    def release(self) -> None:  # noqa: B027
-        """Lets no call in flight wait for others; here none does."""
 
     @abc.abstractmethod
     def _counted(self) -> Any:

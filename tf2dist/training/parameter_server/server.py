@@ -29,7 +29,7 @@ from tf2dist.training.parameter_server.counters import Counters, Counts
 from tf2dist.training.parameter_server.storage import Kinds, PackedStorage, Storage, adopt_slots, allocate_storage
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
 
-if TYPE_CHECKING:  # an algorithm may have a ps of its own
+if TYPE_CHECKING:  # it names the graphs that it needs, which name the ps
     from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 NEVER = np.iinfo(np.int64).max
@@ -108,16 +108,14 @@ class ModelPart:
 
 
 class ParameterServer(ModelPart):
-    """Variables, optimizer and counters of one ps; it can be pulled from at once, and pushed to after `trace_push`.
+    """Variables, optimizer and counters of one ps; it can be pulled from and pushed to after `trace_functions`.
 
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
+        push: ``push(pushed, indices, limit)``: applies one update; see `_admit`.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
-        pulled_others: the sizes of what they return beside the variables; see `_others`.
         global_clipnorm: for the worker, which alone sees all gradients.
     """
-
-    pulled_others: tuple[int, ...] = ()
 
     def __init__(self, spec: PartSpec, algorithm: "Algorithm") -> None:
         for variable in spec.trainable:
@@ -128,7 +126,7 @@ class ParameterServer(ModelPart):
                 )
         super().__init__(spec)
         self._algorithm, self._make_optimizer, self._narrow = algorithm, spec.make_optimizer, spec.narrow
-        self.pull_layout = PullLayout(self.variables, *self.pulled_others, narrow=spec.narrow)
+        self.pull_layout = PullLayout(self.variables, narrow=spec.narrow)
         self.exact_layout = PullLayout(self.variables) if spec.narrow else self.pull_layout
         self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
         with tf.device(spec.device):
@@ -137,7 +135,6 @@ class ParameterServer(ModelPart):
             self.counters = Counters(spec.num_workers, spec.num_metrics)
             self._lock = None if self._has_kernel and not algorithm.runs_alone else tf.CriticalSection()
             algorithm.prepare(self.optimizer)
-        self._allocate_storage({})
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
 
@@ -145,29 +142,32 @@ class ParameterServer(ModelPart):
         check_clipping(spec.optimizer_name, self.optimizer)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
-        """Of what `push` and `exchange` take; `decays`: see `trace_push`."""
+        """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""
         pulled = self.trainable if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
         return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
 
-    def trace_push(self, decays: dict[int, float]) -> None:
-        """Makes `push` and `exchange`; the latter is traced only if a call has several steps.
+    def trace_functions(self, decays: dict[int, float]) -> None:
+        """Decides where the variables lie, and makes `pull`, `pull_exactly` and `push`.
 
         Args:
             decays: see `recurrence`, by id of the variable; what is not there stays as it is.
         """
-        self._allocate_storage(self._kinds(decays))
+        with tf.device(self.device):
+            self.stored = allocate_storage(self.variables, self._kinds(decays))
         trained = {id(variable) for variable in self.trainable}
         self._trained = [storage for storage in self.stored if id(storage.members[0]) in trained]
         self._updates = list(self._updates_of(self._trained))
         changing = [(storage, decays[first]) for storage in self.stored if (first := id(storage.members[0])) in decays]
-        self._state_updates = [
-            (storage, state_update(storage.variable.value, decay), decay) for storage, decay in changing
-        ]
+        self._state_updates = [(storage, state_update(storage.variable.value, decay)) for storage, decay in changing]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         changed, added = [*self._trained, *(storage for storage, _ in changing)], self.counters.added
         self._push_layout = PushLayout(changed, added, pulled, self._narrow)
-        self._trace(self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64))
+        self._signature = self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        self.push = self.on_device(self._push, *self._signature)
+        self._stored_layout = PullLayout(self.stored, narrow=self._narrow)
+        self.pull = self.on_device(self._pull)
+        self.pull_exactly = self.on_device(self._pull_exactly) if self._narrow else self.pull
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
         """The variables that may lie in vectors, and which of them are updated alike."""
@@ -177,16 +177,6 @@ class ParameterServer(ModelPart):
         if self._lock is None and is_by_element:
             kinds |= {id(v): "trained" for v in self.trainable if not v.overwrite_with_gradient}
         return kinds
-
-    def _allocate_storage(self, kinds: Kinds) -> None:
-        """Decides where the variables lie, and forgets the graphs that read them where they lay before."""
-        with tf.device(self.device):
-            self.stored = allocate_storage(self.variables, kinds)
-        self.stored_layout = PullLayout(self.stored, *self.pulled_others, narrow=self._narrow)
-        self._stored_exactly = PullLayout(self.stored) if self._narrow else self.stored_layout
-        self.pull = self.on_device_later(self._pull)
-        is_same = self._stored_exactly is self.stored_layout
-        self.pull_exactly = self.pull if is_same else self.on_device_later(self._pull_exactly)
 
     def _updates_of(self, trained: list[Storage]) -> Iterator[tuple[keras.Optimizer, list[Storage]]]:
         """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
@@ -207,50 +197,35 @@ class ParameterServer(ModelPart):
         adopt_slots(vectors, own, self.optimizer)
         yield own, [*vectors]
 
-    def _trace(self, *signature: Any) -> None:
-        self.push = self.on_device(self._push, *signature)
-        self.exchange = self.on_device_later(self.push_and_pull, *signature)
+    @functools.cached_property
+    def exchange(self) -> Callable[..., Parcel]:
+        """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call.
 
-    def on_device_later(self, function: Any, *signature: Any) -> Any:
-        """As `on_device`, but traces the function when it is called for the first time, which may be in a graph."""
-
-        @functools.cache
-        def traced() -> Any:
-            with tf.init_scope():
-                return self.on_device(function, *signature)
-
-        return lambda *args: traced()(*args)
+        What a call costs is much of a small model's step. Traced at its first use, since calls of one step, those of
+        deep models, never need it.
+        """
+        with tf.init_scope():
+            return self.on_device(self._exchange, *self._signature)
 
     def _pull(self) -> Parcel:
         """All variables, and the updates applied so far, as they travel."""
-        values, applied = self._read()
-        return self.stored_layout.pack(values, applied, *self._others(applied))
+        return self._stored_layout.pack(*self._read())
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
-        return self._stored_exactly.pack(*self._read())
+        return PullLayout(self.stored).pack(*self._read())
 
     def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
             return [storage.read() for storage in self.stored], applied
 
-    def _others(self, applied: PackedCount) -> list[tf.Tensor]:
-        """What is pulled beside the variables; other algorithms override this."""
-        return []
-
-    def learning_rate(self, applied: PackedCount) -> tf.Tensor:
-        """In a graph of the ps: the rate of the update that follows these, float32 []."""
-        self.update_number.set_current(tf.cast(applied.value(), tf.int64) + self.earlier_updates)
-        return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float32)
-
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """See `_admit`. Returns what is counted of the worker then."""
         with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
-    def push_and_pull(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
-        """A push and the next step's pull, in one call: what a call costs is much of a small model's step."""
+    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         self._admit(pushed, indices, limit)
         return self._pull()
 
@@ -289,15 +264,11 @@ class ParameterServer(ModelPart):
                     [storage.pad_update(gradient_of[storage]) for storage in storages],
                     [storage.variable for storage in storages],
                 )
-        for (storage, update, decay), term in zip(self._state_updates, terms, strict=True):
-            update(storage.pad_update(term), self._factor(decay, term.dtype, added))
+        for (storage, update), term in zip(self._state_updates, terms, strict=True):
+            update(storage.pad_update(term))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
-
-    def _factor(self, decay: float, dtype: tf.DType, added: tf.Tensor) -> tf.Tensor | None:
-        """The factor of the old state in an update that adds these numbers to the counters; None for `decay` itself."""
-        return None
 
     def _counts(self) -> tf.Tensor:
         """Everything the coordinator watches, float64: admitted, and the heads of the counters."""

@@ -11,11 +11,10 @@ unrolled. How many there are is decided before the first step: a call of another
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
@@ -68,7 +67,7 @@ class StepSpec:
     earlier_updates: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """The call of a worker, in the graph that is made for it.
 
@@ -77,14 +76,12 @@ class Call:
         local_steps: its steps that the ps have counted before the call.
         limit: updates beyond so many are refused; with mode=sync_replicas the ps know the limit.
         indices: where the updates of the worker are counted with mode=async.
-        pushed: what the ps return for the last push, where the next one has to wait for that.
     """
 
     worker: tf.Tensor
     local_steps: tf.Tensor
     limit: tf.Tensor | None = None
     indices: tf.Tensor | None = None
-    pushed: list[tf.Tensor] = field(default_factory=list)
 
 
 class WorkerStep(abc.ABC):
@@ -115,7 +112,7 @@ class WorkerStep(abc.ABC):
         self._compute = self._traced_compute()
         to_pause = self._steps_of_worker(steps_to_pause(spec.config, spec.plan, spec.sharding, spec.total_steps))
         chosen = min(unrolled_steps(self._compute, spec.step.model, to_pause), self.stragglers.max_steps)
-        self.steps_per_call = spec.config.train.steps_per_execution or self._whole_rounds(chosen)
+        self.steps_per_call = spec.config.train.steps_per_execution or chosen
 
     def _parts(self, spec: StepSpec) -> list[PartSpec]:
         """The part of the model that each ps gets."""
@@ -159,7 +156,7 @@ class WorkerStep(abc.ABC):
                     pushes, loss = self._compute(pulled, on_device, worker)
                 pushes = self.stragglers.computed(pushes, worker)
                 if number < num_steps:
-                    pulled = self._exchange(call, pushes, number)
+                    pulled = self._exchange(call, pushes)
                 else:
                     after = self._push(call, pushes)
                 losses.append(loss)
@@ -180,14 +177,6 @@ class WorkerStep(abc.ABC):
 
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
-
-    def facts(self) -> dict[str, Any]:
-        """For the summary of the run: what the ps know beside the counters."""
-        return {}
-
-    def random_states(self, updates: int) -> dict[str, np.ndarray]:
-        """The states of the model's random generators after so many updates, by name; see `ModelStep`."""
-        return self.step.random_states(updates)
 
     # What a rule decides.
 
@@ -210,10 +199,6 @@ class WorkerStep(abc.ABC):
     def _steps_of_worker(self, global_steps: int) -> float:
         """How many of so many global steps a worker takes part in."""
         return global_steps
-
-    def _whole_rounds(self, num_steps: int) -> int:
-        """The number of steps that a call may have in place of this one."""
-        return num_steps
 
     def _limit_types(self) -> list[tf.TensorSpec]:
         """The type of the limit, if a call has one."""
@@ -243,8 +228,8 @@ class WorkerStep(abc.ABC):
         """What the first step of a call pulls from each ps."""
 
     @abc.abstractmethod
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
-        """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
+    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
+        """Pushes to each ps; returns what the next step pulls."""
 
     @abc.abstractmethod
     def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
@@ -297,17 +282,16 @@ class AsyncStep(WorkerStep):
 
     Attributes:
         algorithm: what a ps does with an update.
-        decays: of the state that a step changes, by id of the variable; see `recurrence`.
     """
 
     servers: Sequence[ParameterServer]
 
     def __init__(self, spec: StepSpec, algorithm: "Algorithm") -> None:
         self.algorithm = algorithm
-        self.decays: dict[int, float] = {}
+        self._decays: dict[int, float] = {}  # of the state that a step changes, by id of the variable
         super().__init__(spec)
         for server in self.servers:
-            server.trace_push(self.decays)
+            server.trace_functions(self._decays)
 
     def restore(self, origin: AsyncOrigin) -> None:
         for server in self.servers:
@@ -342,18 +326,14 @@ class AsyncStep(WorkerStep):
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
-                self.note_decay(variable, decay)
+                self._decays |= {id(part): decay for part in parts_of(variable)}
                 changes |= cut([variable], [term])
         pushes = []
         for server, one in zip(self.servers, unpacked, strict=True):
-            layout = server.push_layout(self.decays)
+            layout = server.push_layout(self._decays)
             back = [values[id(v)] for v in layout.pulled]
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
         return pushes, output.sums[0]
-
-    def note_decay(self, variable: keras.Variable, decay: float) -> None:
-        """Notes in `decays` how the update of a variable of the state depends on its value."""
-        self.decays |= {id(part): decay for part in parts_of(variable)}
 
     def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
         return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
@@ -365,7 +345,7 @@ class AsyncStep(WorkerStep):
     def _pull(self, call: Call) -> list[Parcel]:
         return [server.pull() for server in self.servers]
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
+    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
         pairs = zip(self.servers, pushes, strict=True)
         return [server.exchange(push, call.indices, call.limit) for server, push in pairs]
 

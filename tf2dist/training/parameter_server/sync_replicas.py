@@ -70,9 +70,6 @@ class SyncReplicasScheduler(Scheduler):
         left = missing * self.graphs.deciding.quota - running // self.num_workers
         return min(ahead, max(0, -(-left // self.num_steps)))
 
-    def release(self) -> None:
-        self.graphs.deciding.close()
-
     def _counted(self) -> Any:
         counts = self.graphs.deciding.counts()
         return counts.begun, int(counts.pushed.sum())
@@ -132,7 +129,11 @@ class SyncReplicasLoop(PsLoop):
         requested = scheduler.finish(pause_request)
         deciding.open(until_step)
         scheduler.begin(deciding.counts())
-        requested |= self._supply(until_step, pause_request)
+        try:
+            requested |= self._supply(until_step, pause_request)
+        except NotFiniteError:
+            deciding.close()  # or the workers would wait for the end of a step that will have none
+            raise
         deciding.close()
         # The calls in flight can change nothing any more, so a stop does not wait for them.
         if PauseRequest.STOP not in requested:
@@ -170,7 +171,7 @@ class SyncReplicasLoop(PsLoop):
         """Brings the last step to all ps: the worker that knew of it may be lost."""
         last = self._graphs.deciding.close()
         for server in self._graphs.following:
-            server.follow(last.applied.bits, *last.others)
+            server.follow(last.applied.bits, last.made_by)
 
     def _read(self) -> GradientCounts:
         """Reads the counters of the ps into `progress`."""

@@ -56,10 +56,10 @@ class AggregatingServer(ModelPart):
         # next step, too, is dropped, since that step is over before it is pushed.
         with tf.control_dependencies([step]):
             values = [variable.value.read_value() for variable in self.variables]
-            return self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._others())
+            return self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._made_by())
 
-    def _others(self) -> list[tf.Tensor]:
-        """What is pulled beside the variables."""
+    def _made_by(self) -> list[tf.Tensor]:
+        """Which workers made the last step, from the ps that decides it."""
         return []
 
     def _apply(self, changes: list[tf.Tensor]) -> list[tf.Operation]:
@@ -125,7 +125,7 @@ class DecidingServer(AggregatingServer):
         self.step.assign(step)
         self._counters.restore(aggregated, dropped)
 
-    def _others(self) -> list[tf.Tensor]:
+    def _made_by(self) -> list[tf.Tensor]:
         return [tf.cast(self._counters.made_by.read_value(), tf.float32)]
 
     def _begin(self, worker: tf.Tensor) -> Parcel:

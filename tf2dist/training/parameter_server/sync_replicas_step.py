@@ -79,7 +79,7 @@ class SyncReplicasStep(WorkerStep):
     def _pull(self, call: Call) -> list[Parcel]:
         return self._follow(self.deciding.begin(call.worker))
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
+    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self._follow(self.deciding.exchange(pushes[0], call.worker))
 
@@ -93,7 +93,7 @@ class SyncReplicasStep(WorkerStep):
 
     def _follow(self, pulled: Parcel) -> list[Parcel]:
         """What all ps send, from that of the deciding one."""
-        _, step, (made_by,) = self.deciding.pull_layout.unpack(pulled)
+        _, step, made_by = self.deciding.pull_layout.unpack(pulled)
         return [pulled, *(server.follow(step.bits, made_by) for server in self.following)]
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -50,12 +50,12 @@ class Pulled(NamedTuple):
     Attributes:
         values: the values of all variables of the ps.
         applied: the updates that these values contain at least.
-        others: what was pulled beside them, float32.
+        made_by: with mode=sync_replicas which workers made the last update, float32 [workers].
     """
 
     values: list[tf.Tensor]
     applied: PackedCount
-    others: list[tf.Tensor]
+    made_by: tf.Tensor | None = None
 
 
 class Pushed(NamedTuple):
@@ -82,21 +82,23 @@ class PullLayout:
 
     Args:
         variables: those whose values are pulled.
-        others: the sizes of what is pulled beside them.
+        num_workers: of which is told who made the last update; None if that is not told.
         narrow: see `Buckets`.
     """
 
-    def __init__(self, variables: Sequence[Shaped], *others: int, narrow: tf.DType | None = None) -> None:
-        self._buckets = Buckets(variables, COUNT + sum(others), narrow=narrow)
-        self._others = others
+    def __init__(
+        self, variables: Sequence[Shaped], num_workers: int | None = None, narrow: tf.DType | None = None
+    ) -> None:
+        self._sizes = [COUNT] if num_workers is None else [COUNT, num_workers]
+        self._buckets = Buckets(variables, sum(self._sizes), narrow=narrow)
         self.specs = self._buckets.specs
 
-    def pack(self, values: list[tf.Tensor], applied: PackedCount, *others: tf.Tensor) -> Parcel:
-        return self._buckets.pack(values, applied.bits, *others)
+    def pack(self, values: list[tf.Tensor], applied: PackedCount, *made_by: tf.Tensor) -> Parcel:
+        return self._buckets.pack(values, applied.bits, *made_by)
 
     def unpack(self, buckets: Parcel) -> Pulled:
-        values, (bits, *others) = self._buckets.unpack(buckets, COUNT, *self._others)
-        return Pulled(values, PackedCount(bits), others)
+        values, (bits, *made_by) = self._buckets.unpack(buckets, *self._sizes)
+        return Pulled(values, PackedCount(bits), *made_by)
 
 
 class PushLayout:

@@ -40,7 +40,7 @@ class SyncLoop(LoopBase):
 
     def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
         self._workers, self._splits, self._origin = run.workers, splits, run.origin
-        self._step, self._graphs, self._optimizer = run.step, run.graphs, run.optimizer
+        self._graphs, self._optimizer = run.graphs, run.optimizer
         super().__init__(config, run, report)
         self.leads = self._workers.index == 0
         self._counted = counter_of(self.optimizer)
@@ -123,7 +123,7 @@ class SyncLoop(LoopBase):
         """Every worker evaluates its own ranges of the split; the sums are added up over all workers."""
         arrays: Arrays = getattr(self._splits, split)
         num_examples = self.sizes[split]
-        trainable, state = self._step.values()
+        trainable, state = self.step.values()
         sums = np.zeros(1 + self.metrics.size)
         for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
             part = [tf.constant(leaf) for leaf in arrays[first:last].leaves]
@@ -136,14 +136,11 @@ class SyncLoop(LoopBase):
         return int(self._counted.numpy()) - self.earlier_updates
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
-        return [(self._optimizer, self._step.trainable)]
+        return [(self._optimizer, self.step.trainable)]
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
         arrays = values(self.named)
         return lambda: arrays
-
-    def random_states(self) -> dict[str, np.ndarray]:
-        return self._step.random_states(self.progress.global_step)
 
     def broadcast(self, packed: bytes) -> bytes:
         return self._workers.broadcast(packed)

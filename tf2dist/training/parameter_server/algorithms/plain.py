@@ -29,8 +29,7 @@ class Algorithm(UpdateRule):
         runs_alone: whether a ps may apply only one update at a time, even if the optimizer does not need that.
     """
 
-    graphs: type[AsyncStep] = AsyncStep
-    scheduler: type[AsyncScheduler] = AsyncScheduler
+    graphs, scheduler = AsyncStep, AsyncScheduler
     needs_pulled_values = False
     runs_alone = False
 
