@@ -295,6 +295,6 @@ class Table:
         ends = (f"{many} steps", f"{few} steps")
         yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)
         steps = int(400 * self._scale)  # of each worker
-        cpu = {f"{n} workers": partial(figures.coordinator_cpu, steps * n, n, "sleep") for n in (4, 32)}
+        cpu = {f"{n} workers": partial(figures.coordinator_cpu, steps * n, n, figures.delays(n)) for n in (4, 32)}
         ends = ("32 workers", "4 workers")
         yield Comparison("coordinator workers", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)

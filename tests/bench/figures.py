@@ -190,20 +190,21 @@ def _pss_mb(pid: int) -> float:
 
 
 def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
-    """Steps per second and worker, if each step sleeps for SLEEP_SECS and computes almost nothing.
-
-    Over the second half of the run. Before that, asynchronous calls are made longer, which takes a while where many
-    workers share few cores.
-    """
+    """Steps per second and worker, over the second half of a run whose steps compute almost nothing; see `delays`."""
     times = num_workers if mode == "async" else 1  # there each worker's step is a global step
     steps = steps_of_a_worker * times
     overrides = [f"mode={mode}", "model=softmax", "optimizer=sgd", f"train.steps={steps}"]
-    return run_with("sleep", *cluster_of(num_workers), *overrides).rate(steps // 2) / times
+    return our_run(*cluster_of(num_workers), *overrides, delays(num_workers)).rate(steps // 2) / times
 
 
-def coordinator_cpu(steps: int, num_workers: int = 16, plugin: str = "") -> float:
+def delays(num_workers: int) -> str:
+    """The option with which every step takes SLEEP_SECS more."""
+    return f"simulate.delay_secs={[SLEEP_SECS] * num_workers}".replace(" ", "")
+
+
+def coordinator_cpu(steps: int, num_workers: int = 16, *options: str) -> float:
     """Seconds of the coordinator's CPU for each 1,000 of `steps`, after as many others."""
-    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000", *plugin_options(plugin)]
+    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000", *options]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         first = wait_for_step(run_dir, steps)
         family = psutil.Process(process.pid).children(recursive=True)

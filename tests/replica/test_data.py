@@ -1,4 +1,4 @@
-"""The data sets and the input pipeline, whose shards are disjoint and cover the data for any number of workers."""
+"""The data sets, and batches of their arrays."""
 
 import urllib.parse
 from dataclasses import replace
@@ -9,113 +9,42 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.replica.small_runs import split_of
 from tests.tfds import record, write_mnist
 from tests.unit.test_saving import facts
 from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import input_facts, input_positions
+from tf2dist.checkpoint.state import input_facts, input_position
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location, pipeline
 from tf2dist.data.arrays import checked
 from tf2dist.data.loading import load_mnist
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 PIXELS = np.arange(8, dtype=np.uint8).reshape(4, 2)
 
 
-def epoch(sharding: Sharding, shard: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of the examples of one shard in an epoch and their weights, both [steps, batch]."""
-    rows, weights = sharding.epoch_rows(tf.constant(number), tf.constant(shard))
-    return rows.numpy(), weights.numpy()
+def test_a_run_continues_at_the_same_part_of_other_data() -> None:
+    before = input_facts(Sharding(21, 3, 3, 0, True), InputPosition(30, ((22, 24),)))
+    snapshot = Snapshot(6, {}, replace(facts(6), examples=28, input=before))
+    assert input_position(snapshot, Sharding(21, 5, 2, 1, False)) == InputPosition(30, ((22, 24),))
+    assert input_position(snapshot, Sharding(42, 5, 2, 1, False)) == InputPosition(60)
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 6), st.booleans())
-def test_every_example_once_an_epoch(num_examples: int, batch_size: int, num_shards: int, whole: bool) -> None:
-    sharding = Sharding(num_examples, batch_size, num_shards, seed=3, whole_batch_loss=whole)
-    shards = [epoch(sharding, shard) for shard in range(num_shards)]
-    seen = np.concatenate([rows[weights > 0] for rows, weights in shards])
-    assert sorted(seen) == list(range(num_examples))
-    batches = sum(int((weights.sum(axis=1) > 0).sum()) for _, weights in shards)
-    assert sharding.updates_per_epoch == (sharding.steps_per_epoch if whole else batches)
-    sums = np.array([weights.sum(axis=1) for _, weights in shards])  # [shards, steps]
-    # The weights add up to 1 over the whole step, or over the batch of each worker.
-    totals = sums.sum(axis=0) if whole else sums[sums > 0]
-    np.testing.assert_allclose(totals, 1.0, rtol=1e-5)
-    assert all(len(rows) == sharding.steps_per_epoch for rows, _ in shards)
-
-
-def test_epochs_and_seeds_differ() -> None:
-    first = epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]
-    assert (first != epoch(Sharding(100, 10, 1, 0, True), 0, 1)[0]).any()
-    assert (first != epoch(Sharding(100, 10, 1, 1, True), 0, 0)[0]).any()
-    assert (first == epoch(Sharding(100, 10, 1, 0, True), 0, 0)[0]).all()
-
-
-def test_without_shuffling_examples_stay_in_their_order() -> None:
-    sharding = Sharding(10, 2, 2, 0, True, shuffle=False)
-    for number in range(2):
-        rows = [epoch(sharding, shard, number)[0].tolist() for shard in range(2)]
-        assert rows == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [9, 0]]], (
-            "the last two examples must be divided among the workers"
-        )
-    assert [weights[-1].tolist() for _, weights in (epoch(sharding, shard) for shard in range(2))] == [[0.5, 0]] * 2
-
-
-def test_workers_together_see_the_batches_of_one_worker_with_a_larger_batch() -> None:
-    one = epoch(Sharding(100, 30, 1, 0, True), 0)[0]
-    three = [epoch(Sharding(100, 10, 3, 0, True), shard)[0] for shard in range(3)]
-    for step in range(3):
-        assert set(one[step]) == set(np.concatenate([rows[step] for rows in three]))
-
-
-def pictures_of_numbers(index: tf.Tensor) -> list[tf.Tensor]:
-    """One image of a single pixel for each example; its value is the label."""
-    return [tf.cast(index, tf.uint8)[..., None, None, None], index]
-
-
-def test_batches_hold_the_images_of_their_labels() -> None:
-    sharding = Sharding(100, 8, 2, 0, False)
-    for _, (pictures, numbers, _) in pipeline.blocks(pictures_of_numbers, sharding, 1, 5).take(3):
-        assert pictures.shape == (5, 8, 1, 1, 1)
-        np.testing.assert_array_equal(pictures.numpy()[..., 0, 0, 0], numbers.numpy())
-
-
-def test_batches_without_examples_are_left_out() -> None:
-    # 2 steps of 2 x 5 examples, then one example, which only the first worker gets
-    sharding = Sharding(21, 5, 2, 0, False)
-    *_, weights = next(iter(pipeline.blocks(pictures_of_numbers, sharding, 1, 6)))[1]
-    assert weights.numpy().sum(axis=1) == pytest.approx(np.ones(6))
-
-
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_worker_continues_after_the_steps_that_it_has_counted(shard: int) -> None:
-    """The second worker has one step less in an epoch than the first."""
-    sharding = Sharding(21, 5, 2, 0, False)
-
-    def rows(first_step: int, count: int) -> list[tuple[int, list[int]]]:
-        steps = pipeline.blocks(pictures_of_numbers, sharding, shard, 1, first_step).take(count)
-        return [(int(step), numbers.numpy()[0].tolist()) for step, (_, numbers, _) in steps]
-
-    assert rows(7, 3) == rows(0, 10)[7:]
-
-
-def test_blocks_begin_with_the_number_of_their_first_step() -> None:
-    blocks = pipeline.blocks(pictures_of_numbers, Sharding(21, 5, 2, 0, False), 1, 3, first_step=4).take(3)
-    assert [int(number) for number, _ in blocks] == [4, 7, 10]
-
-
-def test_a_worker_continues_at_the_same_part_of_the_data_in_another_mode() -> None:
-    before = input_facts(Sharding(21, 3, 3, 0, True), [4, 4, 4])
-    snapshot = Snapshot(6, {}, replace(facts(6), examples=42, input=before))
-    assert input_positions(snapshot, Sharding(21, 5, 2, 0, False)) == [6, 4], "two epochs of 3 steps, and two of 2"
-    assert input_positions(snapshot, Sharding(21, 5, 2, 0, True)) == [6, 6]
+@pytest.mark.parametrize(
+    ("whole", "positions", "expected"),
+    [(True, (7, 7, 7), 2 * 21 + 9), (False, (5, 7, 5), 2 * 21 + 3 * 3)],
+    ids=["sync: seven steps of three in a pass", "async: 17 batches of seven in a pass"],
+)
+def test_checkpoints_with_a_position_of_each_worker_are_read(
+    whole: bool, positions: tuple[int, ...], expected: int
+) -> None:
+    sharding = Sharding(21, 3, 3, 0, whole)
+    snapshot = Snapshot(6, {}, replace(facts(6), input=input_facts(sharding, positions=positions)))
+    assert input_position(snapshot, sharding) == InputPosition(expected)
 
 
 def test_the_splits_of_the_digits() -> None:
@@ -193,7 +122,7 @@ def test_batches_of_any_structure(tmp_path: Path) -> None:
     for each in (leaves, mapped, [leaf[1:] for leaf in mapped]):
         take = pipeline.of_arrays(data.Arrays(each))
         sharding = Sharding(len(each[0]), 3, 1, 0, True, shuffle=False)
-        *found, weights = next(iter(pipeline.batches(take, sharding, 0)))
+        *found, weights = next(iter(pipeline.batches(take, sharding, 0, InputPosition())))
         assert weights.numpy().tolist() == pytest.approx([1 / 3] * 3)
         for one, expected in zip(found, each, strict=True):
             np.testing.assert_array_equal(one.numpy(), expected[:3])

@@ -14,6 +14,7 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
+from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.source import build_step, built_model
@@ -177,8 +178,8 @@ def plain_keras(name: str) -> Training:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(models.build_optimizer(config.optimizer, STEPS), loss, metrics=["accuracy"])
     model.run_eagerly = True
-    sharding = pipeline.Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
-    rows = pipeline.batches(lambda index: [index], sharding, 0).take(STEPS)
+    sharding = Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
+    rows = pipeline.batches(lambda index: [index], sharding, 0, InputPosition()).take(STEPS)
     # A weight of 0 marks padding, which Keras does not get.
     taken = (splits.train.take(index[weights > 0]) for index, weights in rows.as_numpy_iterator())
     batches = (splits.layout.pack(leaves) for leaves in taken)

@@ -10,9 +10,10 @@ from tests.replica.small_runs import split_of
 from tf2dist import data
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
+from tf2dist.data.passes import ExampleOrder
 from tf2dist.registry import DATA
 from tf2dist.training.parameter_server import inputs
-from tf2dist.training.parameter_server.inputs import publish, remote_examples
+from tf2dist.training.parameter_server.inputs import EVALUATED, evaluated_examples, publish, remote_ranges
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -39,22 +40,30 @@ def test_every_split_is_read_unchanged(tmp_path: Path) -> None:
     splits = Splits(arrays(whole[10:]), arrays(whole[:10]), arrays(IMAGES[::-1]))
     publish(splits)
     (tmp_path / "a.npy").unlink()  # the examples stay readable even if the file is removed
-    read = tf.function(lambda split, index: remote_examples(split, index, splits.layout), autograph=False)
+    read = tf.function(lambda number, index: evaluated_examples(number, index, splits.layout), autograph=False)
     index = np.array([[3, 9, 0], [9, 1, 2]])
-    for split in ("train", "validation", "test"):
+    for number, split in enumerate(EVALUATED):
         expected = split_of(splits, split)
-        images, labels = read(split, tf.constant(index))
+        images, labels = read(tf.constant(number), tf.constant(index))
         np.testing.assert_array_equal(images, expected.x[index])
         np.testing.assert_array_equal(labels, expected.y[index])
+
+    order = ExampleOrder(90, 3, True)
+    batches = tf.function(lambda ranges: remote_ranges(ranges, order, splits.layout), autograph=False)
+    ranges = [(5, 9), (180, 184), (7, 7)]
+    leaves = batches(tf.constant(ranges, tf.int64))
+    for one, images, labels in zip(ranges, leaves[::2], leaves[1::2], strict=True):
+        np.testing.assert_array_equal(images, splits.train.x[order.rows(*one)])
+        np.testing.assert_array_equal(labels, splits.train.y[order.rows(*one)])
 
 
 def test_shapes_are_known_while_a_graph_is_made() -> None:
     @tf.function(autograph=False)
-    def read(index: tf.Tensor) -> None:
-        images, labels = remote_examples("train", index, arrays(IMAGES).layout)
-        assert (images.shape.as_list(), labels.shape.as_list()) == ([None, 50, 3, 2, 1], [None, 50])
+    def read(ranges: tf.Tensor) -> None:
+        leaves = remote_ranges(ranges, ExampleOrder(90, 3, True), arrays(IMAGES).layout)
+        assert [leaf.shape.as_list() for leaf in leaves] == [[None, 3, 2, 1], [None]] * 5
 
-    read.get_concrete_function(tf.TensorSpec([None, 50], tf.int32))
+    read.get_concrete_function(tf.TensorSpec([5, 2], tf.int64))
 
 
 @pytest.mark.parametrize("mode", ["r", "c"])
@@ -66,6 +75,5 @@ def test_mapped_arrays_are_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path:
     loaded = data.load(DataConfig(name="mapped"))
     publish(loaded)
     for split in ("train", "validation"):
-        taking = inputs._published[inputs._token(split)]
-        assert np.shares_memory(taking.__self__.x, images)
+        assert np.shares_memory(split_of(loaded, split).x, images)
     np.testing.assert_array_equal(split_of(loaded, "test").x, IMAGES[::-1])

@@ -75,19 +75,9 @@ def test_async_is_resumed_with_any_number_of_tasks(async_loop: MakeLoop, num_wor
         assert server.counters.now().applied == 71
     same_size = num_workers == 4
     assert sum(second.progress.local_steps) == (71 if same_size else 31)
-    assert sum(taken(second).facts.input.positions) >= 71 - 40
-
-
-def test_the_input_of_each_worker_continues_at_its_position(async_loop: MakeLoop) -> None:
-    config = run_config(steps_per_execution=5)
-    first = async_loop(config)
-    first.train(60)
-    snapshot = taken(first)
-    assert snapshot.facts.input.positions == first.progress.local_steps
-    fewer = async_loop(config, num_workers=2, start=snapshot)
-    epochs = first.progress.examples / 1257
-    expected = round(epochs * fewer.sharding.steps_per_epoch)
-    assert taken(fewer).facts.input.positions == (expected, expected), "not the same part of the same pass"
+    # All examples up to there were seen once, and no others.
+    assert taken(second).facts.input.position == second.progress.examples
+    assert taken(second).facts.input.unseen == ()
 
 
 def test_a_request_ends_a_training_at_an_exact_step(async_loop: MakeLoop) -> None:
@@ -273,13 +263,12 @@ def test_a_run_changes_its_mode_and_changes_back(sync_workers: SyncWorkers, asyn
     assert loop.progress.examples == 2 * 1257
     updates_per_epoch = loop.sharding.updates_per_epoch
     assert loop.target_step == 26 + 18 * updates_per_epoch, "the remaining epochs, in updates of the new size"
-    assert taken(loop).facts.input.positions == (2 * loop.sharding.steps_per_epoch,) * 3
+    assert taken(loop).facts.input.position == 2 * 1257
     loop.train(26 + updates_per_epoch)
     assert loop.updates_applied() == 26 + updates_per_epoch
     back = sync_workers(sync_run, 2, (config, taken(loop), 80))[1]
     assert back["snapshot"].step == back["updates"] == 80
-    position = back["snapshot"].facts.input.positions[0]
-    assert abs(position - (3 * 13 + 80 - 26 - updates_per_epoch)) <= 1
+    assert back["snapshot"].facts.input.position == back["snapshot"].facts.examples
     counters = loop._graphs.servers[0].counters
     counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1]))
     with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_epoch};"):

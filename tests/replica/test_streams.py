@@ -14,7 +14,7 @@ from tests.replica.test_epochs import SEED, assert_same, config_of, drive, every
 from tests.unit.test_saving import facts
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import input_facts, input_positions
+from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
 from tf2dist.model.plan import EpochPlan
@@ -228,10 +228,10 @@ def test_positions_count_batches_of_the_streams(whole: bool) -> None:
         return StreamSharding.of(steps, BATCH, workers, SEED, whole)
 
     positions = [6, 6, 6] if whole else [5, 6, 7]
-    before = input_facts(sharding(12, 3), positions)
+    before = input_facts(sharding(12, 3), positions=positions)
     snapshot = Snapshot(6, {}, replace(facts(6), examples=1, input=before))
-    assert input_positions(snapshot, sharding(50, 3)) == positions
+    assert stream_positions(snapshot, sharding(50, 3)) == positions
     assert sharding(11, 2).updates_per_epoch == 11
-    assert input_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), (
+    assert stream_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), (
         "half of an epoch; or one and a half, which are 18 updates of 12 an epoch"
     )

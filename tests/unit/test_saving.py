@@ -25,7 +25,7 @@ def facts(step: int) -> Facts:
         local_steps=(step, step),
         target_step=20,
         examples=10 * step,
-        input=InputFacts(ShardingFacts(1257, 5, 2, seed=0, whole_batch_loss=True, shuffle=True), (step, step)),
+        input=InputFacts(ShardingFacts(1257, 5, 2, seed=0, whole_batch_loss=True, shuffle=True), 10 * step, ((0, 5),)),
         data="digits",
         model={"name": "dnn", "hidden_units": [300, 50]},
         optimizer={"name": "sgd", "learning_rate": 0.01, "clipnorm": None},
@@ -38,7 +38,8 @@ def facts(step: int) -> Facts:
 IN_THE_FILE = (
     '"mode": "sync", "local_steps": [3, 3], "target_step": 20, "examples": 30, '
     '"input": {"sharding": {"num_examples": 1257, "batch_size": 5, "num_shards": 2, "seed": 0, '
-    '"whole_batch_loss": true, "shuffle": true}, "positions": [3, 3]}, "data": "digits", '
+    '"whole_batch_loss": true, "shuffle": true}, "position": 30, "unseen": [[0, 5]], "positions": []}, '
+    '"data": "digits", '
     '"model": {"name": "dnn", "hidden_units": [300, 50]}, '
     '"optimizer": {"name": "sgd", "learning_rate": 0.01, "clipnorm": null}, "seed": 0, '
     '"keras": {"floatx": "float32", "image_data_format": "channels_last", "epsilon": 1e-07}'
@@ -244,6 +245,8 @@ def test_an_undamaged_checkpoint_that_cannot_be_used_is_replaced_too(tmp_path: P
         (lambda said: said["input"]["sharding"].update(batch_size=0), "input.sharding.batch_size"),
         (lambda said: said["input"].update(positions=[2, -1]), "input.positions"),
         (lambda said: said["input"].update(positions=[2]), "input.positions"),
+        (lambda said: said["input"].update(position=None), "input.positions"),
+        (lambda said: said["input"].update(unseen=[[1, 2, 3]]), "input.unseen"),
         (lambda said: said["keras"].update(epsilon="small"), "keras.epsilon"),
     ],
 )
@@ -253,6 +256,12 @@ def test_a_wrong_fact_is_named(change: Callable[[dict[str, Any]], object], where
     change(said)
     with pytest.raises(ValueError, match=rf"^does not say what it must \({where}\)$"):
         Facts.of_json(said)
+
+
+def test_the_facts_of_earlier_versions_have_a_position_of_each_worker() -> None:
+    said = json.loads(json.dumps(facts(2).to_json()))
+    said["input"] = {"sharding": said["input"]["sharding"], "positions": [2, 2]}
+    assert Facts.of_json(said).input == InputFacts(facts(2).input.sharding, positions=(2, 2))
 
 
 def test_unknown_fields_are_ignored(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ Size = Annotated[int, WHOLE_NUMBERS[1:]]
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """How the training set was divided into batches; see `pipeline.Sharding` and `AggregatedSharding`."""
+    """How the training set was divided into batches; see `passes.Sharding` and `AggregatedSharding`."""
 
     num_examples: Size
     batch_size: Size
@@ -29,11 +29,16 @@ class InputFacts:
     """The position in the training data.
 
     Attributes:
-        positions: the local step at which each shard continues.
+        position, unseen: see `passes.InputPosition`. The position is None in checkpoints of streams, and in those of
+            tf2dist before it had one.
+        positions: the number of the next batch of each worker, where each has its own: that of its stream, or with
+            mode=sync_replicas and backup workers that of its part of the arrays.
     """
 
     sharding: ShardingFacts
-    positions: tuple[Count, ...]
+    position: Count | None = None
+    unseen: tuple[tuple[Count, Count], ...] = ()
+    positions: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,9 @@ class Facts:
         try:
             facts = from_json(cls, found, is_open=True)
             # Types alone do not show this, and a worker without a position would fail far from here.
-            if len(facts.input.positions) != facts.input.sharding.num_shards:
-                raise UndeclaredError("input.positions", repr(facts.input.positions))
+            positions = facts.input.positions
+            if len(positions) != facts.input.sharding.num_shards and (positions or facts.input.position is None):
+                raise UndeclaredError("input.positions", repr(positions))
         except UndeclaredError as error:
             raise ValueError(f"does not say what it must ({error.where})") from None
         return facts

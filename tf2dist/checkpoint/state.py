@@ -5,7 +5,7 @@ The names depend neither on the mode nor on the number of workers or ps: "model/
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import keras
@@ -14,7 +14,7 @@ import numpy as np
 from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.config.schema import KerasConfig, RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.parts import Part, joined, parts_of
@@ -259,9 +259,10 @@ def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Va
     return trained
 
 
-def input_facts(sharding: Sharding, positions: list[int]) -> InputFacts:
-    """The position of every worker's input, for the facts of a snapshot."""
-    return InputFacts(ShardingFacts(**asdict(sharding)), tuple(positions))
+def input_facts(sharding: Sharding, position: InputPosition | None = None, positions: Sequence[int] = ()) -> InputFacts:
+    """The position of the input, for the facts of a snapshot; see `InputFacts`."""
+    facts = InputFacts(ShardingFacts(**asdict(sharding)), positions=tuple(positions))
+    return replace(facts, position=position.next, unseen=position.unseen) if position else facts
 
 
 def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
@@ -273,18 +274,40 @@ def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
     return before == now
 
 
-def input_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
-    """The local step at which each worker's input continues.
+def input_position(snapshot: Snapshot | None, sharding: Sharding) -> InputPosition:
+    """Where the input of arrays continues: at the same example, or of other data at the same fraction of a pass."""
+    if snapshot is None:
+        return InputPosition()
+    found, num_examples = snapshot.facts.input, snapshot.facts.input.sharding.num_examples
+    if found.position is None:
+        position = InputPosition(_counted_position(found))
+    else:
+        position = InputPosition(found.position, found.unseen)
+    if num_examples == sharding.num_examples:
+        return position
+    return InputPosition(round(position.next / num_examples * sharding.num_examples))
 
-    With the same division of the data it continues exactly; with another, at the same fraction of the same pass. For
-    streams a pass is an epoch, and with another number of workers each of them reads another stream.
+
+def _counted_position(found: InputFacts) -> int:
+    """The position in a checkpoint that has only the steps of each worker, who cut the data among themselves."""
+    before, positions = found.sharding, found.positions
+    sharding = Sharding(before.num_examples, before.batch_size, before.num_shards, 0, before.whole_batch_loss)
+    steps = positions[0] if sharding.whole_batch_loss else sum(positions)
+    return NumberedSteps(sharding, InputPosition()).position(steps).next
+
+
+def stream_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]:
+    """The number of every worker's next batch in its stream.
+
+    With the same division of the data it continues exactly; with another, at the same fraction of the same epoch: with
+    another number of workers each of them reads another stream.
     """
     if snapshot is None:
         return [0] * sharding.num_shards
     before = snapshot.facts.input
-    if has_sharding(snapshot, sharding):
+    if before.positions and has_sharding(snapshot, sharding):
         return list(before.positions)
     passes = snapshot.facts.epochs
-    if isinstance(sharding, StreamSharding):  # batches of a stream may have any size, so the examples seen do not tell
+    if before.positions:  # batches of a stream may have any size, so the examples seen do not tell
         passes = sum(before.positions) * before.sharding.batch_size / before.sharding.num_examples
-    return [round(passes * steps) for steps in sharding.counted_steps()]
+    return [round(passes * steps) for steps in sharding.worker_steps()]

@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.data.pipeline import NO_AUTOGRAPH, Sharding
+from tf2dist.data.passes import Sharding
+from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place
 from tf2dist.tf_constants import NODES
 
@@ -57,13 +58,6 @@ class StreamSharding(Sharding):
         """`steps_per_epoch`: global steps; for the others see `Sharding`."""
         batches = steps_per_epoch * (num_shards if whole_batch_loss else 1)
         return cls(batches * batch_size, batch_size, num_shards, seed, whole_batch_loss)
-
-    def counted_steps(self) -> list[int]:
-        """The steps of every worker in an epoch, if asynchronous ones are equally fast."""
-        if self.whole_batch_loss:
-            return [self.steps_per_epoch] * self.num_shards
-        each, rest = divmod(self.num_examples // self.batch_size, self.num_shards)
-        return [each + (shard < rest) for shard in range(self.num_shards)]
 
 
 class Stream:

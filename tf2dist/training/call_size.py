@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import Sharding
 from tf2dist.model.plan import EpochPlan
 
 CALL_SECS = 0.4  # a request to stop or save waits for a call; longer ones make no run faster

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.facts import Facts
+from tf2dist.checkpoint.facts import Facts, InputFacts
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot
-from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_facts
+from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import Advice, advice_on
 from tf2dist.model.evaluate import Evaluation
@@ -108,12 +108,10 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
             )
         return config.train.steps
     epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
-    target = max(1, math.ceil(epochs * sharding.updates_per_epoch))
-    if start is None or has_sharding(start, sharding):
-        # A snapshot beyond the target has nothing left to train, as when the number of epochs was lowered.
-        return max(target, step)
-    # Earlier passes were made in steps of another size, so they are counted in examples.
-    return step + max(0, math.ceil((epochs - start.facts.epochs) * sharding.updates_per_epoch))
+    end = max(1, math.ceil(epochs * sharding.num_examples))
+    # A snapshot beyond the end has nothing left to train, as when the number of epochs was lowered.
+    steps = NumberedSteps(sharding, input_position(start, sharding)).steps_to(end)
+    return step + sharding.updates_in(steps)
 
 
 def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
@@ -139,14 +137,21 @@ class EpochPosition:
     def of(cls, start: Snapshot | None, plan: EpochPlan, sharding: Sharding) -> "EpochPosition":
         """Where the run continues.
 
-        If an epoch has another number of steps than before, the run continues at the same fraction of it.
+        If an epoch has another number of steps than before, one that is a pass still ends with the pass, and any other
+        continues at the same fraction of it.
         """
         num_steps = steps_per_epoch(plan, sharding)
         if start is None or EPOCH_ARRAY not in start.arrays:
             return cls(plan.initial_epoch, start.step if start else 0, num_steps)
         epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])
+        done = start.step - first_step
+        if 0 < done < before and plan.steps_per_epoch is None and not has_sharding(start, sharding):
+            left = NumberedSteps(sharding, input_position(start, sharding)).to_pass_end
+            done = num_steps - sharding.updates_in(left)
+        else:
+            done = round(done * num_steps / before)
         # The epoch is moved, not the step: the global step of a run must never change.
-        return cls(epoch, start.step - round((start.step - first_step) * num_steps / before), num_steps)
+        return cls(epoch, start.step - done, num_steps)
 
     def end_of(self, epoch: int) -> int:
         """The global step at which an epoch ends."""
@@ -321,17 +326,17 @@ class LoopBase(abc.ABC):
         """Keeps the values of all variables as they are now; the result returns them, once."""
 
     @abc.abstractmethod
-    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
-        """The position of the input of each replica, and what the mode saves of its own, by its name in a snapshot."""
+    def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
+        """The position of the input, and what the mode saves of its own, by its name in a snapshot."""
 
     def freeze(self) -> Frozen:
-        positions, own = self._state()
+        position, own = self._state()
         facts = Facts(
             mode=self.mode,
             local_steps=self.progress.local_steps,
             target_step=self.target_step,
             examples=self.progress.examples,
-            input=input_facts(self.sharding, positions),
+            input=position,
             data=self.config.data.name,
             model=self.config.model,
             optimizer=self.config.optimizer,

@@ -2,7 +2,7 @@
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
-from tf2dist.data.pipeline import AggregatedSharding, Sharding
+from tf2dist.data.passes import AggregatedSharding, Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.model.plan import EpochPlan
 

@@ -100,14 +100,10 @@ class Stragglers:
 
     Attributes:
         max_steps: of a call, so that no worker takes much longer for it than `call_size.CALL_SECS`.
-
-    Args:
-        offsets: for each worker, the number of its next batch less the steps that are counted for it. So the number of
-            a step is that of its batch, which goes on where a run is resumed, also with another number of workers.
     """
 
-    def __init__(self, config: RunConfig, offsets: list[int]) -> None:
-        self._is_simulated, self._is_recorded, self._offsets = config.simulate.is_on, config.timeline, offsets
+    def __init__(self, config: RunConfig) -> None:
+        self._is_simulated, self._is_recorded = config.simulate.is_on, config.timeline
         longest_secs = max(config.simulate.delay_secs, default=0.0)
         self.max_steps = steps_in_call_secs(longest_secs) if longest_secs else MAX_STEPS
 
@@ -124,8 +120,7 @@ class Stragglers:
         if not self._is_simulated:
             return inputs
         with tf.device("CPU:0"):
-            first = tf.gather(tf.constant(self._offsets, tf.int64), worker)
-            step = first + tf.cast(counted, tf.int64) + number
+            step = tf.cast(counted, tf.int64) + number
             with tf.control_dependencies(tf.nest.flatten(inputs)):
                 waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
             with tf.control_dependencies(waited):

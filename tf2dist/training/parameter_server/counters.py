@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import input_positions
-from tf2dist.data.pipeline import Sharding
+from tf2dist.checkpoint.state import input_position, stream_positions
+from tf2dist.data.passes import InputPosition, Sharding
 
 TOTALS_ARRAY, STALENESS_ARRAY = "async_counts", "async_staleness"  # the names of these arrays in a snapshot
 MAX_STALENESS = 1023  # the last bin of the histogram counts this staleness and all above
@@ -109,6 +109,10 @@ class Counters:
         row = tf.squeeze(indices[2 : 2 + len(TOTALS)], 1)
         return self._values.sparse_read(tf.concat([row, [0]], 0))
 
+    def steps(self) -> tf.Tensor:
+        """The steps of each worker, all at the same moment, float64 [workers]."""
+        return self._values.sparse_read(1 + TOTALS.index("steps") + len(TOTALS) * tf.range(self._shape[0]))
+
     def heads(self) -> tf.Tensor:
         """The updates applied, the totals row by row, and the metrics, float64."""
         return self._values.sparse_read(tf.range(self._head))
@@ -134,11 +138,14 @@ class PsOrigin:
 
     Attributes:
         step, examples: those of the run so far.
-        offsets: for each worker, the number of its next batch less the steps that the ps count for it.
+        begin: the position of the input.
+        offsets: for each worker, the number of its next batch less the steps that the ps count for it, if every worker
+            has batches of its own.
     """
 
     step: int
     examples: int
+    begin: InputPosition
     offsets: list[int]
 
 
@@ -163,8 +170,8 @@ class AsyncOrigin(PsOrigin):
             totals, staleness = start.arrays[TOTALS_ARRAY], start.arrays[STALENESS_ARRAY]
         # The sums of the metrics begin at 0 in every process; an epoch that is cut keeps its own in the snapshot.
         counts = Counts(step, totals, np.zeros(num_metrics), staleness)
-        offsets = np.array(input_positions(start, sharding)) - counts.steps
-        return cls(step, examples, list(map(int, offsets)), counts)
+        offsets = np.array(stream_positions(start, sharding)) - counts.steps
+        return cls(step, examples, input_position(start, sharding), list(map(int, offsets)), counts)
 
     @property
     def earlier_steps(self) -> int:

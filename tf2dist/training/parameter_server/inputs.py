@@ -6,7 +6,8 @@ its pipeline is rebuilt.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +15,15 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
-from tf2dist.data.pipeline import Sharding, batches_without_padding, blocks
+from tf2dist.data.passes import ExampleOrder, NumberedSteps, Sharding
+from tf2dist.data.pipeline import NO_AUTOGRAPH, options
 from tf2dist.data.stream import Reader
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 EVALUATED = ("validation", "test")
 BATCHES = "batches"
-LocalSteps = Callable[[tf.Tensor], tf.Tensor]  # takes the index of a worker, returns its steps as the ps count them
+ELEMENTS = 4  # of the pipeline in a call
 Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.
@@ -29,7 +31,7 @@ _published: dict[str, Any] = {}
 
 
 def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
-    """Makes the examples of this process readable by `remote_examples`, and its streams by `remote_batches`.
+    """Makes the examples of this process readable by `remote_ranges`, and its streams by `remote_batches`.
 
     Args:
         workers: the indices of the workers in this process; several only in tests.
@@ -38,7 +40,14 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
         DataError: a stream cannot be made.
     """
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    _published.update({_token(split): arrays.take for split, arrays in parts.items() if arrays is not None})
+    train = splits.train
+
+    def take_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
+        num_examples, seed, shuffle = map(int, order)
+        rows = ExampleOrder(num_examples, seed, bool(shuffle)).rows
+        return [leaf for first, last in ranges for leaf in train.take(rows(int(first), int(last)))]
+
+    _published[_token("train")] = take_ranges
     evaluated = [parts[split] for split in EVALUATED]
 
     # The number of the split is an input, so that one graph serves the evaluation of every split.
@@ -56,24 +65,28 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
     publish_functions(_published)
 
 
-def remote_examples(split: str, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
-    """In a graph: the leaves of the published examples with these indices, an int32 tensor of any shape."""
-    return _remote(split, [index], layout)
+def remote_ranges(ranges: tf.Tensor, order: ExampleOrder, layout: Layout) -> list[tf.Tensor]:
+    """In a graph: the leaves of a batch for each of these ranges, one batch after the other.
+
+    Args:
+        ranges: see `passes`; int64 [batches, 2].
+    """
+    specs = layout.batched(None) * ranges.shape[0]
+    inputs = [ranges, tf.constant([int(one) for one in order], tf.int64)]
+    taken = tf.raw_ops.PyFunc(input=inputs, token=_token("train"), Tout=[spec.dtype for spec in specs])
+    return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(taken, specs, strict=True)]
 
 
 def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
-    """As `remote_examples`, of a split that is chosen when the graph runs.
+    """In a graph: the leaves of the published examples with these indices, an int32 tensor of any shape.
 
     Args:
         number: the index of the split in `EVALUATED`, int32.
     """
-    return _remote("evaluated", [number, index], layout)
-
-
-def _remote(name: str, inputs: list[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
-    specs, index = layout.specs, inputs[-1]
+    specs = layout.specs
     # The token names a function of the process in which the operation runs, so the graph can come from another one.
-    taken = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
+    types = [spec.dtype for spec in specs]
+    taken = tf.raw_ops.PyFunc(input=[number, index], token=_token("evaluated"), Tout=types)
     return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
 
 
@@ -90,10 +103,7 @@ def _token(split: str) -> str:
 
 
 class Input(Protocol):
-    """What the coordinator puts into its graphs for the input of the workers.
-
-    A worker that was lost continues after the last of its updates that was applied.
-    """
+    """What the coordinator puts into its graphs for the input of the workers."""
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         """The first arguments of a call of `num_steps` steps."""
@@ -101,86 +111,84 @@ class Input(Protocol):
     def signature(self, num_steps: int) -> tuple[Any, ...]:
         """The types of `source`."""
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        """In the graph of a call: the batches of its steps.
-
-        Args:
-            local_steps: the steps of the worker before this call.
-        """
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        """In the graph of a call: the batches with these numbers, int64 [steps]."""
 
 
 class ArrayInput:
     """Batches of the arrays that each worker has published; see `Input`.
 
-    They come from an iterator, which gathers the next ones while a call computes. Where a call has run past the end of
-    an epoch, its last updates were refused, and their batches belong to the next steps: then the iterator is restarted.
-
-    Attributes:
-        sharding: how the training set is cut into batches.
+    A call puts the examples that it needs into a queue, from which a pipeline on the worker makes batches: it gathers
+    the next ones while the call computes.
 
     Args:
         layout: the structure of the data.
-        offsets: for each worker, the number of its next batch less the steps that the ps have counted for it.
-        local_steps: reads the steps that the ps have counted.
+        sharding: how the training set is cut.
+        steps: its steps by their numbers.
     """
 
-    def __init__(self, layout: Layout, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> None:
-        self._layout, self.sharding, self._offsets, self._local_steps = layout, sharding, offsets, local_steps
-        self._pipelines: dict[int, Any] = {}  # by the number of steps in an element
+    def __init__(self, layout: Layout, sharding: Sharding, steps: NumberedSteps) -> None:
+        self._layout, self._steps, self.sharding = layout, steps, sharding
+        self._queue_name = f"batches-{uuid.uuid4()}"
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         # A plain function TensorFlow would trace with AutoGraph, whose rewriting takes longer than the tracing.
-        dataset = tf.function(functools.partial(self._dataset, num_steps), autograph=False)
+        dataset = tf.function(functools.partial(self.dataset, num_steps), autograph=False)
         return (iter(coordinator.create_per_worker_dataset(dataset)),)
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
-        return (tf.data.IteratorSpec(self._element(num_steps)),)
+        size = _element_size(num_steps)
+        return (tf.data.IteratorSpec((tf.TensorSpec([size, 2], tf.int64), *self._layout.batched(None) * size)),)
 
-    def _element(self, num_steps: int) -> Any:
-        """The type of an element: the number of its first batch, then the leaves of the batches and their weights."""
-        shape = [num_steps, self.sharding.batch_size]
-        return tf.TensorSpec([], tf.int64), (*self._layout.batched(*shape), tf.TensorSpec(shape, tf.float32))
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        return self._gathered(source, tf.stack(self._steps.ranges(numbers), 1))
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        return list(batches_without_padding(self._next_element(source, worker, local_steps, num_steps)))
+    def _gathered(self, source: tuple[Any, ...], ranges: tf.Tensor) -> Batches:
+        """Batches of the examples in these ranges, int64 [steps, 2]."""
+        (iterator,), num_steps, size = source, ranges.shape[0], _element_size(ranges.shape[0])
+        num_elements = -(-num_steps // size)
+        padded = tf.pad(ranges, [[0, num_elements * size - num_steps], [0, 0]])  # with ranges of no examples
+        parts = tf.reshape(padded, [num_elements, size, 2])
+        put = tf.raw_ops.QueueEnqueueManyV2(handle=self._queue(size), components=[parts])
+        with tf.control_dependencies([put]):
+            elements = [_first_of_call(iterator, parts[0])]
+        for _ in range(1, num_elements):
+            with tf.control_dependencies(elements[-1][:1]):
+                elements.append(next(iterator))
+        leaves = iter([leaf for _, *found in elements for leaf in found])
+        return [[next(leaves) for _ in self._layout.specs] for _ in range(num_steps)]
 
-    def _next_element(
-        self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int
-    ) -> tuple[tf.Tensor, ...]:
-        """In the graph of a call: the leaves and the weights of its steps, `[num_steps, batch_size, ...]` each."""
-        (iterator,) = source
-        first_step = _position(self._offsets, worker, local_steps)
-        number, block = next(iterator)
+    def dataset(self, num_steps: int) -> tf.data.Dataset:
+        """Elements of several batches, after their ranges; made on each worker, over the arrays of its own process."""
+        size = _element_size(num_steps)
 
-        def restart() -> Any:
-            (resource,) = tf.nest.flatten(iterator, expand_composites=True)
-            dataset = self._pipeline(num_steps)(worker, first_step)
-            with tf.control_dependencies([tf.raw_ops.MakeIterator(dataset=dataset, iterator=resource)]):
-                return next(iterator)[1]
+        @NO_AUTOGRAPH
+        def element(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            (ranges,) = tf.raw_ops.QueueDequeueV2(handle=self._queue(size), component_types=[tf.int64])
+            ranges = tf.ensure_shape(ranges, [size, 2])
+            return ranges, *remote_ranges(ranges, self.sharding.order, self._layout)
 
-        return tuple(tf.cond(number == first_step, lambda: block, restart))
+        return tf.data.Dataset.range(np.iinfo(np.int64).max).map(element).prefetch(2).with_options(options())
 
-    def _dataset(self, num_steps: int) -> tf.data.Dataset:
-        """The batches of `num_steps` steps an element; runs on each worker, over the arrays of its own process."""
-        # The coordinator rebuilds the pipeline on a worker that rejoins, so its position is read here, on the
-        # worker, and not when the graph is made.
-        worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-        dataset = self._pipeline(num_steps)(worker, _position(self._offsets, worker, self._local_steps(worker)))
-        return tf.data.experimental.from_variant(dataset, self._element(num_steps))
+    def _queue(self, size: int) -> tf.Tensor:
+        """The queue of ranges on the worker in whose graph this is; its name connects the call and the pipeline."""
+        return tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[size, 2]], shared_name=self._queue_name)
 
-    def _pipeline(self, num_steps: int) -> Any:
-        """``function(worker, first_step)``: a worker's dataset, as a variant tensor."""
-        if num_steps not in self._pipelines:
-            take = functools.partial(remote_examples, "train", layout=self._layout)
 
-            def pipeline(worker: tf.Tensor, first_step: tf.Tensor) -> tf.Tensor:
-                return tf.data.experimental.to_variant(blocks(take, self.sharding, worker, num_steps, first_step))
+def _element_size(num_steps: int) -> int:
+    """The batches of an element: few enough that the next ones are gathered while the call computes with the first."""
+    return -(-num_steps // ELEMENTS)
 
-            # Traced once, for the first iterator and for restarted ones: it takes as long as a whole step.
-            scalar = tf.TensorSpec([], tf.int64)
-            function = tf.function(pipeline, autograph=False)
-            self._pipelines[num_steps] = function.get_concrete_function(scalar, scalar)
-        return self._pipelines[num_steps]
+
+def _first_of_call(iterator: Any, ranges: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """The element that holds these ranges, after those that a call has left which was not carried out to its end."""
+    found = next(iterator)
+
+    def skip() -> tuple[tf.Tensor, ...]:
+        is_other = lambda of_found, *_: tf.reduce_any(of_found != ranges)  # noqa: E731
+        return tuple(tf.while_loop(is_other, lambda *_: next(iterator), found))
+
+    return tuple(tf.cond(tf.reduce_all(found[0] == ranges), lambda: tuple(found), skip))
 
 
 class SharedArrayInput(ArrayInput):
@@ -191,26 +199,20 @@ class SharedArrayInput(ArrayInput):
     full batch, 0 for padding.
     """
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        element = self._next_element(source, worker, local_steps, num_steps)
-        counts = tf.math.count_nonzero(element[-1], axis=1, dtype=tf.float32)
-        shares = tf.unstack(counts / self.sharding.batch_size, num_steps)
-        return [[*leaves, share] for leaves, share in zip(batches_without_padding(element), shares, strict=True)]
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        first, last = self._steps.ranges(numbers)
+        begin, count = self.sharding.share(first, last, worker)
+        begin = tf.minimum(begin, last - 1)  # of padding
+        ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
+        shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
+        return [[*leaves, share] for leaves, share in zip(self._gathered(source, ranges), shares, strict=True)]
 
 
 class StreamInput:
-    """Batches of the streams that each worker reads in its own process; see `Input`.
+    """Batches of the streams that each worker reads in its own process; see `Input`."""
 
-    The number of each batch follows from the updates that were applied, so no batch is lost with an update that is
-    refused.
-
-    Args:
-        layout: the structure of the data.
-        offsets: see `ArrayInput`.
-    """
-
-    def __init__(self, layout: Layout, offsets: list[int]) -> None:
-        self._layout, self._offsets = layout, offsets
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
 
     def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         return ()
@@ -218,17 +220,5 @@ class StreamInput:
     def signature(self, num_steps: int) -> tuple[Any, ...]:
         return ()
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, local_steps: tf.Tensor, num_steps: int) -> Batches:
-        return remote_batches(worker, _position(self._offsets, worker, local_steps), num_steps, self._layout)
-
-
-def input_of(splits: Splits, sharding: Sharding, offsets: list[int], local_steps: LocalSteps) -> Input:
-    """See `ArrayInput`."""
-    if splits.stream:
-        return StreamInput(splits.layout, offsets)
-    return ArrayInput(splits.layout, sharding, offsets, local_steps)
-
-
-def _position(offsets: list[int], worker: tf.Tensor, local_steps: tf.Tensor) -> tf.Tensor:
-    """The number of a worker's next batch, int64."""
-    return tf.gather(tf.constant(offsets, tf.int64), worker) + tf.cast(local_steps, tf.int64)
+    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        return remote_batches(worker, numbers[0], numbers.shape[0], self._layout)

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
+from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
@@ -188,6 +189,7 @@ class AsyncLoop(PsLoop):
         scheduler.finish(pause_request)
         for server in self._graphs.servers:
             server.stop_at.assign(NEVER)
+        self._graphs.numbers.open(until_step - self.progress.global_step)
         while True:
             # Asked before the counters are read: if all calls were done then, the counters hold all their updates.
             idle = scheduler.all_done()
@@ -207,6 +209,8 @@ class AsyncLoop(PsLoop):
             if idle:
                 for server in self._graphs.servers:
                     server.forget_refused()
+                self._graphs.numbers.close()
+                self._graphs.numbers.open(missing)
                 scheduler.begin_again(applied)
                 admitted = applied
             # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
@@ -221,6 +225,7 @@ class AsyncLoop(PsLoop):
 
     def _settle(self, requested: PauseRequest) -> None:
         self._read()
+        self._graphs.numbers.close()
         # Without a request the loop has ended since all ps have applied the same number of updates.
         if requested:
             self._align_servers()
@@ -237,6 +242,7 @@ class AsyncLoop(PsLoop):
     def _give_up_calls(self, until_step: int) -> None:
         # The calls stay in flight, and must not change what is saved now should their workers come back.
         shut(self._graphs.servers, until_step)
+        self._graphs.numbers.close()
         self._read()
 
     def _read(self) -> int:
@@ -271,11 +277,10 @@ class AsyncLoop(PsLoop):
         """The sum of all workers' steps; the global step comes from another counter of the ps."""
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())
 
-    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
+    def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         counts = self._graphs.servers[0].counters.now()
-        # Only steps that were applied move the input: a batch of a refused update is seen again after a resume.
-        positions = list(map(int, self._origin.offsets + counts.steps))
-        return positions, {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
+        own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
+        return self._graphs.numbers.facts(counts.steps), own
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""

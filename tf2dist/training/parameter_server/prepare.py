@@ -12,7 +12,7 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import earlier_updates, named_variables, restore, take_over
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import Sharding
 from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.source import Source, build_step
@@ -105,7 +105,7 @@ def prepare(
         make_optimizer=make_optimizer,
         splits=splits,
         sharding=sharding,
-        offsets=origin.offsets,
+        origin=origin,
         total_steps=last_step,
         plan=source.plan,
         earlier_updates=earlier,

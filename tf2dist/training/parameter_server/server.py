@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it names the graphs that it needs, which name the ps
     from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 NEVER = np.iinfo(np.int64).max
+NO_UPDATE = np.int64(0)  # the limit of a push that is none: it gets no number
 REFUSING = NEVER // 2  # far beyond every limit, and no number of updates leads from there to the end
 
 
@@ -239,15 +240,19 @@ class ParameterServer(ModelPart):
             pushed: of `push_layout`.
             indices: where it is counted.
         """
-        number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
 
-        def apply() -> tf.Tensor:
-            if self._lock is None:
-                return self._apply(pushed, indices, number)
-            # Under the lock, one push at a time: no other update may be half done meanwhile.
-            return self._lock.execute(lambda: self._apply(pushed, indices, number))
+        def number_and_apply() -> tf.Tensor:
+            number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
 
-        return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, lambda: tf.constant(False))
+            def apply() -> tf.Tensor:
+                if self._lock is None:
+                    return self._apply(pushed, indices, number)
+                # Under the lock, one push at a time: no other update may be half done meanwhile.
+                return self._lock.execute(lambda: self._apply(pushed, indices, number))
+
+            return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, lambda: tf.constant(False))
+
+        return tf.cond(limit > NO_UPDATE, number_and_apply, lambda: tf.constant(False))
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)

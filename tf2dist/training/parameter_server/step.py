@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.plan import EpochPlan
@@ -29,9 +29,10 @@ from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node
 from tf2dist.training.call_size import steps_to_pause, unrolled_steps
-from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin
-from tf2dist.training.parameter_server.inputs import Input, evaluated_examples, input_of
-from tf2dist.training.parameter_server.server import ModelPart, ParameterServer, PartSpec
+from tf2dist.training.parameter_server.batch_numbers import BatchNumbers, SharedNumbers, WorkerNumbers
+from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
+from tf2dist.training.parameter_server.inputs import ArrayInput, Input, StreamInput, evaluated_examples
+from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Parcel, Pulled
 from tf2dist.training.stragglers import Stragglers
 
@@ -50,7 +51,7 @@ class StepSpec:
         step: of a model whose variables lie on parameter servers.
         make_optimizer: for each ps.
         splits, sharding: the data, and how the training set is cut.
-        offsets: of each worker, from the steps that the ps have counted to those of its input.
+        origin: where the run begins.
         total_steps: updates in the whole run.
         plan: of the epochs.
         earlier_updates: that the optimizer has applied before this run.
@@ -61,7 +62,7 @@ class StepSpec:
     make_optimizer: MakeOptimizer
     splits: Splits
     sharding: Sharding
-    offsets: list[int]
+    origin: PsOrigin
     total_steps: int
     plan: EpochPlan | None = None
     earlier_updates: int = 0
@@ -74,13 +75,15 @@ class Call:
     Attributes:
         worker: its index.
         local_steps: its steps that the ps have counted before the call.
-        limit: updates beyond so many are refused; with mode=sync_replicas the ps know the limit.
+        numbers: of its batches, int64 [steps].
+        limits: for each step, how many updates there may be before it is refused; with mode=sync_replicas the ps know.
         indices: where the updates of the worker are counted with mode=async.
     """
 
     worker: tf.Tensor
     local_steps: tf.Tensor
-    limit: tf.Tensor | None = None
+    numbers: tf.Tensor
+    limits: Sequence[tf.Tensor] = ()
     indices: tf.Tensor | None = None
 
 
@@ -103,7 +106,7 @@ class WorkerStep(abc.ABC):
     def __init__(self, spec: StepSpec) -> None:
         self.config, self.step, self.sharding = spec.config, spec.step, spec.sharding
         self.earlier_updates = spec.earlier_updates
-        self.stragglers = Stragglers(spec.config, spec.offsets)
+        self.stragglers = Stragglers(spec.config)
         self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
         self._make_servers(self._parts(spec))
@@ -143,9 +146,9 @@ class WorkerStep(abc.ABC):
         def steps(*arguments: Any) -> None:
             source, limit = arguments[: len(source_types)], arguments[len(source_types) :]
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            call = self._begin(worker, *limit)
             with tf.device("CPU:0"):
-                batches = self.input.batches(source, worker, call.local_steps, num_steps)
+                call = self._begin(num_steps, worker, *limit)
+                batches = self.input.batches(source, worker, call.numbers)
             losses = []
             pulled = self._pull(call)
             for number, batch in enumerate(batches, 1):
@@ -156,9 +159,9 @@ class WorkerStep(abc.ABC):
                     pushes, loss = self._compute(pulled, on_device, worker)
                 pushes = self.stragglers.computed(pushes, worker)
                 if number < num_steps:
-                    pulled = self._exchange(call, pushes)
+                    pulled = self._exchange(call, pushes, number)
                 else:
-                    after = self._push(call, pushes)
+                    after = self._push(call, pushes, number)
                 losses.append(loss)
             self._log(call, after, tf.reduce_mean(losses))
 
@@ -216,24 +219,21 @@ class WorkerStep(abc.ABC):
 
     # How a worker speaks to the ps in a call.
 
-    def _begin(self, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
-        return Call(worker, self._local_steps(worker))
-
     @abc.abstractmethod
-    def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
-        """The steps of a worker as the ps have counted them."""
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+        """Asks the ps what the call begins with."""
 
     @abc.abstractmethod
     def _pull(self, call: Call) -> list[Parcel]:
         """What the first step of a call pulls from each ps."""
 
     @abc.abstractmethod
-    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
-        """Pushes to each ps; returns what the next step pulls."""
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
+        """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
 
     @abc.abstractmethod
-    def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
-        """What the last step of a call pushes to each ps; returns what is counted then."""
+    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
+        """What the last step of a call, `number`, pushes to each ps; returns what is counted then."""
 
     @abc.abstractmethod
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -267,14 +267,13 @@ class WorkerStep(abc.ABC):
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         local_step, global_step = self._position(after)
-        steps = tf.gather(tf.constant(self.sharding.counted_steps(), tf.int64), call.worker)
-        epoch = tf.maximum(local_step - 1, 0) // steps
+        epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_epoch
         numbers = {"worker": call.worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
         line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
-        every, before = self.config.train.log_every_steps, tf.cast(call.local_steps, tf.int64)
-        tf.cond(local_step // every != before // every, lambda: tf.print(line), tf.no_op)
+        every = self.config.train.log_every_steps
+        tf.cond(local_step // every != call.local_steps // every, lambda: tf.print(line), tf.no_op)
 
 
 class AsyncStep(WorkerStep):
@@ -282,6 +281,7 @@ class AsyncStep(WorkerStep):
 
     Attributes:
         algorithm: what a ps does with an update.
+        numbers: of the batches that workers take.
     """
 
     servers: Sequence[ParameterServer]
@@ -307,7 +307,13 @@ class AsyncStep(WorkerStep):
         self.servers = [ParameterServer(part, self.algorithm) for part in parts]
 
     def _make_input(self, spec: StepSpec) -> Input:
-        return input_of(spec.splits, spec.sharding, spec.offsets, self._local_steps)
+        server, sharding, origin = self.servers[0], spec.sharding, spec.origin
+        if spec.splits.stream:
+            self.numbers: BatchNumbers = WorkerNumbers(server, origin.offsets, sharding)
+            return StreamInput(spec.splits.layout)
+        steps = NumberedSteps(sharding, origin.begin)
+        self.numbers = SharedNumbers(server, steps, sharding)
+        return ArrayInput(spec.splits.layout, sharding, steps)
 
     def _limit_types(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.int64)]
@@ -335,23 +341,26 @@ class AsyncStep(WorkerStep):
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
         return pushes, output.sums[0]
 
-    def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
-        return self.servers[0].worker_totals(worker)[TOTALS.index("steps")]
-
-    def _begin(self, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
         (own,) = limit
-        return Call(worker, self._local_steps(worker), own, self.servers[0].counters.indices(worker))
+        local_steps, first, count = tf.unstack(self.numbers.take(worker, num_steps))
+        # The last call before a pause may have fewer batches. What it computes beyond them, from one of them, counts
+        # for nothing.
+        steps = tf.range(num_steps, dtype=tf.int64)
+        limits = tf.unstack(tf.where(steps < count, own, NO_UPDATE))
+        numbers = first + tf.minimum(steps, tf.maximum(count - 1, 0))
+        return Call(worker, local_steps, numbers, limits, self.servers[0].counters.indices(worker))
 
     def _pull(self, call: Call) -> list[Parcel]:
         return [server.pull() for server in self.servers]
 
-    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
         pairs = zip(self.servers, pushes, strict=True)
-        return [server.exchange(push, call.indices, call.limit) for server, push in pairs]
+        return [server.exchange(push, call.indices, call.limits[number - 1]) for server, push in pairs]
 
-    def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
+    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         pairs = zip(self.servers, pushes, strict=True)
-        first, *_ = [server.push(push, call.indices, call.limit) for server, push in pairs]
+        first, *_ = [server.push(push, call.indices, call.limits[number - 1]) for server, push in pairs]
         return first
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from tf2dist import data
+from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.state import input_facts
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
 from tf2dist.model.step import ModelStep
@@ -204,10 +206,14 @@ class SyncReplicasLoop(PsLoop):
         gradients = self._graphs.deciding.counts().aggregated.sum() - self._origin.aggregated.sum()
         return self._origin.step + int(gradients) // self._graphs.replicas
 
-    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
+    def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         counts = self._graphs.deciding.counts()
-        positions = list(map(int, self._origin.offsets + counts.pushed))
-        return positions, {GRADIENTS_ARRAY: np.stack([counts.aggregated, counts.dropped])}
+        steps, own = counts.step - self._origin.step, {GRADIENTS_ARRAY: np.stack([counts.aggregated, counts.dropped])}
+        if not self.sharding.is_by_worker:  # a step has a batch of every worker
+            return input_facts(self.sharding, self._graphs.steps.position(steps)), own
+        positions = self._origin.offsets + counts.pushed
+        position = self._graphs.steps.position(round(positions.mean()))
+        return input_facts(self.sharding, position, positions.tolist()), own
 
     def facts(self) -> dict[str, Any]:
         """The gradients of each worker: those that are in the steps, and those that came too late."""

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import input_positions
-from tf2dist.data.pipeline import Sharding
+from tf2dist.checkpoint.state import has_sharding, input_position
+from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.training.parameter_server.counters import PsOrigin
 
 GRADIENTS_ARRAY = "replicas_gradients"  # the name in a snapshot: those of each worker, aggregated and dropped
@@ -133,6 +133,14 @@ class SyncReplicasOrigin(PsOrigin):
         gradients = np.zeros((2, sharding.num_shards), np.int64)
         if start and start.arrays.get(GRADIENTS_ARRAY, np.empty(0)).shape == gradients.shape:
             gradients = start.arrays[GRADIENTS_ARRAY]
-        offsets = np.array(input_positions(start, sharding)) - gradients.sum(0)
         step, examples = (start.step, start.facts.examples) if start else (0, 0)
-        return cls(step, examples, list(map(int, offsets)), gradients[0], gradients[1])
+        begin = input_position(start, sharding)
+        positions = [0] * sharding.num_shards
+        if sharding.is_by_worker:
+            if start and start.facts.input.positions and has_sharding(start, sharding):
+                positions = list(start.facts.input.positions)
+            else:
+                positions = [NumberedSteps(sharding, InputPosition()).steps_to(begin.next)] * sharding.num_shards
+            begin = InputPosition()
+        offsets = np.array(positions) - gradients.sum(0)
+        return cls(step, examples, begin, list(map(int, offsets)), gradients[0], gradients[1])

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from tf2dist.data.passes import NumberedSteps
 from tf2dist.model.step import step_place
 from tf2dist.process.parts import cut
+from tf2dist.training.parameter_server.batch_numbers import own_number
 from tf2dist.training.parameter_server.inputs import Input, SharedArrayInput
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.step import Call, StepSpec, WorkerStep
@@ -24,6 +26,7 @@ class SyncReplicasStep(WorkerStep):
     Attributes:
         deciding, following: the servers.
         replicas: the gradients that make a step.
+        steps: of the input, by their numbers.
     """
 
     servers: Sequence[DecidingServer | FollowingServer]
@@ -47,7 +50,8 @@ class SyncReplicasStep(WorkerStep):
         self.servers = [self.deciding, *self.following]
 
     def _make_input(self, spec: StepSpec) -> Input:
-        return SharedArrayInput(spec.step.layout, spec.sharding, spec.offsets, self._local_steps)
+        self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
+        return SharedArrayInput(spec.step.layout, spec.sharding, self.steps)
 
     def batch_types(self) -> list[tf.TensorSpec]:
         return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
@@ -73,17 +77,19 @@ class SyncReplicasStep(WorkerStep):
             pushes.append(server.push_layout.pack([*of_trainable, *of_state], share, output.sums, step))
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
-    def _local_steps(self, worker: tf.Tensor) -> tf.Tensor:
-        return self.deciding.pushed_by(worker)[0]
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+        local_steps = self.deciding.pushed_by(worker)[0]
+        first = own_number(self._offsets, worker, local_steps)
+        return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
     def _pull(self, call: Call) -> list[Parcel]:
         return self._follow(self.deciding.begin(call.worker))
 
-    def _exchange(self, call: Call, pushes: list[Parcel]) -> list[Parcel]:
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self._follow(self.deciding.exchange(pushes[0], call.worker))
 
-    def _push(self, call: Call, pushes: list[Parcel]) -> tf.Tensor:
+    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self.deciding.push(pushes[0], call.worker)
 

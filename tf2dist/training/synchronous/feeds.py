@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.data.pipeline import Sharding, batches, of_arrays
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.data.pipeline import batches, of_arrays
 from tf2dist.data.stream import Reader, Stream
 from tf2dist.errors import ConfigError
 from tf2dist.process import heartbeat
@@ -62,12 +63,12 @@ class ArrayFeed:
     Args:
         train: the training set.
         sharding: of the training set, among the replicas.
-        begin: the number of the first batch of each replica's shard.
+        begin: the position of the input.
     """
 
     num_extra = 0
 
-    def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: int) -> None:
+    def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
         self.source = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
 
@@ -160,12 +161,3 @@ class StreamFeed:
             heartbeat.progress(heartbeat.START_SECS)
             thread.join(LOOK_SECS)
         return sizes[0]
-
-
-def feed_of(
-    workers: Workers, splits: Splits, sharding: Sharding, begin: int, make_stream_feed: type[StreamFeed]
-) -> Feed:
-    """See `ArrayFeed`, and `StreamFeed` for `make_stream_feed`."""
-    if splits.stream:
-        return make_stream_feed(workers, splits.stream, begin)
-    return ArrayFeed(workers, splits.train, sharding, begin)

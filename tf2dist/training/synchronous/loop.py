@@ -10,11 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist import data
+from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import values
+from tf2dist.checkpoint.state import input_facts, values
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
+from tf2dist.data.passes import NumberedSteps
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
@@ -145,10 +147,13 @@ class SyncLoop(LoopBase):
     def broadcast(self, packed: bytes) -> bytes:
         return self._workers.broadcast(packed)
 
-    def _state(self) -> tuple[list[int], dict[str, np.ndarray]]:
-        # All replicas have taken the same steps of their shards.
-        position = self._origin.position + self.progress.global_step - self._origin.step
-        return [position] * self.sharding.num_shards, self._graphs.arrays()
+    def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
+        steps = self.progress.global_step - self._origin.step
+        if self._splits.stream:  # all workers have taken the same steps of their streams
+            positions = [self._origin.first_batch + steps] * self.sharding.num_shards
+            return input_facts(self.sharding, positions=positions), self._graphs.arrays()
+        position = NumberedSteps(self.sharding, self._origin.begin).position(steps)
+        return input_facts(self.sharding, position), self._graphs.arrays()
 
     def abandon(self, reason: str) -> None:
         """Does nothing: the heartbeats of TensorFlow's coordination service tell the others."""

@@ -11,14 +11,15 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     earlier_updates,
-    input_positions,
+    input_position,
     named_variables,
     restore,
+    stream_positions,
     take_over,
 )
 from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
@@ -28,7 +29,7 @@ from tf2dist.process.tf_internals import counter_of
 from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
-from tf2dist.training.synchronous.feeds import feed_of
+from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
 from tf2dist.training.synchronous.same_start import synchronize_initial_state
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -41,25 +42,27 @@ class Origin:
     Attributes:
         step: the updates that were applied before.
         examples: the examples that all workers had seen before.
-        position: the number of the first batch of each replica's shard.
+        begin: the position of the input of arrays.
+        first_batch: of each worker's stream, the number.
         earlier_steps: the updates in `step` that were not applied by synchronous workers of this number.
     """
 
     step: int
     examples: int
-    position: int
+    begin: InputPosition
+    first_batch: int
     earlier_steps: int
 
     @classmethod
     def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "Origin":
-        # Synchronous replicas take their steps together, so all of them have the same position.
-        position = input_positions(start, sharding)[0]
+        begin = input_position(start, sharding)
+        first_batch = stream_positions(start, sharding)[0]  # synchronous workers take their steps together
         if start is None:
-            return cls(0, 0, position, 0)
+            return cls(0, 0, begin, first_batch, 0)
         # The local steps of another mode or number of workers do not belong to the workers of this run.
         local_steps = start.facts.local_steps if start.facts.mode == "sync" else ()
         earlier_steps = start.step - (local_steps[0] if len(local_steps) == num_workers else 0)
-        return cls(start.step, start.facts.examples, position, earlier_steps)
+        return cls(start.step, start.facts.examples, begin, first_batch, earlier_steps)
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,11 @@ def prepare(
     counter_of(optimizer).assign(origin.step + earlier)
 
     # The graph of the steps.
-    feed = feed_of(workers, splits, sharding, origin.position, graph_class.make_stream_feed)
-    stragglers = Stragglers(config, [origin.position - origin.step] * workers.count)
-    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
+    if splits.stream:
+        feed: Feed = graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
+    else:
+        feed = ArrayFeed(workers, splits.train, sharding, origin.begin)
+    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
     graphs.restore(resumed.arrays if resumed else {})
     at_once = chunk_size(sharding.batch_size, step, source.plan)
     return SyncRun(
@@ -169,4 +174,4 @@ def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, nu
     check_losses(name, step, num_replicas)
     check_state(name, step.state)
     check_compiled(name, step.model, config.devices.xla and num_replicas > 1)
-    check_last_batch(name, step.model, sharding.num_examples % sharding.global_batch_size, num_replicas)
+    check_last_batch(name, step.model, sharding.num_examples % sharding.step_size, num_replicas)

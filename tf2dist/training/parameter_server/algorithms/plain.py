@@ -10,7 +10,7 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.algorithms import ALGORITHMS
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.pipeline import Sharding
+from tf2dist.data.passes import Sharding
 from tf2dist.model.checks import check_assigned, check_losses
 from tf2dist.model.step import ModelStep
 from tf2dist.training.parameter_server.counters import AsyncOrigin

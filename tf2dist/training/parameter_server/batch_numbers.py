@@ -1,0 +1,144 @@
+"""Which batches the calls of asynchronous workers take, by their numbers; see `passes.NumberedSteps`.
+
+Workers share the batches of arrays: whoever is free takes the next ones, so that each example is seen once in a pass,
+however fast its worker is. A stream belongs to one worker, who takes its batches in turn.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf2dist.checkpoint.facts import InputFacts
+from tf2dist.checkpoint.state import input_facts
+from tf2dist.data.passes import NumberedSteps, Range, Sharding
+from tf2dist.training.parameter_server.counters import TOTALS
+from tf2dist.training.parameter_server.server import ParameterServer
+
+INDEX = tf.TensorSpec([], tf.int64)
+
+
+class BatchNumbers(Protocol):
+    """Gives each call of a worker the numbers of its batches."""
+
+    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+        """In the graph of a call: the steps that the ps have counted for the worker, the number of the first batch of
+        the call, and how many batches it has, at most `num`; int64 [3]."""
+
+    def open(self, count: int) -> None:
+        """Lets the workers take so many batches; to be called after `close`, or for the first time."""
+
+    def close(self) -> None:
+        """Lets the workers take no more; what no update has used comes first when they may again."""
+
+    def facts(self, steps: np.ndarray) -> InputFacts:
+        """The position of the input, while none can be taken; `steps`: of each worker, as the ps have counted them."""
+
+
+class SharedNumbers:
+    """Numbers of batches that the first ps hands out, each to one call; see `BatchNumbers`.
+
+    The steps that the ps counts for a worker say how many batches of its last call are done. A worker that was lost
+    begins with the others when it is back. If it does not come back, they are handed out again after all other calls.
+
+    Args:
+        steps: the numbered batches.
+    """
+
+    def __init__(self, server: ParameterServer, steps: NumberedSteps, sharding: Sharding) -> None:
+        self._counters, self._steps, self._sharding = server.counters, steps, sharding
+        self._left: list[Range] = []
+        self._next = 0  # neither this number nor a later one was ever given to the ps
+        with tf.device(server.device):
+            # What no call has taken; and of each worker's last call the numbers, and the steps that were counted for
+            # the worker before it.
+            free, taken = np.zeros((sharding.num_shards + 1, 2), np.int64), np.zeros((sharding.num_shards, 3), np.int64)
+            self._free = tf.Variable(free, trainable=False, name="free_batches")
+            self._taken = tf.Variable(taken, trainable=False, name="taken_batches")
+            self._lock = tf.CriticalSection()
+        self._take = server.on_device(self._locked(self._take_next), INDEX, INDEX)
+        self._exchange = server.on_device(self._locked(self._replace), tf.TensorSpec(free.shape, tf.int64))
+
+    def _locked(self, act: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        return lambda *args: self._lock.execute(lambda: act(*args))
+
+    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+        return self._take(worker, tf.constant(num, tf.int64))
+
+    def _take_next(self, worker: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
+        steps = tf.cast(self._counters.of_worker(worker)[TOTALS.index("steps")], tf.int64)
+        free, (first, last, before) = self._free.read_value(), tf.unstack(tf.gather(self._taken.read_value(), worker))
+        first += steps - before  # the first one of its last call that is not done
+        is_done = first >= last
+
+        place = tf.argmax(free[:, 0] < free[:, 1])  # the first range that is not empty, or any if all are
+        begin, end = tf.unstack(tf.gather(free, place))
+        end = tf.minimum(end, begin + num)
+        is_taken = tf.logical_and(is_done, tf.range(free.shape[0], dtype=tf.int64) == place)
+        left = self._free.assign(tf.stack([tf.where(is_taken, end, free[:, 0]), free[:, 1]], 1))
+
+        first, last = tf.where(is_done, begin, first), tf.where(is_done, end, last)
+        taken = self._taken.scatter_nd_update(tf.reshape(worker, [1, 1]), tf.stack([first, last, steps])[None])
+        with tf.control_dependencies([left, taken]):  # the lock is held until what is returned is known
+            return tf.stack([steps, first, last - first])
+
+    def _replace(self, ranges: tf.Tensor) -> tf.Tensor:
+        """Hands out these numbers from now on; returns those of before that no update has used; int64 [ranges, 2]."""
+        steps = tf.cast(self._counters.steps(), tf.int64)
+        first, last, before = tf.unstack(self._taken.read_value(), axis=1)
+        left = tf.concat([tf.stack([first + steps - before, last], 1), self._free.read_value()], 0)
+        with tf.control_dependencies([left]):
+            replaced = [self._free.assign(ranges), self._taken.assign(tf.zeros_like(self._taken))]
+        with tf.control_dependencies(replaced):
+            return tf.identity(left)
+
+    def open(self, count: int) -> None:
+        ranges = []
+        for _ in range(self._free.shape[0]):
+            first, last = self._left.pop(0) if self._left else (self._next, self._next + count)
+            end = min(last, first + count)
+            ranges.append((first, end))
+            count, self._next = count - (end - first), max(self._next, end)
+            if end < last:
+                self._left.insert(0, (end, last))
+        self._exchange(tf.constant(ranges, tf.int64))
+
+    def close(self) -> None:
+        ranges = self._exchange(tf.zeros(self._free.shape, tf.int64)).numpy()
+        found = [(int(first), int(last)) for first, last in ranges if first < last]
+        self._left = sorted([*found, *self._left])
+
+    def facts(self, steps: np.ndarray) -> InputFacts:
+        return input_facts(self._sharding, self._steps.position(self._next, tuple(self._left)))
+
+
+class WorkerNumbers:
+    """Numbers of batches of which each worker has its own; see `BatchNumbers`.
+
+    They follow from the updates that were applied, so no batch is lost with an update that is refused.
+
+    Args:
+        offsets: for each worker, the number of its next batch less the steps that the ps have counted for it.
+    """
+
+    def __init__(self, server: ParameterServer, offsets: list[int], sharding: Sharding) -> None:
+        self._server, self._offsets, self._sharding = server, offsets, sharding
+
+    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+        steps = tf.cast(self._server.worker_totals(worker)[TOTALS.index("steps")], tf.int64)
+        return tf.stack([steps, own_number(self._offsets, worker, steps), num])
+
+    def open(self, count: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def facts(self, steps: np.ndarray) -> InputFacts:
+        return input_facts(self._sharding, positions=(self._offsets + steps).tolist())
+
+
+def own_number(offsets: list[int], worker: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+    """The number of a worker's next batch, int64; for `offsets` see `WorkerNumbers`."""
+    return tf.gather(tf.constant(offsets, tf.int64), worker) + tf.cast(steps, tf.int64)
