@@ -10,41 +10,13 @@ import numpy as np
 import pytest
 
 import tf2dist
-from tests.conftest import task_process
+from tests.conftest import Command, task_process, wait_until
+from tests.e2e import count_examples
+from tests.e2e.count_examples import NUM_EXAMPLES, build, data, seen_by
 
-NUM_EXAMPLES, BATCH_SIZE, EPOCHS = 1000, 20, 20
+BATCH_SIZE, EPOCHS = 20, 20
 SLOW = {"simulate.delay_secs": [0.0, 0.05]}
 ARGUMENTS: dict[str, Any] = {"batch_size": BATCH_SIZE, "epochs": EPOCHS, "verbose": 0}
-
-
-@keras.saving.register_keras_serializable("tests")
-class CountExamples(keras.layers.Layer):
-    """Counts how often the model was trained on each example, of which the input is the number."""
-
-    def build(self, input_shape: object) -> None:
-        self.seen = self.add_weight(name="seen", shape=[NUM_EXAMPLES], initializer="zeros", trainable=False)
-
-    def call(self, numbers: object, training: bool = False) -> object:
-        if training:
-            flat = keras.ops.reshape(numbers, [-1])
-            self.seen.assign(self.seen + keras.ops.sum(keras.ops.one_hot(flat, NUM_EXAMPLES), axis=0))
-        return keras.ops.cast(numbers, "float32") / NUM_EXAMPLES
-
-
-def build() -> keras.Model:
-    numbers = keras.Input([1], dtype="int32")
-    model = keras.Model(numbers, keras.layers.Dense(1)(CountExamples()(numbers)))
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    numbers = np.arange(NUM_EXAMPLES, dtype=np.int32)[:, None]
-    return numbers, 3 * numbers / NUM_EXAMPLES - 1
-
-
-def seen_in(model: keras.Model) -> np.ndarray:
-    return next(np.array(weight) for weight in model.weights if weight.path.endswith("seen"))
 
 
 def in_batches_of_one_process(epochs: int) -> list[float]:
@@ -56,7 +28,7 @@ def in_batches_of_one_process(epochs: int) -> list[float]:
 def test_unequal_workers() -> None:
     cluster = tf2dist.Local(workers=2, ps=1)
     result = tf2dist.fit(build, *data(), mode="async", cluster=cluster, options=SLOW, **ARGUMENTS)
-    np.testing.assert_array_equal(seen_in(result.model), EPOCHS)
+    np.testing.assert_array_equal(seen_by(result.model), EPOCHS)
     quick, slow = (worker["local_steps"] for worker in result.summary["workers"])
     assert quick + slow == EPOCHS * NUM_EXAMPLES // BATCH_SIZE
     assert quick > 2 * slow, "the quick worker takes what the slow one does not get to"
@@ -90,4 +62,18 @@ def test_a_worker_is_killed_in_an_epoch(tmp_path: Path) -> None:
         **ARGUMENTS,
     )
     assert result.summary["restarts"] == 2
-    np.testing.assert_array_equal(seen_in(result.model), EPOCHS)
+    np.testing.assert_array_equal(seen_by(result.model), EPOCHS)
+
+
+@pytest.mark.parametrize("resumed", ["async cluster=local3", "sync cluster=local1", "sync_replicas cluster=local1"])
+def test_a_run_is_stopped_in_a_pass_and_resumed_with_another_size(command: Command, resumed: str) -> None:
+    common = [f"plugins=[{count_examples.__file__}]", "data=numbers", "model=counting", "train.epochs=5"]
+    slow = ["mode=async", "cluster=local2", "simulate.delay_secs=[0.02,0.05]", "train.batch_size_per_worker=20"]
+    process = command.start(*common, *slow)
+    metrics = command.folder / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), process)
+    process.terminate()
+    assert command.finish(process).code == 143
+    finished = command(*common, *f"mode={resumed} train.batch_size_per_worker=7".split())
+    assert finished.code == 0, finished
+    np.testing.assert_array_equal(seen_by(tf2dist.load_model(finished.run_dir)), 5)
