@@ -12,7 +12,7 @@ from tests.compared import compared, contenders, usual_secs
 from tests.conftest import PAGES
 from tf2dist import compare
 from tf2dist.comparing.matrix import Contender, runs_of
-from tf2dist.comparing.options import READERS
+from tf2dist.comparing.options import PARSERS
 from tf2dist.comparing.report import write_report
 from tf2dist.comparing.results import ContenderResult, Measurement, Point
 from tf2dist.comparing.running import earlier_plan, prepare_folder
@@ -182,8 +182,8 @@ def test_the_rate_leaves_out_the_warm_up() -> None:
     secs = [9.0, *(9.0 + number for number in range(1, 8))]
     points = [Point(10 * (number + 1), at, 1000.0 * (number + 1), 0.5, 0.5) for number, at in enumerate(secs)]
     one = Measurement(None, {}, points, [])  # type: ignore[arg-type]
-    assert one.rated == pytest.approx((10, 1000)), "the first ten steps took nine seconds"
-    assert math.isnan(Measurement(None, {}, points[:1], []).rated[0])  # type: ignore[arg-type]
+    assert one.rates == pytest.approx((10, 1000)), "the first ten steps took nine seconds"
+    assert math.isnan(Measurement(None, {}, points[:1], []).rates[0])  # type: ignore[arg-type]
 
 
 def test_the_verdict(tmp_path: Path) -> None:
@@ -281,4 +281,4 @@ def test_the_commands_of_the_pages_are_accepted(line: str) -> None:
 
 
 def test_the_help_names_every_option() -> None:
-    assert all(re.search(rf"^    {name}=", compare.__doc__ or "", re.MULTILINE) for name in READERS)
+    assert all(re.search(rf"^    {name}=", compare.__doc__ or "", re.MULTILINE) for name in PARSERS)
