@@ -41,7 +41,7 @@ LISTED = {  # by option: the default and the description
 
 def defaults() -> dict[str, str]:
     """By option: as in the file of the default choice, or else in the schema, or else in the first file that has it."""
-    declared = {name: option.shown for name, option in OPTIONS.items() if not option.is_choice}
+    declared = {name: option.default_text for name, option in OPTIONS.items() if not option.is_choice}
     files = [(group, name) for group in PLUGIN_GROUPS for name in groups()[group]]
     chosen = [(group, name) for group, name in files if CHOSEN[group] == name]
     return written(files[::-1]) | declared | written(chosen)

@@ -204,7 +204,7 @@ def _way(mode: str, backups: int | None, varying: dict[str, str]) -> str:
 def _default(key: str) -> str:
     """The value with which a mode is what it is called, such as algorithm=plain."""
     declared = OPTIONS.get(key) or OPTIONS.get(f"{key}.kind")
-    return declared.shown if declared else ""
+    return declared.default_text if declared else ""
 
 
 def _situation(delay_secs: float, varying: dict[str, str]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 from tf2dist.config.choices import groups
 from tf2dist.config.option import MAX_SECS
-from tf2dist.config.paths import expand, is_path
 from tf2dist.config.schema import MODES, OPTIONS
 from tf2dist.errors import ConfigError, nearest
+from tf2dist.files import expand, is_path
 
 MAX_WORKERS, MAX_SEEDS = 60, 100
 MAX_STEPS = 10**9

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tf2dist.config.option import COUNT, POSITIVE, Must, Rule, between, choice, one_of, option
+from tf2dist.config.option import COUNT, POSITIVE, Constraint, Rule, between, choice, one_of, option
 
 if TYPE_CHECKING:
     from tf2dist.config.schema import RunConfig
 
 MAX_PUSH = 1000  # batches of an update, whose examples a worker holds in memory all together
 MAX_PUSHES = 50  # from one fetch to the next, unrolled in one call
-IS_MOMENTUM = Must(lambda value: 0 <= value < 1, "must be at least 0 and less than 1, such as 0.9")
+IS_MOMENTUM = Constraint(lambda value: 0 <= value < 1, "must be at least 0 and less than 1, such as 0.9")
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ def _downpour_rules(config: "RunConfig") -> list[Rule]:
     n_push, n_fetch, size = config.algorithm.n_push, config.algorithm.n_fetch, config.train.steps_per_execution
     if n_push < 1 or n_fetch == 0:  # another rule says so
         return []
-    updates, rest = divmod(n_fetch or n_push, n_push)
+    updates, remainder = divmod(n_fetch or n_push, n_push)
     is_whole = "must be a multiple of algorithm.n_push, which is {}: the gradients of a push come from one fetch"
     # The steps between two fetches are unrolled in one call, since each call begins with a fetch.
     is_short = f"must be at most {MAX_PUSHES} times algorithm.n_push, which is {n_push}"
-    fits = size is None or rest > 0 or updates == 0 or size % updates == 0
+    fits = size is None or remainder > 0 or updates == 0 or size % updates == 0
     must = f"must be a multiple of {updates}, the steps from one fetch to the next, since each call begins with a fetch"
     return [
-        ("algorithm.n_fetch", n_fetch, not rest, is_whole.format(n_push)),
+        ("algorithm.n_fetch", n_fetch, not remainder, is_whole.format(n_push)),
         ("algorithm.n_fetch", n_fetch, updates <= MAX_PUSHES, is_short),
         ("train.steps_per_execution", size, fits, must),
     ]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from tf2dist import signals
-from tf2dist.config.paths import settle_home
 from tf2dist.errors import ConfigError, TfDistError, nearest
+from tf2dist.files import settle_home
 from tf2dist.launch.streams import prepare, say
 from tf2dist.lazy_imports import import_lazily
 

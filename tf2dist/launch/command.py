@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from tf2dist.config.paths import settle_home
 from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
+from tf2dist.files import settle_home
 from tf2dist.launch.console import DRAIN_SECS
 from tf2dist.launch.streams import prepare
 from tf2dist.launch.unblocked import Unblocked

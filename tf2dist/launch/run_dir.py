@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from tf2dist import files
-from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.files import is_path
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
 FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline")

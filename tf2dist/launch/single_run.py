@@ -19,13 +19,13 @@ from tf2dist.cluster.addresses import exposure
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Place
 from tf2dist.config import keras_settings
-from tf2dist.config.compose import ERRORS, Loader, setting, what_hydra_says
+from tf2dist.config.compose import ERRORS, Loader, hydra_message, setting
 from tf2dist.config.load import to_config
-from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import as_written
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, RequestError, TfDistError
+from tf2dist.files import is_path
 from tf2dist.launch.command import report
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.run_dir import locked, make_run_dir
@@ -69,7 +69,7 @@ def start_run(
         if begun:
             raise
         if not isinstance(error, OSError):  # of a callback, for example
-            raise ConfigError(what_hydra_says(error)) from None
+            raise ConfigError(hydra_message(error)) from None
         raise ConfigError(
             f"run_dir ({run_dir}): .hydra in it cannot be written ({error.strerror}); make room, or name another"
         ) from None
@@ -100,7 +100,7 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
         try:
             composed, run_dir = unpickled(pickled)
         except Exception as error:  # unpickling may raise anything
-            why = what_hydra_says(error)
+            why = hydra_message(error)
             raise ConfigError(
                 f"--experimental-rerun ({pickled}): cannot be read ({why}); name a config.pickle"
             ) from None

@@ -14,12 +14,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from tf2dist import files
-from tf2dist.config.compose import in_quotes, setting, what_hydra_says
-from tf2dist.config.paths import expand, is_path
+from tf2dist.config.compose import hydra_message, in_quotes, setting
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, is_basic, jobs_of
 from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
+from tf2dist.files import expand, is_path
 from tf2dist.launch.command import report
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary
@@ -93,8 +93,8 @@ def launch(
         number = stop.args[0] if stop.args else signals.received[0]
     except Exception as error:  # of a launcher or a sweeper
         if not any(row.state == "failed" for row in read_rows(folder)):
-            raise ConfigError(f"--multirun: {what_hydra_says(error)}") from error
-        Console().warn(f"the sweeper gave up: {what_hydra_says(error)}")
+            raise ConfigError(f"--multirun: {hydra_message(error)}") from error
+        Console().warn(f"the sweeper gave up: {hydra_message(error)}")
     Callbacks(composed).on_multirun_end(config=composed, config_name=name)  # Hydra itself calls it only without errors
     return number
 
