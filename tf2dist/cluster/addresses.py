@@ -130,9 +130,9 @@ def exposure(cluster: Cluster, task: Task) -> str:
     public = [str(ip) for ip in ips if is_public(ip)]
     listed = f" ({', '.join(public)} included, which can be reached from the internet)" if public else ""
     return (
-        f"TensorFlow's server has no password and listens on every interface of this host{listed}: anyone who can reach "
-        f"port {port} can run any graph, and so read and write files with this user's rights; keep it in a private "
-        "network"
+        f"TensorFlow's server has no password and listens on every interface of this host{listed}: anyone who can "
+        f"reach port {port} can run any graph, and so read and write files with this user's rights; keep it in a "
+        "private network"
     )
 
 
