@@ -53,11 +53,11 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     from tf2dist.comparing.comparison import compare
     from tf2dist.config.flags import actions_of, parse, source_of
     from tf2dist.errors import ConfigError
-    from tf2dist.launch.streams import say
+    from tf2dist.launch.console import print_lines
 
     args = parse(arguments)
     if args.help:
-        say((__doc__ or "").strip(), sys.stdout)
+        print_lines((__doc__ or "").strip(), sys.stdout)
         return
     if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
         raise ConfigError(f"{extra_actions[0]}: is not for a comparison; see --help")

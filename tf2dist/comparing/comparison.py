@@ -12,10 +12,9 @@ from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder,
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
-from tf2dist.launch.console import Console
+from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.start import check_local
-from tf2dist.launch.streams import say
 from tf2dist.signals import Signals
 
 MAX_NAMED = 4
@@ -97,7 +96,7 @@ def _report(options: Options, arguments: list[str], outcomes: list[Outcome], fol
 
 def _say(text: str, console: Console) -> None:
     try:
-        say(text, sys.stdout)
+        print_lines(text, sys.stdout)
     except BrokenPipeError:
         pass  # the reader has left; the report is there all the same
     except OSError as error:

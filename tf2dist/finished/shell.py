@@ -14,7 +14,7 @@ from typing import NoReturn
 from tf2dist import signals
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.files import settle_home
-from tf2dist.launch.streams import prepare, say
+from tf2dist.launch.console import prepare_streams, print_lines
 from tf2dist.lazy_imports import import_lazily
 
 # TensorFlow and Keras read it when they are imported.
@@ -120,14 +120,14 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     """
     # First of all: Ctrl-C while modules are imported would otherwise show a traceback.
     signals.end_at_once()
-    prepare()
+    prepare_streams()
     settle_home()
     hide_chatter()
     import_lazily()
     arguments = sys.argv[1:]
     try:
         if {"--help", "-h"} & set(arguments):
-            say(usage.strip(), sys.stdout)
+            print_lines(usage.strip(), sys.stdout)
         else:
             work(arguments)
         code = 0
@@ -136,7 +136,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     except TfDistError as error:
         # If nobody can read it any more, the exit code still tells what happened.
         with contextlib.suppress(OSError):
-            say(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
+            print_lines(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
         code = error.exit_code
     sys.exit(code)
 
@@ -159,10 +159,10 @@ def hide_chatter() -> None:
 def begin(text: str) -> None:
     """Tells the user what goes on while TensorFlow is imported, which takes seconds."""
     with contextlib.suppress(OSError):
-        say(text, sys.stderr)
+        print_lines(text, sys.stderr)
 
 
 def warn(text: str) -> None:
     """Writes a warning for the user."""
     with contextlib.suppress(OSError):
-        say(f"tf2dist: warning: {text}", sys.stderr)
+        print_lines(f"tf2dist: warning: {text}", sys.stderr)

@@ -13,7 +13,7 @@ import numpy as np
 from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
-from tf2dist.launch.run_state import Heard, Send
+from tf2dist.launch.run_state import CallerMessage, Send
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage, metrics_text
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
@@ -52,7 +52,7 @@ class Conversation(Generic[T]):
         self._console: Console | None = None
         self._stop_requests = StopRequests()
         # None says that the run has ended.
-        self._heard: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[CallerMessage | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
         self._is_pause_requested = False
         self._result: list[T] = []
@@ -68,7 +68,7 @@ class Conversation(Generic[T]):
     def connect(self, send: Send) -> None:
         self._send = send
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: CallerMessage) -> None:
         # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             text = metrics_text(dict(message.logs))

@@ -41,18 +41,18 @@ class FailureReader:
         if record:
             return record
         if code == 0:  # some library or the user's code has ended the process
-            what = "ended with exit code 0 before the end of the run"
-            return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
+            message = "ended with exit code 0 before the end of the run"
+            return FailureRecord(task, exited.time, TaskLostError.exit_code, message, by_signal=True)
         # A task writes a record of every Python exception. Without one the disk is full, or a library called exit().
         if code > 0:
             return FailureRecord(task, exited.time, code, f"ended with exit code {code}", self._tail(task))
-        what = f"was killed by {signal_name(-code)}"
+        message = f"was killed by {signal_name(-code)}"
         if reached := limit_reached(code, self._tail(task)):
-            return FailureRecord(task, exited.time, TrainingError.exit_code, f"{what}: {reached}", by_signal=True)
+            return FailureRecord(task, exited.time, TrainingError.exit_code, f"{message}: {reached}", by_signal=True)
         # The kernel's out-of-memory killer sends SIGKILL, and the process can leave no word about it.
         if -code == signal.SIGKILL and self._oom_kills.has_more():
-            what = f"{what}: out of memory"
-        return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
+            message = f"{message}: out of memory"
+        return FailureRecord(task, exited.time, TaskLostError.exit_code, message, by_signal=True)
 
     def _tail(self, task: str) -> str:
         return "\n".join(self._log_of(task).splitlines()[-TAIL_LINES:])
@@ -65,8 +65,8 @@ def is_echo(failure: FailureRecord) -> bool:
 
 def blames_another(task: str, message: str) -> bool:
     """Whether the message from a task's launching process begins with another task's name, as in `TaskFailure`."""
-    named = re.match(r"([a-z]+-\d+): ", message)
-    return named is not None and named[1] != task
+    match = re.match(r"([a-z]+-\d+): ", message)
+    return match is not None and match[1] != task
 
 
 def cause_order(failure: FailureRecord) -> tuple[int, float]:

@@ -14,7 +14,7 @@ from tf2dist.launch.failures import FailureReader, blames_another, cause_order, 
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event, Exited
 from tf2dist.launch.restarts import RestartDecision, RestartPolicy
-from tf2dist.launch.run_state import Attempt, Caller, Clock, Heard, Phase, Tasks
+from tf2dist.launch.run_state import Attempt, Caller, CallerMessage, Clock, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
 from tf2dist.messages import Began, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
@@ -56,7 +56,7 @@ class Monitor:
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._attempt = Attempt()
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`
-        self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
+        self._lost_peers: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
 
     def run(self, tasks: Tasks) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Monitor:
     def _phase(self) -> Phase:
         if self._attempt.summary:
             return Phase.DONE
-        return Phase.STOPPING if self._shutdown.is_asked else Phase.RUNNING
+        return Phase.STOPPING if self._shutdown.is_requested else Phase.RUNNING
 
     def _step(self) -> None:
         """Handles the messages of the next `POLL_SECS`, and looks for tasks that are lost or stuck."""
@@ -91,7 +91,7 @@ class Monitor:
             self._on_event(event)
         for news in self._meeting.events() if self._meeting else ():
             self._on_meeting(news)
-        self._watchdog.look(self._phase() is Phase.DONE, self._gone)
+        self._watchdog.check(self._phase() is Phase.DONE, self._lost_peers)
 
     def _answer(self) -> None:
         """Goes on with the stop, or deals with new failures.
@@ -101,7 +101,7 @@ class Monitor:
             Interrupted: the stop is over.
         """
         if self._phase() is Phase.STOPPING:
-            signum = self._shutdown.go_on(self._tasks.names, self._tasks.leader)
+            signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
             if signum and (self._launcher.tasks or self._attempt.failures):  # otherwise all were done before it came
                 raise self._shutdown.outcome(signum, self._tasks.leader, self._attempt.failures)
         elif self._phase() is Phase.RUNNING and self._attempt.failures:
@@ -118,16 +118,16 @@ class Monitor:
             if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
                 self._attempt.leave_by = min(self._attempt.leave_by, self._clock.monotonic() + LEAVE_SECS)
         elif self._is_time_to_leave:
-            ended = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
-            raise TaskLostError(f"{ended}, and {self._tasks.names[0]} has not ended")
+            reason = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
+            raise TaskLostError(f"{reason}, and {self._tasks.names[0]} has not ended")
 
     @property
     def _is_time_to_leave(self) -> bool:
         return self._clock.monotonic() > self._attempt.leave_by
 
     def _on_event(self, event: Event) -> None:
-        self._watchdog.heard(event)
-        if self._caller and isinstance(event, Heard):
+        self._watchdog.on_message(event)
+        if self._caller and isinstance(event, CallerMessage):
             self._caller.hear(event)
         match event:
             case ProgressMessage():
@@ -164,9 +164,9 @@ class Monitor:
         """Handles news of a task on another host."""
         match event:
             case control.Stop():
-                self._shutdown.asked_by_peer(event.signum)
+                self._shutdown.request_from_peer(event.signum)
             case control.Back():
-                self._gone.pop(event.task, None)
+                self._lost_peers.pop(event.task, None)
             case control.Lost(task, why):
                 self._on_end_elsewhere(task, TaskLostError.exit_code, why, was_lost=True)
             case control.Ended(task, code, message):
@@ -181,15 +181,17 @@ class Monitor:
         elif self._may_be_missed(task, code) and not blames_another(task, why):
             self._go_on_without(task, why)
         elif not (self._attempt.failures and blames_another(task, why)):  # an echo of a known failure
-            what = f"is gone ({why})" if was_lost else why
-            self._attempt.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
+            message_text = f"is gone ({why})" if was_lost else why
+            self._attempt.failures.append(
+                FailureRecord(task, self._clock.time(), code, message_text, by_signal=was_lost)
+            )
 
     def _go_on_without(self, task: str, why: str) -> None:
-        self._gone[task] = why
+        self._lost_peers[task] = why
         if not self._attempt.failures:
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
-        for own in self._launcher.tasks:  # any of them may wait in a call to the lost task
-            self._launcher.send_to_task(own, PeerGone(task))
+        for local_task in self._launcher.tasks:  # any of them may wait in a call to the lost task
+            self._launcher.send_to_task(local_task, PeerGone(task))
 
     def _may_be_missed(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
@@ -244,8 +246,8 @@ class Monitor:
         self._shutdown.all_start_again()
         self._attempt = Attempt()
         step = self._shutdown.saved_step
-        where = "" if step is None else f" from the checkpoint at step {step}"
-        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
+        origin = "" if step is None else f" from the checkpoint at step {step}"
+        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{origin}")
         self._num_restarts_of_all += 1
         self._start_all()
 

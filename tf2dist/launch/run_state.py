@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 
-Heard = HookCall | ProgressMessage
+CallerMessage = HookCall | ProgressMessage
 Send = Callable[[HookAnswer | PauseWanted], None]
 
 
@@ -124,5 +124,5 @@ class Caller(Protocol):
     def connect(self, send: Send) -> None:
         """Takes the function that sends a message to the leader, from any thread."""
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: CallerMessage) -> None:
         """Takes a message of the leader; must not wait."""
