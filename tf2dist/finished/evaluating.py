@@ -44,10 +44,12 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
         DataError: the data does not fit the model.
     """
     try:
-        found: dict[str, float] = model.evaluate(
+        metrics: dict[str, float] = model.evaluate(
             arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
         )
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        what = reason_of(error)
-        raise DataError(f"data ({name}): does not fit the model ({what}); choose another one with data=NAME") from None
-    return {"loss": found.pop("loss"), **found}
+        reason = reason_of(error)
+        raise DataError(
+            f"data ({name}): does not fit the model ({reason}); choose another one with data=NAME"
+        ) from None
+    return {"loss": metrics.pop("loss"), **metrics}
