@@ -48,4 +48,4 @@ def unpack(data: bytes, among: Any) -> Any:
 
 @cache
 def _by_name(among: Any) -> dict[str, Any]:
-    return {one.__name__: one for one in typing.get_args(among) or (among,)}
+    return {kind.__name__: kind for kind in typing.get_args(among) or (among,)}

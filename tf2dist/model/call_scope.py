@@ -67,7 +67,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Keras calls this in place of each read; None for a variable whose own value is meant."""
-        if id(variable) not in self._known and all(variable is not one for one in self.outside):
+        if id(variable) not in self._known and all(variable is not outside for outside in self.outside):
             self.outside.append(variable)
         return super().get_current_value(variable)
 
@@ -94,6 +94,7 @@ def read_directly(traced: Any, known: Sequence[keras.Variable]) -> list[keras.Va
     """
     of_known = {id(part.value.handle) for variable in known for part in parts_of(variable)}
     # What a function reads it has as an argument more; its list of variables is in no order.
-    place = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
-    found = [variable for variable in traced.variables if id(variable.handle) not in of_known]
-    return [keras_variable(each) for each in sorted(found, key=lambda each: place.get(id(each.handle), len(place)))]
+    order = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
+    variables = [variable for variable in traced.variables if id(variable.handle) not in of_known]
+    variables.sort(key=lambda variable: order.get(id(variable.handle), len(order)))
+    return [keras_variable(variable) for variable in variables]

@@ -16,9 +16,9 @@ class Shaped(Protocol):
     dtype: Any
 
 
-def is_large(one: Shaped) -> bool:
+def is_large(tensor: Shaped) -> bool:
     """Whether a tensor like this one travels alone."""
-    return bool(tf.TensorShape(one.shape).num_elements() * tf.as_dtype(one.dtype).size >= LARGE_BYTES)
+    return bool(tf.TensorShape(tensor.shape).num_elements() * tf.as_dtype(tensor.dtype).size >= LARGE_BYTES)
 
 
 def narrow_dtype(name: str) -> tf.DType | None:

@@ -57,11 +57,11 @@ def _make_room_for_copies(number: int) -> None:
     """
 
     @tf.function(autograph=False, input_signature=[])
-    def nothing() -> None:
+    def no_op() -> None:
         with tf.device("/job:ps/task:0/device:CPU:0"):
             tf.no_op()
 
-    concrete = nothing.get_concrete_function()
+    concrete = no_op.get_concrete_function()
     for version in range((1 << number.bit_length()) + 1):
         config = tf.compat.v1.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True  # it takes most of the time

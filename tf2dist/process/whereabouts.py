@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-OURS = str(Path(__file__).parents[1])  # the whole package
+PACKAGE = str(Path(__file__).parents[1])  # the whole package
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls Python functions from graphs
@@ -28,8 +28,8 @@ def whereabouts() -> tuple[str, bool]:
         for frame in _outwards(stack):
             if _is_users(frame.f_code.co_filename):
                 return _name(frame), True
-    ours = [frame for frame in _outwards(main) if frame.f_code.co_filename.startswith(OURS)]
-    return (_name(ours[0]) if ours else "the start"), False
+    package_frames = [frame for frame in _outwards(main) if frame.f_code.co_filename.startswith(PACKAGE)]
+    return (_name(package_frames[0]) if package_frames else "the start"), False
 
 
 def _works_for_tensorflow(stack: FrameType) -> bool:
@@ -44,12 +44,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(("<", OURS, STANDARD)) or GENERATED in file:
+    if file.startswith(("<", PACKAGE, STANDARD)) or GENERATED in file:
         return False
     return not set(INSTALLED) & set(Path(file).parts)
 
 
 def _name(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
-    file = f"tf2dist/{path.relative_to(OURS)}" if str(path).startswith(OURS) else path.name
+    file = f"tf2dist/{path.relative_to(PACKAGE)}" if str(path).startswith(PACKAGE) else path.name
     return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
