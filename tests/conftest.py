@@ -182,3 +182,23 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], ti
             process.kill()
             pytest.fail(f"not within {timeout_secs:.0f} s: {process.communicate()}")
         time.sleep(0.05)  # the interval between two checks
+
+
+def start_module(folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
+    """Starts ``python -m module`` in the folder, in a process group of its own, as a shell starts a command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    """The stdout and stderr; asserts that the command has ended with this code."""
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == code, stdout + stderr
+    return stdout, stderr

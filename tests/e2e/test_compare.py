@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import wait_until
-from tests.e2e.many_runs import ended, start_module
+from tests.conftest import ended, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]

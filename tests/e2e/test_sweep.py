@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import our_processes, wait_until
-from tests.e2e.many_runs import ended, start_module
+from tests.conftest import ended, our_processes, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["-m", "data=digits", "model=softmax", "cluster=local1", "optimizer=sgd"]

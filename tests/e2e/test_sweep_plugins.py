@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import wait_until
-from tests.e2e.many_runs import ended
+from tests.conftest import ended, wait_until
 from tests.e2e.test_sweep import rows, start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

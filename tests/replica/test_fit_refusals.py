@@ -1,5 +1,6 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import tf2dist
 from tf2dist.fitting import shipping
 from tf2dist.launch import start
+from tf2dist.launch.environment import ONEDNN
 
 X = np.arange(120.0).reshape(40, 3)
 Y = X.sum(1)
@@ -348,3 +350,29 @@ def test_steps_with_which_keras_would_end_an_epoch_early_cause_a_warning(
     given_to_the_run(monkeypatch, steps_per_epoch=steps, cluster=tf2dist.Local(workers=1))
     told = f"steps_per_epoch ({steps}): one pass over the data has 10 steps; keras.Model.fit would end"
     assert (told in capsys.readouterr().err) == says
+
+
+ON_X86 = True if platform.machine() == "x86_64" else None
+
+
+@pytest.mark.parametrize(
+    ("units", "options", "expected"),
+    [
+        ((512, 512), {}, ON_X86),
+        ((512, 511), {}, None),
+        ((512, 512), {"devices.onednn": False}, False),
+    ],
+)
+def test_large_dense_layers_are_computed_with_onednn(
+    units: tuple[int, ...],
+    options: dict[str, bool],
+    expected: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(ONEDNN, raising=False)
+    model = keras.Sequential([keras.Input([3]), *(keras.layers.Dense(size) for size in (*units, 1))])
+    model.compile("sgd", "mse")
+    config, _ = given_to_the_run(monkeypatch, model=model, options=options)
+    assert config.devices.onednn == expected
