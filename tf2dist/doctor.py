@@ -204,11 +204,11 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         yield from failures("meeting", error)
 
 
-def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
+def other_addresses(cluster: Cluster, own_task: Task) -> Iterator[Finding]:
     """Which of the other tasks answer. All are asked at once, since each may take until the timeout."""
-    others = [task for task in cluster.tasks if task != own]
+    others = [task for task in cluster.tasks if task != own_task]
     # With a loopback address of its own the whole cluster is on this machine, as in a trial.
-    own_is_loopback = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
+    own_is_loopback = loopback(addresses.ips_of(addresses.split(cluster.address(own_task))[0]))
 
     def ask(task: Task) -> tuple[list[addresses.Ip], str]:
         address = cluster.address(task)

@@ -163,14 +163,14 @@ def train(
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
-        given = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
+        arguments = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
         with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():
             if source.plan is None:
-                drive(*given)
+                drive(*arguments)
             else:
-                EpochDriver(*given, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
+                EpochDriver(*arguments, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
 
 
 def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:

@@ -24,7 +24,7 @@ class ComparisonFailed(TfDistError):
     """Some runs failed; the exit code is that of the first of them."""
 
     def __init__(self, failed: list[Outcome], num_runs: int, folder: Path) -> None:
-        listed = "; ".join(f"{one.run} (exit code {one.exit_code})" for one in failed[:MAX_NAMED])
+        listed = "; ".join(f"{outcome.run} (exit code {outcome.exit_code})" for outcome in failed[:MAX_NAMED])
         listed += "; ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
             f"{len(failed)} of {num_runs} runs failed: {listed}; "

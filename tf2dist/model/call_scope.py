@@ -13,27 +13,27 @@ from tf2dist.process.parts import keras_variable, parts_of
 @contextlib.contextmanager
 def recording(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
     """Records what the losses return in the block, before Keras reduces it to a number."""
-    found: list[tuple[keras.losses.Loss, tf.Tensor]] = []
+    values: list[tuple[keras.losses.Loss, tf.Tensor]] = []
 
-    def recorded(loss: keras.losses.Loss) -> Any:
+    def record_call(loss: keras.losses.Loss) -> Any:
         call = loss.call
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             value = call(*args, **kwargs)
-            found.append((loss, value))
+            values.append((loss, value))
             return value
 
         return wrapper
 
     # One object may serve several outputs; wrapped twice, it would be recorded twice.
-    each = {id(loss): loss for loss in losses}.values()
-    for loss in each:
+    unique_losses = {id(loss): loss for loss in losses}.values()
+    for loss in unique_losses:
         # Python looks up `call` on the object first, but `__call__`, which reduces the values, on the class alone.
-        loss.call = recorded(loss)
+        loss.call = record_call(loss)
     try:
-        yield found
+        yield values
     finally:
-        for loss in each:
+        for loss in unique_losses:
             del loss.call  # the method of the class shows again
 
 
