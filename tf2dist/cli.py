@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 
 from tf2dist import __version__
-from tf2dist.config.compose import ERRORS, hydra_message, opened, prepared
+from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_overrides
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
@@ -42,7 +42,7 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
         rerun(args.experimental_rerun, started_at, signals)
     else:
         source = source_of(args)
-        with opened(source) as hydra:
+        with open_hydra(source) as hydra:
             args.config_name = source.name  # where Hydra looks for it
             if args.cfg or args.info or args.shell_completion or args.hydra_help:
                 show(hydra_output(hydra, args))
@@ -60,7 +60,7 @@ def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
             elif args.hydra_help:
                 hydra.hydra_help(name, get_args_parser(), args)
             else:
-                overrides = prepared(args.overrides, os.environ.get("TF_CONFIG") or None)
+                overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
                 if args.cfg:
                     hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
                 else:
@@ -75,7 +75,7 @@ def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
 def start(hydra: Hydra, args: argparse.Namespace, started_at: float, signals: Signals) -> None:
     """Runs what the flags and overrides ask for: once, or in several jobs."""
     name = args.config_name
-    overrides = prepared(args.overrides, os.environ.get("TF_CONFIG") or None)
+    overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
     is_sweep = args.multirun or SWEEP in overrides
     if not is_sweep:
         composed = hydra.compose_config(name, overrides, RunMode.RUN)

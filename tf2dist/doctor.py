@@ -183,7 +183,7 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
         yield Finding("warn", "ports", text, "choose a lower one, or it may be taken")
     try:
         addresses.check_not_public(cluster, task, allow_public=config.cluster.allow_public)
-        if text := addresses.exposure(cluster, task):
+        if text := addresses.exposure_warning(cluster, task):
             yield Finding("warn", "exposure", *text.rsplit("; ", 1))
     except ClusterError as error:
         yield from failures("exposure", error)

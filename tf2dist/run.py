@@ -177,7 +177,7 @@ def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
     """Tells the launcher where the run begins, and describes its model in the run directory."""
     if loop.advice.warning:
         to_launcher.warn(loop.advice.warning)
-    if loop.advice.note and not loop.progress.global_step:  # a run that goes on has told it
+    if loop.advice.note and not loop.progress.global_step:  # a resumed run has printed it before
         to_launcher.note(loop.advice.note)
     to_launcher.began(loop.progress.global_step)
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)

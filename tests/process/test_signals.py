@@ -30,7 +30,7 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     ],
 )
 def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, int], counted: list[int]) -> None:
-    with Signals() as caught, caught.held() as received:
+    with Signals() as caught, caught.deferred() as received:
         for number in pair:
             os.kill(os.getpid(), number)
     assert received == counted
@@ -38,7 +38,7 @@ def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, 
 
 def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "REPEAT_SECS", 0.0)
-    with Signals() as caught, caught.held() as received:
+    with Signals() as caught, caught.deferred() as received:
         for number in (TERM, TERM, HUP):
             os.kill(os.getpid(), number)
     assert received == [TERM, TERM, HUP]
@@ -47,7 +47,7 @@ def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.Monke
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Signals() as caught, caught.held() as received:
+        with Signals() as caught, caught.deferred() as received:
             os.kill(os.getpid(), HUP)
             assert received == []
         assert signal.getsignal(HUP) == signal.SIG_IGN

@@ -13,7 +13,7 @@ from tests.replica.test_downpour import downpour_config
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
 from tf2dist.model.plan import EpochPlan
-from tf2dist.model.source import Registered
+from tf2dist.model.source import RegisteredSource
 from tf2dist.training.hooks import Change
 from tf2dist.training.parameter_server.algorithms.downpour import DownpourServer
 from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
@@ -45,7 +45,7 @@ def test_calls_are_whole_rounds(async_loop: MakeLoop, n_fetch: int, num_steps: i
 def test_workers_get_the_present_learning_rate(async_loop: MakeLoop) -> None:
     """Also one that callbacks have set."""
     config = downpour_config(2, 2, optimizer="adam")
-    source = Registered(config)
+    source = RegisteredSource(config)
     source.plan = EpochPlan()
     loop = async_loop(config, source=source)
     servers = loop._graphs.servers

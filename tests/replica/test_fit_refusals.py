@@ -280,7 +280,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     found: list[Any] = []
 
     def run(config: Any, run_dir: Path, place: Any, console: Any, started_at: float, asked: Any, caller: Any) -> Any:
-        found[:] = [config, shipping.Shipped(caller.job)]
+        found[:] = [config, shipping.ShippedSource(caller.job)]
         found.append(found[1].load())
         return {}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.types import RunMode
 
-from tf2dist.config.compose import ConfigSource, opened, prepared
+from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.jobs import finished_summary
@@ -19,8 +19,8 @@ NO_FOLDER = ConfigSource()
 
 
 def jobs(*overrides: str, source: ConfigSource = NO_FOLDER) -> list[Job]:
-    with opened(source) as hydra:
-        given = [*prepared(list(overrides), None), "hydra.mode=MULTIRUN"]
+    with open_hydra(source) as hydra:
+        given = [*prepare_overrides(list(overrides), None), "hydra.mode=MULTIRUN"]
         return jobs_of(hydra, hydra.compose_config(source.name, given, RunMode.MULTIRUN), lambda config: None)
 
 

@@ -120,7 +120,7 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
         )
 
 
-def exposure(cluster: Cluster, task: Task) -> str:
+def exposure_warning(cluster: Cluster, task: Task) -> str:
     """The warning about who can reach the task's server, even one at localhost; "" if the host has only a loopback."""
     _, port = split(cluster.address(task))
     # The interfaces and not the task's address, since the server ignores which address it was given.

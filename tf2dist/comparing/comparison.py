@@ -53,7 +53,7 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
     runs = list(runs_of(contenders, options.seeds))
     folder = options.folder or new_folder()
     prepare_folder(folder, runs)
-    with locked(folder, OPTION), signals.held() as received:
+    with locked(folder, OPTION), signals.deferred() as received:
         outcomes = run_all(runs, folder, source.flags(), received, console)
         # A second signal asks to end at once.
         headline = "" if len(received) > 1 else _report(options, arguments, outcomes, folder, console)

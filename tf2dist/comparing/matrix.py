@@ -85,7 +85,7 @@ def contenders_of(
         for key in _mode_options(line):
             if not any(key in _mode_options(accepted_line) for accepted_line in accepted.values()):
                 load([*line, f"mode={options.modes[0]}"], None, source)  # raises the error that says why
-        # By itself first, so that a mistake that concerns all contenders is told without one of them.
+        # Loaded alone first, so that a mistake in all contenders is reported without the name of one.
         mode = options.modes[0]
         base = load([*_undelayed(accepted[mode]), f"mode={mode}", "cluster=local"], None, source)
         for mode, delay_secs in product(options.modes, options.delays):

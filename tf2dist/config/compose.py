@@ -154,7 +154,7 @@ class Loader(ConfigLoaderImpl):
 
 
 @contextlib.contextmanager
-def opened(source: ConfigSource) -> Iterator[Hydra]:
+def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
     """Hydra with ``conf/`` and the user's folders on its search path."""
     stored = ConfigStore.instance().repo
     names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
@@ -201,7 +201,7 @@ def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
         holder.cfg = previous
 
 
-def prepared(overrides: list[str], tf_config: str | None) -> list[str]:
+def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
     """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one.
 
     Raises:

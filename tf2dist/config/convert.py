@@ -21,7 +21,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def to_dataclass(cls: type[T], tree: Any, name: str = "") -> T:
-    """An object of the dataclass `made` with the values of a tree; missing fields have their defaults.
+    """An object of the dataclass `cls` with the values of a tree; missing fields have their defaults.
 
     Args:
         name: the dotted name of the section, for messages; "" for the whole configuration.

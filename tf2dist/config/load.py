@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.config import keras_settings
 from tf2dist.config.checks import check
 from tf2dist.config.choices import groups, keys
-from tf2dist.config.compose import ConfigSource, hydra_settings, opened, prepared
+from tf2dist.config.compose import ConfigSource, hydra_settings, open_hydra, prepare_overrides
 from tf2dist.config.rules import with_floats
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
@@ -33,8 +33,8 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
     Raises:
         ConfigError: says what is wrong and what would be right.
     """
-    with opened(source) as hydra:
-        composed = hydra.compose_config(source.name, prepared(overrides, tf_config), RunMode.RUN)
+    with open_hydra(source) as hydra:
+        composed = hydra.compose_config(source.name, prepare_overrides(overrides, tf_config), RunMode.RUN)
     return to_config(composed, tf_config)
 
 

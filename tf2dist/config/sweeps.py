@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from omegaconf import DictConfig, open_dict
 
-from tf2dist.config.compose import ERRORS, FORM, ConfigSource, hydra_message, opened, overrides_of, quoted, setting
+from tf2dist.config.compose import ERRORS, FORM, ConfigSource, hydra_message, open_hydra, overrides_of, quoted, setting
 from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, RequestError
@@ -92,7 +92,7 @@ def _check_job(composed: DictConfig, check: Check) -> RunConfig:
 
 def expanded(overrides: list[str], source: ConfigSource) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
-    with opened(source) as hydra:
+    with open_hydra(source) as hydra:
         yield from _expanded([quoted(override) for override in overrides], hydra.config_loader)
 
 

@@ -139,7 +139,7 @@ class Meeting:
                 raise self._membership.failure
             names = self._role.waiting_for
             if wait.is_over:
-                # With lists that differ a retry would wait in vain, so that is an error of the request.
+                # If the lists differ, a retry cannot succeed: that is an error of the request.
                 conflict = self._membership.conflict
                 if not conflict and self._membership.lists_differ:
                     conflict = "; the cluster lists differ"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf2dist.errors import ConfigError, InstallationError, TrainingError, reason_of
-from tf2dist.finished.shell import Request, begin, one_of
+from tf2dist.finished.shell import Request, one_of, show_status
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def export(request: Request) -> Path:
     out = Path(*request.operands).expanduser().absolute() if request.operands else request.run_dir / target_format.file
     check_free(out)
 
-    begin(f"export: loading the model of {request.run_dir}")
+    show_status(f"export: loading the model of {request.run_dir}")
     from tf2dist.finished.opening import model_of  # imports TensorFlow
 
     model = model_of(request)

@@ -124,7 +124,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     signals.end_at_once()
     prepare_streams()
     settle_home()
-    hide_chatter()
+    silence_stderr()
     import_lazily()
     arguments = sys.argv[1:]
     try:
@@ -143,7 +143,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     sys.exit(code)
 
 
-def hide_chatter() -> None:
+def silence_stderr() -> None:
     """Hides everything on the standard error but what this package writes.
 
     TensorFlow's C++ code writes to descriptor 2 whatever log level is set. So that one leads to /dev/null, and this
@@ -158,7 +158,7 @@ def hide_chatter() -> None:
     signals.end_at_once(descriptor)
 
 
-def begin(text: str) -> None:
+def show_status(text: str) -> None:
     """Tells the user what goes on while TensorFlow is imported, which takes seconds."""
     with contextlib.suppress(OSError):
         print_lines(text, sys.stderr)

@@ -88,7 +88,7 @@ def converted(tree: Tree, name: str) -> Tree:
 
 
 def _as_numpy(leaf: Any, name: str) -> np.ndarray:
-    # Known by their names, so that none of these packages need be installed.
+    # By their names, so that these packages need not be installed.
     package = type(leaf).__module__.partition(".")[0]
     if package == "scipy" or type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "BCOO"):
         raise FitError(f"{name}: {SPARSE}")

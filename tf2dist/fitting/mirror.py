@@ -83,7 +83,7 @@ class Mirror:
             self._outside[name].assign(array)
 
     def _find_outside(self, layout: Layout, in_tasks: dict[str, tuple[int, ...]]) -> None:
-        """Finds the variables that a step reads and that are not the model's; `wanted`: the shapes in the tasks."""
+        """Finds the variables that a step reads and that are not the model's; `in_tasks`: the shapes in the tasks."""
         self._outside = outside_of(self.model, layout)
         shapes = {name: tuple(variable.shape) for name, variable in self._outside.items()}
         if shapes != in_tasks:

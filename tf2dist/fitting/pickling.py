@@ -60,7 +60,7 @@ def send_function(folder: Path, function: Callable[..., Any], file: str, argumen
     Args:
         folder: that of the job.
         file: the name of the file in it, for a function that tasks cannot import.
-        what: the argument of `fit` that it is, for messages.
+        argument: the name of the argument of `fit`, for messages.
 
     Raises:
         FitError: it cannot be sent.

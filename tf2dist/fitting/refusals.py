@@ -77,7 +77,7 @@ def check_stream(load: Any, **array_arguments: Any) -> None:
     """Refuses arguments that need arrays when `data=load` is given.
 
     Args:
-        others: those arguments by name; None or False for one that is not given.
+        array_arguments: their values by name; None or False for one that is not given.
 
     Raises:
         FitError: naming the first.

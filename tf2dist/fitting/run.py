@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -136,7 +136,7 @@ class Run:
         self._warn_of_repeated_data(console)
         if self.place.has_peers:
             check_place(self.config, *self.place, console)
-            if text := exposure(*self.place):
+            if text := exposure_warning(*self.place):
                 console.warn(text)
 
         def run(requests: StopRequests) -> Outcome:

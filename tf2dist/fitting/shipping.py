@@ -134,7 +134,7 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
 # In the tasks.
 
 
-class Shipped:
+class ShippedSource:
     """The model and the data of a job, in a task's process; see `model.source.Source`.
 
     Args:

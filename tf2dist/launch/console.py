@@ -68,7 +68,7 @@ class Console:
             self._print(text)
 
     def overall(self, completed: float, total: int, text: str) -> None:
-        """On a terminal: shows how far several runs are together, of which `done` are done, and what goes on."""
+        """On a terminal: shows how far several runs are together, of which `completed` are done, and what goes on."""
         if self._live:
             self._live.update(self._task, total=total, completed=completed, description=printable(text))
 

@@ -58,7 +58,7 @@ class FailureReader:
         return "\n".join(self._log_of(task).splitlines()[-TAIL_LINES:])
 
 
-def is_echo(failure: FailureRecord) -> bool:
+def is_secondary(failure: FailureRecord) -> bool:
     """Whether the task failed only because it lost another one."""
     return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
 
@@ -70,7 +70,7 @@ def blames_another(task: str, message: str) -> bool:
 
 
 def cause_order(failure: FailureRecord) -> tuple[int, float]:
-    """Sorts the cause before its echoes: survivors often report first."""
-    # What was killed is not a consequence of another failure, and an echo always is. An error of the training code
-    # stands between them: it may follow from a kill.
-    return (0 if failure.by_signal else 2 if is_echo(failure) else 1, failure.time)
+    """Sorts the cause before its consequences: survivors often report first."""
+    # What was killed is not a consequence of another failure, and a secondary failure always is. An error of the
+    # training code stands between them: it may follow from a kill.
+    return (0 if failure.by_signal else 2 if is_secondary(failure) else 1, failure.time)

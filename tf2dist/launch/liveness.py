@@ -44,7 +44,7 @@ class LivenessTracker:
     def find_lost(self, now: float) -> list[str]:
         """The tasks that have shown no sign of life for too long; to be called several times a second."""
         watched = {task: record for task, record in self._records.items() if record.is_expected_to_live}
-        self._forgive_own_sleep(watched, now)
+        self._discount_own_suspension(watched, now)
         for task, record in watched.items():
             if self._runs(task):
                 record.ran_at = now
@@ -55,21 +55,21 @@ class LivenessTracker:
             for record in watched.values():
                 record.heard_at = max(record.heard_at, now)
             return [task for task, record in frozen.items() if now - record.ran_at > self._silence_secs]
-        return self._mute(watched, now)
+        return self._find_silent(watched, now)
 
-    def _forgive_own_sleep(self, watched: Mapping[str, TaskRecord], now: float) -> None:
+    def _discount_own_suspension(self, watched: Mapping[str, TaskRecord], now: float) -> None:
         """If the launcher was suspended, does not count that time as silence."""
         # Checks come several times a second: after so long a gap this process has not run.
         checked_at, self._checked_at = self._checked_at, now
-        if checked_at is None or (asleep_secs := now - checked_at) <= self._silence_secs / 2:
+        if checked_at is None or (suspended_secs := now - checked_at) <= self._silence_secs / 2:
             return
         self.awake_since = now
         for record in watched.values():
             # Never later than now, except for an announced silence, which is later already.
-            record.heard_at = max(record.heard_at, min(record.heard_at + asleep_secs, now))
-            record.ran_at = max(record.ran_at, min(record.ran_at + asleep_secs, now))
+            record.heard_at = max(record.heard_at, min(record.heard_at + suspended_secs, now))
+            record.ran_at = max(record.ran_at, min(record.ran_at + suspended_secs, now))
 
-    def _mute(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
+    def _find_silent(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
         """The lost task among those that run and are silent: one at a time, since the others may be waiting for it."""
         suspects = [task for task, record in watched.items() if now - record.heard_at > self._silence_secs / 2]
         # The coordinator calls all others, and cannot be blamed while one of them is silent too.

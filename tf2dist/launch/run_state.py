@@ -46,12 +46,12 @@ class Attempt:
 
     Attributes:
         summary: the leader's result; empty until it comes.
-        leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
+        exit_deadline: when the tasks that are left must have ended, in seconds of the monotonic clock.
         failures: those that no restart has answered yet, in order.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)
-    leave_by: float = float("inf")
+    exit_deadline: float = float("inf")
     failures: list[FailureRecord] = field(default_factory=list)
 
 

@@ -72,7 +72,7 @@ class Shutdown:
         self._has_saved = stopping
         self.saved_step = step
 
-    def all_start_again(self) -> None:
+    def on_restart_of_all(self) -> None:
         self._has_begun = False
 
     def advance(self, tasks: list[str], leader: str) -> int:

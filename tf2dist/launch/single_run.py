@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Place
 from tf2dist.config import keras_settings
@@ -152,7 +152,7 @@ def prepare(config: RunConfig, place: Place, console: Console) -> None:
         check_place(config, *place, console)
     for text in keras_settings.notes(config.keras):
         console.note(text)
-    if place.has_peers and (text := exposure(*place)):
+    if place.has_peers and (text := exposure_warning(*place)):
         console.warn(text)
     # Each command sees its host's data only. Either all fall back to other data or none does, so none may.
     if not place.cluster.is_managed:

@@ -28,7 +28,7 @@ from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
-SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes one
+SILENT_SECS = 3.0  # of drawing, after which a line says so; usually it takes one
 
 
 def run_in_folder(

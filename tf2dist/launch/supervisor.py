@@ -26,7 +26,7 @@ from tf2dist.signals import StopRequests
 
 
 def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluster:
-    """A managed cluster with the ports that it has after so many restarts of all tasks.
+    """A managed cluster with the ports that it has after this number of restarts of all tasks.
 
     In a private network no other program can take a port. Elsewhere one may have done so since the ports were
     found to be free, so a restart uses others.
@@ -68,7 +68,7 @@ def supervise(
         lock = stack.enter_context(locked(run_dir)) if place.leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
-        received = stack.enter_context(signals.held())
+        received = stack.enter_context(signals.deferred())
         stack.enter_context(console)
         with launcher:
             return run_tasks(config, run_dir, place, launcher, lock, console, started_at, received, caller)

@@ -75,7 +75,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
 def launch(
     hydra: Hydra, name: str, composed: DictConfig, overrides: list[str], folder: Path, signals: Signals
 ) -> int | None:
-    """Runs the jobs to the end of the last one, or of those that run when a signal comes; returns that signal.
+    """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal.
 
     Raises:
         ConfigError: the launcher or the sweeper fails before a job does.

@@ -121,7 +121,7 @@ class SweepReport(Callback):
         sweep_dir = Path(config.hydra.sweep.dir).absolute()
         rows = read_rows(sweep_dir)
         for row in rows:
-            if row.state == "running":  # and its end was not told: a signal came
+            if row.state == "running":  # its end was not reported: a signal came
                 row.state = "stopped"
                 row.write(sweep_dir)
         write_csv(sweep_dir)

@@ -39,7 +39,7 @@ class Watchdog:
         now = self._clock.monotonic()
         self.records[task] = TaskRecord(heard_at=now, ran_at=now)
 
-    def excuse_all(self) -> None:
+    def restart_timers(self) -> None:
         """Excuses all tasks for a while: one of them is started again, and the others wait for it."""
         self._restarted_at = self._clock.monotonic()
 
@@ -88,7 +88,7 @@ class Watchdog:
 
         Args:
             is_over: whether the run has its result: then a killed task that does not end does not matter.
-            gone: the tasks of other hosts that are gone, and why.
+            lost_peers: the tasks of other hosts that are gone, and why.
 
         Raises:
             TaskLostError: a killed task does not end.

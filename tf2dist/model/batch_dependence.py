@@ -19,7 +19,7 @@ TOLERANCE = 1e-3  # relative
 
 
 def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
-    """Whether a loss that a layer adds is for a whole batch other than the mean of those of its examples.
+    """Whether a loss that a layer adds for a whole batch is not the mean over its examples.
 
     Of one that depends on random numbers, as in a variational autoencoder, it cannot be known: False.
     """

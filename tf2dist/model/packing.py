@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-# Two copies of so many bytes take about as long as a call, a few tenths of a millisecond.
+# Two copies of this size take about as long as a call, a few tenths of a millisecond.
 LARGE_BYTES = 1 << 20
 
 

@@ -40,7 +40,7 @@ class Source(Protocol):
         """A new model, compiled or not; with equal weights in every process that has set the same random seed."""
 
 
-class Registered:
+class RegisteredSource:
     """What the options `model` and `data` name."""
 
     plan: EpochPlan | None = None

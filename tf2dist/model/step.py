@@ -136,7 +136,7 @@ class ModelStep:
         return [*self.trainable, *self.state[: len(self.state) - len(self.trace.assigned)]]
 
     def random_states(self, step: int) -> dict[str, np.ndarray]:
-        """The states of the random generators after so many steps, as in plain Keras; named as in `generators`."""
+        """The states of the random generators after `step` steps, as in plain Keras; named as in `generators`."""
         values = {
             id(v): value + np.array([0, step * draws], value.dtype)
             for v, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True)

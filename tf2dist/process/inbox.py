@@ -63,7 +63,7 @@ def _listen(cluster: Cluster, pipe: int, inbox: Inbox) -> None:
                 address = cluster.address(Task.parse(gone))
                 # Before the cut: the calls that it fails may be repeated at once, and the watchdog must know.
                 heartbeat.extend_deadline(RECONNECT_SECS)
-                print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
+                print(f"{gone} is gone: {shut_down_connections(address)} connections to {address} are cut", flush=True)
 
 
 def _lines(pipe: int) -> Iterator[bytes]:
@@ -75,7 +75,7 @@ def _lines(pipe: int) -> Iterator[bytes]:
         yield from lines
 
 
-def sever(address: str) -> int:
+def shut_down_connections(address: str) -> int:
     """Shuts down this process's connections to "host:port", so that calls in flight fail; returns how many."""
     host, port = split(address)
     try:

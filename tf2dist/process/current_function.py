@@ -14,7 +14,7 @@ PYTHON_FUNCTIONS = "script_ops.py"  # the module of TensorFlow that calls Python
 GENERATED = "__autograph_generated_file"  # AutoGraph's version of a function, be it the user's or a library's
 
 
-def whereabouts() -> tuple[str, bool]:
+def current_function() -> tuple[str, bool]:
     """The function, such as "load (mine.py:12)", and whether it is the user's own code.
 
     This is the innermost function of the user's in the main thread, or else in a thread in which TensorFlow calls
