@@ -89,7 +89,7 @@ class Command:
 
     def start(self, *arguments: str, run_dir: str = "run", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         # A picture takes a second of processor time, and few tests look at it.
-        picture = [] if any(each.startswith(("-", "figure=")) for each in arguments) else ["figure=false"]
+        picture = [] if any(argument.startswith(("-", "figure=")) for argument in arguments) else ["figure=false"]
         return subprocess.Popen(
             [*COMMAND, f"run_dir={self.folder / run_dir}", *picture, *arguments],
             cwd=self.folder,
@@ -127,14 +127,14 @@ def command(tmp_path: Path) -> Command:
 def our_processes() -> list[psutil.Process]:
     """Fork servers and the tasks forked from them, of any run on this machine started from these tests."""
     mark = os.environ["TF2DIST_TEST_MARK"]
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get("TF2DIST_TEST_MARK") == mark:
-                found.append(process)
+                results.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-    return found
+    return results
 
 
 # Parallel processes of pytest inherit the mark of their parent; each looks only for its own processes.

@@ -61,8 +61,8 @@ def test_workers_do_not_wait_for_one_that_is_lost(command: Command) -> None:
     assert "worker-1 was killed by SIGKILL; starting it again" in finished.stderr
     logs = command.folder / "run" / "logs"
     chief = (logs / "chief-0.log").read_text()
-    told = "worker-1 cannot be reached (connection refused): the other workers no longer wait for it"
-    assert chief.count(told) == 1, chief[-2000:]
+    expected = "worker-1 cannot be reached (connection refused): the other workers no longer wait for it"
+    assert chief.count(expected) == 1, chief[-2000:]
     assert "final accuracy" in (logs / "worker-1.log").read_text()
     summary = assert_exact(command, "async", restarts=1)
     assert summary["lead"]["max"] <= summary["bound"] == 2

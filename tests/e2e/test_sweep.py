@@ -45,8 +45,10 @@ def test_a_job_that_fails_does_not_affect_the_others(tmp_path: Path) -> None:
     assert table[2].split()[:2] == ["1", "0.1"]
     assert table[3] == str(folder)
     assert "job 1 optimizer.learning_rate=0.1\n" in stderr
-    told = f"1 of 2 jobs failed: job 0 (exit code 3); the same command with hydra.sweep.dir={folder} tries them again"
-    assert stderr.splitlines()[-1] == f"tf2dist: error: {told}"
+    expected = (
+        f"1 of 2 jobs failed: job 0 (exit code 3); the same command with hydra.sweep.dir={folder} tries them again"
+    )
+    assert stderr.splitlines()[-1] == f"tf2dist: error: {expected}"
 
 
 @pytest.mark.slow

@@ -71,15 +71,15 @@ def test_a_signal_while_the_command_begins(command: Command, number: signal.Sign
     run_dir = command.folder / "run"
     words = [*prefix, *COMMAND, f"run_dir={run_dir}", "data=digits"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=command.folder)
-    found: list[int] = []
+    results: list[int] = []
 
     def listens() -> bool:
         children = psutil.Process(process.pid).children() if prefix else [psutil.Process(process.pid)]
-        found[:] = [child.pid for child in children]
-        return bool(found) and catches(found[0], TERM)
+        results[:] = [child.pid for child in children]
+        return bool(results) and catches(results[0], TERM)
 
     wait_until(listens, process)
-    os.kill(found[0], number)
+    os.kill(results[0], number)
     finished = command.finish(process, timeout_secs=10)
     assert finished.code == 128 + number, finished
     assert finished.stderr == f"tf2dist: error: stopped by {signals.name_of(number)}\n"
@@ -99,9 +99,9 @@ def test_a_signal_between_the_imports_and_the_tasks() -> None:
         cli.run = slow
         cli.main([])
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout) == (143, "tidied up\n")
-    assert done.stderr == "tf2dist: error: stopped by SIGTERM\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (completed.returncode, completed.stdout) == (143, "tidied up\n")
+    assert completed.stderr == "tf2dist: error: stopped by SIGTERM\n"
 
 
 def test_a_signal_ends_a_command_whose_reader_stalls() -> None:

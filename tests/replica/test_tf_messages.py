@@ -123,8 +123,11 @@ def test_a_worker_without_heartbeats_is_named(sync_workers: SyncWorkers) -> None
 
 def test_a_data_error_is_found_among_several_errors() -> None:
     """TensorFlow words the error of two workers at once differently from that of one."""
-    told = "data (load): shard 1 of 2: KeyError: 'no such file'"
+    expected = "data (load): shard 1 of 2: KeyError: 'no such file'"
     several = "2 root error(s) found.\n  (0) UNKNOWN:   "
-    for text in (f"UnknownError: DataError: {told}", f"{several}DataError: {told}\nTraceback (most recent call last):"):
-        assert tf_messages.data_error(text) == told
+    for text in (
+        f"UnknownError: DataError: {expected}",
+        f"{several}DataError: {expected}\nTraceback (most recent call last):",
+    ):
+        assert tf_messages.data_error(text) == expected
     assert tf_messages.data_error(f"{several}KeyError: 1") == ""

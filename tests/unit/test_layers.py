@@ -48,11 +48,11 @@ INTERNALS = "process.tf_internals"  # a package
 
 def modules(package: Path) -> dict[str, Path]:
     """Every module below `package`, by its dotted name there; "" is the package itself."""
-    found = {}
+    result = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return result
 
 
 def room(module: str) -> str:
@@ -141,26 +141,26 @@ def reach_tensorflow(package: Path) -> list[str]:
         for module, path in modules(package).items()
         if any(name.partition(".")[0] in HEAVY for name in imported(path, at_import=True))
     }
-    found = []
+    results = []
     for module in modules(package):
         if room(module) not in WITHOUT_TENSORFLOW:
             continue
-        seen, waiting = set(), [module]
-        while waiting:
-            one = waiting.pop()
-            if one not in seen:
-                seen.add(one)
-                waiting += graph.get(one, ())
-        found += [f"{module} -> {one}" for one in sorted(seen & heavy)]
-    return sorted(found)
+        seen, queue = set(), [module]
+        while queue:
+            current = queue.pop()
+            if current not in seen:
+                seen.add(current)
+                queue += graph.get(current, ())
+        results += [f"{module} -> {reached}" for reached in sorted(seen & heavy)]
+    return sorted(results)
 
 
 def between_twins(package: Path) -> list[str]:
     return sorted(
         f"{importer} -> {target}"
         for importer, target in arrows(package)
-        for one, other in permutations(TWINS, 2)
-        if importer.startswith(one) and target.startswith(other)
+        for twin, other in permutations(TWINS, 2)
+        if importer.startswith(twin) and target.startswith(other)
     )
 
 
@@ -171,21 +171,21 @@ def unknown_at_the_top(package: Path) -> list[str]:
 
 def private_names(package: Path) -> list[str]:
     """Private names of other packages that are used outside of the one package that is for them."""
-    found = []
+    results = []
     for module, path in modules(package).items():
         if f"{module}.".startswith(f"{INTERNALS}."):
             continue
-        own = set(defined(path))
-        found += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
+        own_names = set(defined(path))
+        results += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own:
+            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own_names:
                 if ast.unparse(node.value) not in ("os", "sys"):  # of Python's own, with names that stay
-                    found.append(f"{module}: {ast.unparse(node)}")
+                    results.append(f"{module}: {ast.unparse(node)}")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FOREIGN_TEXTS:
-                found.append(f"{module}: {node.value!r}")
-            elif (name := named_by_text(node)) and re.match(r"_[^_]", name) and name not in own:
-                found.append(f"{module}: {ast.unparse(node)}")
-    return sorted(set(found))
+                results.append(f"{module}: {node.value!r}")
+            elif (name := named_by_text(node)) and re.match(r"_[^_]", name) and name not in own_names:
+                results.append(f"{module}: {ast.unparse(node)}")
+    return sorted(set(results))
 
 
 def class_names_twice(package: Path) -> list[str]:
@@ -194,7 +194,7 @@ def class_names_twice(package: Path) -> list[str]:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    return sorted(f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1)
+    return sorted(f"{name}: {', '.join(modules)}" for name, modules in homes.items() if len(modules) > 1)
 
 
 def named_by_text(node: ast.AST) -> str:

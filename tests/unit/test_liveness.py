@@ -121,11 +121,11 @@ def test_silence_while_the_launcher_was_stopped_does_not_count() -> None:
 
 
 def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(heartbeat, "_to_launcher", ToLauncher("worker-0", said.append))
+    messages: list[Any] = []
+    monkeypatch.setattr(heartbeat, "_to_launcher", ToLauncher("worker-0", messages.append))
     monkeypatch.setattr(heartbeat, "_deadline", time.monotonic())
     monkeypatch.setattr(heartbeat, "_watchdog_secs", 10.0)
     with contextlib.suppress(KeyError), heartbeat.announce_silence(30.0):
         assert heartbeat._deadline > time.monotonic() + 35.0, "the watchdog must wait too"
         raise KeyError
-    assert said == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]
+    assert messages == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]

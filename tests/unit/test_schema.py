@@ -113,9 +113,9 @@ def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
 )
 def test_unambiguous_values_are_converted(tree: dict[str, Any], value: Any) -> None:
     (name,) = tree
-    made = getattr(from_tree(tree), name)
-    assert made == value
-    assert type(made) is type(value)
+    config = getattr(from_tree(tree), name)
+    assert config == value
+    assert type(config) is type(value)
 
 
 def test_configurations_do_not_share_lists() -> None:
