@@ -89,7 +89,7 @@ class Command:
 
     def start(self, *arguments: str, run_dir: str = "run", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         # A picture takes a second of processor time, and few tests look at it.
-        picture = [] if any(each.startswith(("-", "figure=")) for each in arguments) else ["figure=false"]
+        picture = [] if any(argument.startswith(("-", "figure=")) for argument in arguments) else ["figure=false"]
         return subprocess.Popen(
             [*COMMAND, f"run_dir={self.folder / run_dir}", *picture, *arguments],
             cwd=self.folder,
@@ -127,14 +127,14 @@ def command(tmp_path: Path) -> Command:
 def our_processes() -> list[psutil.Process]:
     """Fork servers and the tasks forked from them, of any run on this machine started from these tests."""
     mark = os.environ["TF2DIST_TEST_MARK"]
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get("TF2DIST_TEST_MARK") == mark:
-                found.append(process)
+                results.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-    return found
+    return results
 
 
 # Parallel processes of pytest inherit the mark of their parent; each looks only for its own processes.
@@ -182,3 +182,23 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], ti
             process.kill()
             pytest.fail(f"not within {timeout_secs:.0f} s: {process.communicate()}")
         time.sleep(0.05)  # the interval between two checks
+
+
+def start_module(folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
+    """Starts ``python -m module`` in the folder, in a process group of its own, as a shell starts a command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
+    """The stdout and stderr; asserts that the command has ended with this code."""
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == code, stdout + stderr
+    return stdout, stderr

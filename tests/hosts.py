@@ -62,10 +62,10 @@ class Namespace:
 
     def _run(self, program: str, words: str) -> str:
         command = [*self.enter, program, *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
-        if done.returncode:
-            raise OSError(f"{program} {words}: {done.stderr.strip()}")
-        return done.stdout
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+        if completed.returncode:
+            raise OSError(f"{program} {words}: {completed.stderr.strip()}")
+        return completed.stdout
 
     def close(self) -> None:
         self._process.kill()
@@ -172,13 +172,13 @@ def hosts(count: int) -> Iterator[Hosts]:
         if not shutil.which(program):
             pytest.skip(f"separate hosts need the program {program}")
     try:
-        made = Hosts(count)
+        machines = Hosts(count)
     except OSError as error:
         pytest.skip(f"separate hosts cannot be made here: {error}")
     try:
-        yield made
+        yield machines
     finally:
-        made.close()
+        machines.close()
 
 
 def with_hosts_file(path: Path, command: list[str], **options: Any) -> "subprocess.Popen[str]":

@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 
 from tf2dist import __version__
-from tf2dist.config.compose import ERRORS, opened, prepared, what_hydra_says
+from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_overrides
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
@@ -35,48 +35,48 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     if "--version" in arguments:
         show(f"tf2dist {__version__}\n")
         return
-    asked = parse(arguments)
-    if asked.help:
+    args = parse(arguments)
+    if args.help:
         show(help_text(shutil.get_terminal_size((120, 24)).columns))
-    elif asked.experimental_rerun is not None:
-        rerun(asked.experimental_rerun, started_at, signals)
+    elif args.experimental_rerun is not None:
+        rerun(args.experimental_rerun, started_at, signals)
     else:
-        source = source_of(asked)
-        with opened(source) as hydra:
-            asked.config_name = source.name  # where Hydra looks for it
-            if asked.cfg or asked.info or asked.shell_completion or asked.hydra_help:
-                show(shown(hydra, asked))
+        source = source_of(args)
+        with open_hydra(source) as hydra:
+            args.config_name = source.name  # where Hydra looks for it
+            if args.cfg or args.info or args.shell_completion or args.hydra_help:
+                show(hydra_output(hydra, args))
             else:
-                start(hydra, asked, started_at, signals)
+                start(hydra, args, started_at, signals)
 
 
-def shown(hydra: Hydra, asked: argparse.Namespace) -> str:
+def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
     """What Hydra prints for a flag. Raises ConfigError if the command line is wrong."""
-    name = asked.config_name
+    name = args.config_name
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()) as refusal:
         try:
-            if asked.shell_completion:
-                hydra.shell_completion(name, asked.overrides)
-            elif asked.hydra_help:
-                hydra.hydra_help(name, get_args_parser(), asked)
+            if args.shell_completion:
+                hydra.shell_completion(name, args.overrides)
+            elif args.hydra_help:
+                hydra.hydra_help(name, get_args_parser(), args)
             else:
-                overrides = prepared(asked.overrides, os.environ.get("TF_CONFIG") or None)
-                if asked.cfg:
-                    hydra.show_cfg(name, overrides, asked.cfg, asked.package, asked.resolve)
+                overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
+                if args.cfg:
+                    hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
                 else:
-                    hydra.show_info(asked.info, name, overrides)
+                    hydra.show_info(args.info, name, overrides)
         except SystemExit:  # of --package
             raise ConfigError(" ".join(refusal.getvalue().split())) from None
         except ERRORS as error:
-            raise ConfigError(what_hydra_says(error)) from None
+            raise ConfigError(hydra_message(error)) from None
     return text.getvalue()
 
 
-def start(hydra: Hydra, asked: argparse.Namespace, started_at: float, signals: Signals) -> None:
+def start(hydra: Hydra, args: argparse.Namespace, started_at: float, signals: Signals) -> None:
     """Runs what the flags and overrides ask for: once, or in several jobs."""
-    name = asked.config_name
-    overrides = prepared(asked.overrides, os.environ.get("TF_CONFIG") or None)
-    is_sweep = asked.multirun or SWEEP in overrides
+    name = args.config_name
+    overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
+    is_sweep = args.multirun or SWEEP in overrides
     if not is_sweep:
         composed = hydra.compose_config(name, overrides, RunMode.RUN)
         is_sweep = composed.hydra.mode == RunMode.MULTIRUN  # by a file

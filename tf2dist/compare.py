@@ -53,17 +53,17 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     from tf2dist.comparing.comparison import compare
     from tf2dist.config.flags import actions_of, parse, source_of
     from tf2dist.errors import ConfigError
-    from tf2dist.launch.streams import say
+    from tf2dist.launch.console import print_lines
 
-    asked = parse(arguments)
-    if asked.help:
-        say((__doc__ or "").strip(), sys.stdout)
+    args = parse(arguments)
+    if args.help:
+        print_lines((__doc__ or "").strip(), sys.stdout)
         return
-    if other := [flag for flag in actions_of(asked) if flag != "--run"]:
-        raise ConfigError(f"{other[0]}: is not for a comparison; see --help")
+    if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
+        raise ConfigError(f"{extra_actions[0]}: is not for a comparison; see --help")
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
-    compare(arguments, asked.overrides, source_of(asked), signals)
+    compare(arguments, args.overrides, source_of(args), signals)
 
 
 if __name__ == "__main__":

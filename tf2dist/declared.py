@@ -20,8 +20,8 @@ class UndeclaredError(ValueError):
         where: the dotted name of the field.
     """
 
-    def __init__(self, where: str, found: str) -> None:
-        super().__init__(f"{where}: {found:.40}")
+    def __init__(self, where: str, value: str) -> None:
+        super().__init__(f"{where}: {value:.40}")
         self.where = where
 
 
@@ -69,15 +69,15 @@ def _checked(value: Any, hint: Any, where: str, is_open: bool) -> Any:
     elif origin in (typing.Union, types.UnionType):
         if value is None and type(None) in of:
             return None
-        (hint,) = (one for one in of if one is not type(None))
+        (hint,) = (item for item in of if item is not type(None))
         return _checked(value, hint, where, is_open)
     elif origin is tuple and isinstance(value, list):
         if of[-1] is Ellipsis:
-            return tuple(_checked(one, of[0], where, is_open) for one in value)
+            return tuple(_checked(item, of[0], where, is_open) for item in value)
         if len(value) == len(of):
-            return tuple(_checked(one, inner, where, is_open) for one, inner in zip(value, of, strict=True))
+            return tuple(_checked(item, inner, where, is_open) for item, inner in zip(value, of, strict=True))
     elif origin is dict and isinstance(value, dict):
-        return {name: _checked(one, of[1], where, is_open) for name, one in value.items()}
+        return {name: _checked(item, of[1], where, is_open) for name, item in value.items()}
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_json(typing.cast(type, hint), value, where, is_open=is_open)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from tf2dist import linux
+from tf2dist import files, linux
 from tf2dist.cluster import addresses, listening, reachability
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
-from tf2dist.config import paths
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
@@ -40,7 +39,7 @@ Check = Callable[[], Iterator[Finding]]
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints the findings of one command line as they come, and exits."""
     arguments = sys.argv[1:] if argv is None else argv
-    paths.settle_home()
+    files.settle_home()
     try:
         sys.exit(report(arguments))
     except BrokenPipeError:
@@ -55,26 +54,26 @@ def report(arguments: list[str]) -> int:
     """Prints the findings for one command line; returns the exit code."""
     is_json = "--json" in arguments
     try:
-        asked = parse([argument for argument in arguments if argument != "--json"])
-        if other := [flag for flag in actions_of(asked) if flag != "--run"]:
-            raise ConfigError(f"{other[0]}: is not for the doctor, which looks at one run; leave it out")
-        source = source_of(asked)
+        args = parse([argument for argument in arguments if argument != "--json"])
+        if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
+            raise ConfigError(f"{extra_actions[0]}: is not for the doctor, which looks at one run; leave it out")
+        source = source_of(args)
     except ConfigError as error:
         print(f"tf2dist: error: {printable(str(error))}", file=sys.stderr)
         return 2
-    if asked.help:
+    if args.help:
         print(__doc__)
         return 0
-    found = []
-    for finding in examine(asked.overrides, os.environ, source):
-        found.append(finding)
+    findings = []
+    for finding in examine(args.overrides, os.environ, source):
+        findings.append(finding)
         # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:
             # Findings quote names and paths that others have chosen; a terminal would obey control characters in them.
             print(printable(str(finding)), flush=True)
     if is_json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1), flush=True)
-    return 2 if any(finding.level == "fail" for finding in found) else 0
+        print(json.dumps([asdict(finding) for finding in findings], indent=1), flush=True)
+    return 2 if any(finding.level == "fail" for finding in findings) else 0
 
 
 def examine(overrides: list[str], environ: Mapping[str, str], source: ConfigSource = BUILT_IN) -> Iterator[Finding]:
@@ -111,27 +110,27 @@ def request(
     overrides: list[str], environ: Mapping[str, str], source: ConfigSource = BUILT_IN
 ) -> tuple[RunConfig | None, Place | None, list[Finding]]:
     """The configuration and this process's place, each None if it is invalid, and the findings about both."""
-    config, place, found = None, None, []
+    config, place, findings = None, None, []
     try:
         config = load(overrides, environ.get("TF_CONFIG"), source)
         location.check_dir(config.data)
-        found.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
+        findings.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:
-        found += failures("configuration", error)
+        findings += failures("configuration", error)
     # The cluster is checked even if the options are wrong, so that the user learns of all mistakes at once.
     if config is None and not environ.get("TF_CONFIG"):
-        return None, None, found
+        return None, None, findings
     mode = config.mode if config else next((mode for mode in MODES if f"mode={mode}" in overrides), MODES[0])
     try:
         # A mistake in the configuration has been found above.
-        asked = config or RunConfig(mode=mode, run_dir=".", cluster=ClusterConfig(kind="tf_config"))
-        place = find_place(asked, environ)
+        config_or_default = config or RunConfig(mode=mode, run_dir=".", cluster=ClusterConfig(kind="tf_config"))
+        place = find_place(config_or_default, environ)
         if not place.cluster.is_managed:
             counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(place.cluster.jobs.items()))
-            found.append(Finding("ok", "cluster", f"{counts}; this is {place.task}"))
+            findings.append(Finding("ok", "cluster", f"{counts}; this is {place.task}"))
     except RequestError as error:
-        found += failures("cluster", error)
-    return config, place, found
+        findings += failures("cluster", error)
+    return config, place, findings
 
 
 def failures(topic: str, error: TfDistError) -> list[Finding]:
@@ -184,7 +183,7 @@ def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Fin
         yield Finding("warn", "ports", text, "choose a lower one, or it may be taken")
     try:
         addresses.check_not_public(cluster, task, allow_public=config.cluster.allow_public)
-        if text := addresses.exposure(cluster, task):
+        if text := addresses.exposure_warning(cluster, task):
             yield Finding("warn", "exposure", *text.rsplit("; ", 1))
     except ClusterError as error:
         yield from failures("exposure", error)
@@ -205,11 +204,11 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         yield from failures("meeting", error)
 
 
-def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
+def other_addresses(cluster: Cluster, own_task: Task) -> Iterator[Finding]:
     """Which of the other tasks answer. All are asked at once, since each may take until the timeout."""
-    others = [task for task in cluster.tasks if task != own]
+    others = [task for task in cluster.tasks if task != own_task]
     # With a loopback address of its own the whole cluster is on this machine, as in a trial.
-    own_is_loopback = loopback(addresses.ips_of(addresses.split(cluster.address(own))[0]))
+    own_is_loopback = loopback(addresses.ips_of(addresses.split(cluster.address(own_task))[0]))
 
     def ask(task: Task) -> tuple[list[addresses.Ip], str]:
         address = cluster.address(task)
@@ -217,19 +216,19 @@ def other_addresses(cluster: Cluster, own: Task) -> Iterator[Finding]:
 
     answers = reachability.ask_all(ask, others, PEERS_TIMEOUT_SECS)
     for task in others:
-        ips, why = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
-        where = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")
+        ips, reason = answers.get(task, ([], f"no answer in {PEERS_TIMEOUT_SECS:.0f} s"))
+        peer = f"{task} at {cluster.address(task)}" + (f" [{', '.join(map(str, ips))}]" if ips else "")
         if loopback(ips) and not own_is_loopback:
             fix = "give the name by which the other hosts know it"
-            yield Finding("fail", "peers", f"{where} is a loopback address, which means another host on each", fix)
-        elif not why:
-            yield Finding("ok", "peers", f"{where} answers")
-        elif why in UNREACHABLE:
-            fix = "correct the name, or add it to DNS" if why == UNREACHABLE[0] else "correct the route to that host"
-            yield Finding("fail", "peers", f"{where} cannot be reached ({why})", fix)
+            yield Finding("fail", "peers", f"{peer} is a loopback address, which means another host on each", fix)
+        elif not reason:
+            yield Finding("ok", "peers", f"{peer} answers")
+        elif reason in UNREACHABLE:
+            fix = "correct the name, or add it to DNS" if reason == UNREACHABLE[0] else "correct the route to that host"
+            yield Finding("fail", "peers", f"{peer} cannot be reached ({reason})", fix)
         else:
             fix = "start it, or open the port in the firewall"
-            yield Finding("warn", "peers", f"{where} does not answer ({why})", fix)
+            yield Finding("warn", "peers", f"{peer} does not answer ({reason})", fix)
 
 
 def loopback(ips: list[addresses.Ip]) -> bool:

@@ -160,8 +160,8 @@ def reason_of(error: BaseException) -> str:
         text = text[places[-1].end() :].strip().removeprefix(f"{type(error).__name__}: ")
     text = text.partition("\nTraceback (most recent call last):")[0]
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
-    told = [each for each in paragraphs if each and not KERAS_FRAME.search(each)]
-    return (told or [type(error).__name__])[0]
+    reasons = [paragraph for paragraph in paragraphs if paragraph and not KERAS_FRAME.search(paragraph)]
+    return (reasons or [type(error).__name__])[0]
 
 
 def users_place(error: BaseException) -> str:
@@ -170,16 +170,20 @@ def users_place(error: BaseException) -> str:
     # What TensorFlow has traced, or called from a graph, stands in the text alone.
     quoted = [(place[1], place[2]) for place in PLACE.finditer(str(error))]
     # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
-    others = (*_folders_of_packages(), "<frozen", "<__array_function__")
-    places = [one for one in (*raised, *quoted) if not one[0].startswith(others) and AUTOGRAPH_FILE not in one[0]]
+    not_users = (*_folders_of_packages(), "<frozen", "<__array_function__")
+    places = [
+        (file, line)
+        for file, line in (*raised, *quoted)
+        if not file.startswith(not_users) and AUTOGRAPH_FILE not in file
+    ]
     return " ({}:{})".format(*places[-1]) if places else ""
 
 
 @functools.cache
 def _folders_of_packages() -> list[str]:
     """Where the files of Python, of installed packages and of this one are."""
-    named = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    return [f"{folder}/" for folder in (*named, *site.getsitepackages(), Path(__file__).parent)]
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return [f"{folder}/" for folder in (*paths, *site.getsitepackages(), Path(__file__).parent)]
 
 
 def kind_of(value: object) -> str:
@@ -199,6 +203,6 @@ def printable(text: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that was probably meant, as the end of an error's line; "" if none is similar."""
-    folded = {one.casefold(): one for one in known}
+    folded = {name.casefold(): name for name in known}
     close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
     return f"; did you mean {folded[close[0]]}?" if close else ""

@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> None:
     """
     request = shell.request(arguments, OPTIONS, max_operands=0)
     shell.one_of("split", request.options.get("split", "test"), ("test", "validation", "train"))
-    shell.begin(f"evaluate: loading the model of {request.run_dir}")
+    shell.show_status(f"evaluate: loading the model of {request.run_dir}")
     from tf2dist.finished.evaluating import evaluate  # imports TensorFlow
 
     evaluate(request)

@@ -16,7 +16,7 @@ import sys
 from typing import NoReturn
 
 from tf2dist.finished import shell
-from tf2dist.launch.streams import say
+from tf2dist.launch.console import print_lines
 
 OPTIONS = ("format", "step", "plugins")
 
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> None:
     from tf2dist.finished import exporting  # its checks come before TensorFlow, its work after
 
     out = exporting.export(request)
-    say(str(out), sys.stdout)
+    print_lines(str(out), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files of a run: read without waiting, written whole or not at all, in folders of their owner."""
+"""Files of a run: read without waiting, written whole or not at all, in folders of their owner; paths of users."""
 
 import contextlib
 import errno
@@ -9,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 from typing import Any
+
+from tf2dist.tf_constants import KERAS_HOME
 
 
 def open_to_read(path: Path) -> io.BufferedReader:
@@ -56,9 +58,9 @@ def as_json(value: Any, indent: int | None = None) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -79,3 +81,37 @@ def make_private(folder: Path) -> None:
     if not any(folder.iterdir()):
         with contextlib.suppress(PermissionError):  # it belongs to another user, and may be shared on purpose
             folder.chmod(0o700)
+
+
+def is_path(text: Any) -> bool:
+    """Whether a value is a valid path, perhaps with ~ for the home directory; the file need not exist."""
+    if not isinstance(text, str):  # a list in a configuration may hold anything
+        return False
+    try:
+        text.encode()  # TensorFlow accepts names in UTF-8 only
+        os.lstat(os.path.expanduser(text))
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+    except ValueError:  # a null byte, or half of a surrogate pair
+        return False
+    return bool(text) and (not text.startswith("~") or os.path.expanduser(text) != text)
+
+
+def is_folder(text: str) -> bool:
+    return is_path(text) and os.path.isdir(os.path.expanduser(text))
+
+
+def expand(text: str) -> Path | None:
+    """The path, with a home directory for ~; None where this user has none, neither HOME nor an entry in passwd."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return None
+
+
+def settle_home() -> None:
+    """Sets KERAS_HOME if there is no home directory."""
+    # Otherwise Keras would create a folder named ~ in the working directory, and read its settings from there.
+    if expand("~") is None:
+        os.environ.setdefault(KERAS_HOME, os.devnull)

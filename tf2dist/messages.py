@@ -186,9 +186,8 @@ FromTask = (
     | Done
 )
 ToTask = PeerGone | HookAnswer | PauseWanted
-DROPPABLE = (
-    Alive | ProgressMessage
-)  # repeated soon: sent without waiting, and dropped while a suspended launcher reads nothing
+# Repeated soon: sent without waiting, and dropped while a suspended launcher reads nothing.
+DROPPABLE = Alive | ProgressMessage
 
 
 class ToLauncher:

@@ -19,33 +19,33 @@ class MessageError(ValueError):
 
 def pack(message: Any) -> bytes:
     """The JSON object of a message, without line breaks."""
-    whole = {"type": type(message).__name__, **dataclasses.asdict(message)}
-    return json.dumps(whole, separators=(",", ":")).encode()
+    fields = {"type": type(message).__name__, **dataclasses.asdict(message)}
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def unpack(data: bytes, among: Any) -> Any:
+def unpack(data: bytes, allowed: Any) -> Any:
     """The message that `data` holds.
 
     Args:
-        among: the messages that may come, a union of classes.
+        allowed: the messages that may come, a union of classes.
 
     Raises:
         MessageError: it is none of these, or a field is missing, unknown or of another type.
     """
     try:
-        whole = json.loads(data)
+        fields = json.loads(data)
     except (ValueError, RecursionError):  # RecursionError: a thousand brackets
         raise MessageError("a message that is not JSON") from None
-    if not isinstance(whole, dict) or not isinstance(whole.get("type"), str):
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
         raise MessageError("a message without a type")
-    if (kind := whole.pop("type")) not in (known := _by_name(among)):
+    if (kind := fields.pop("type")) not in (classes := _by_name(allowed)):
         raise MessageError(f"a message of unknown type ({kind:.40})")
     try:
-        return from_json(known[kind], whole, kind)
+        return from_json(classes[kind], fields, kind)
     except UndeclaredError as error:
         raise MessageError(f"a malformed message ({error})") from None
 
 
 @cache
-def _by_name(among: Any) -> dict[str, Any]:
-    return {one.__name__: one for one in typing.get_args(among) or (among,)}
+def _by_name(allowed: Any) -> dict[str, Any]:
+    return {kind.__name__: kind for kind in typing.get_args(allowed) or (allowed,)}

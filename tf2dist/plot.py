@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tf2dist.errors import ConfigError, InstallationError, first_line
 from tf2dist.finished import shell
-from tf2dist.launch.streams import say
+from tf2dist.launch.console import print_lines
 
 
 def main() -> NoReturn:
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> None:
         raise ConfigError(f"RUN_DIR ({run_dir}): training.png cannot be drawn ({error.strerror})") from None
     if path is None:
         raise ConfigError(f"RUN_DIR ({run_dir}): metrics.jsonl has no numbers; wait for the first steps")
-    say(str(path), sys.stdout)
+    print_lines(str(path), sys.stdout)
 
 
 if __name__ == "__main__":

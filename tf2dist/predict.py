@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> None:
         RequestError: the request is wrong.
     """
     request = shell.request(arguments, OPTIONS)
-    shell.begin(f"predict: loading the model of {request.run_dir}")
+    shell.show_status(f"predict: loading the model of {request.run_dir}")
     from tf2dist.finished.predicting import predict  # imports TensorFlow
 
     predict(request)

@@ -30,7 +30,7 @@ DATA: Registry = {}
 OPTIMIZERS: Registry = {}
 # What a run of `fit` calls its data; nothing is registered under these names, as the data came with the call.
 ARRAYS_OF_FIT, STREAM_OF_FIT = DATA_OF_FIT = ("arrays", "stream")
-_PLACES: dict[tuple[str, str], str] = {}  # file and line of what plugins have registered, by option and name
+_LOCATIONS: dict[tuple[str, str], str] = {}  # file and line of what plugins have registered, by option and name
 
 
 def _decorator(registry: Registry, option: str, name: str, override: bool) -> Callable[[Function], Function]:
@@ -39,17 +39,17 @@ def _decorator(registry: Registry, option: str, name: str, override: bool) -> Ca
         # object; its place is the caller's.
         code, caller = getattr(function, "__code__", None), sys._getframe(1)
         file, line = (code.co_filename, code.co_firstlineno) if code else (caller.f_code.co_filename, caller.f_lineno)
-        place = f"{file}, line {line}"
-        before = _PLACES.get((option, name), "tf2dist itself")
+        location = f"{file}, line {line}"
+        earlier = _LOCATIONS.get((option, name), "tf2dist itself")
         # A plugin that another one imports runs twice, and registers the same functions again.
-        if name in registry and not override and before != place:
+        if name in registry and not override and earlier != location:
             raise ConfigError(
-                f"{option} ({name}): is registered by {before}, and again by {place}; choose another name, or replace "
-                f"the first with @tf2dist.register_{option}({name!r}, override=True)"
+                f"{option} ({name}): is registered by {earlier}, and again by {location}; choose another name, or "
+                f"replace the first with @tf2dist.register_{option}({name!r}, override=True)"
             )
         registry[name] = function
         if not function.__module__.startswith("tf2dist."):
-            _PLACES[option, name] = place
+            _LOCATIONS[option, name] = location
         return function
 
     return register
@@ -113,20 +113,22 @@ def look_up(registry: Registry, option: str, name: str) -> Callable[..., Any]:
     raise ConfigError(f"{option} ({name}): must be one of {', '.join(sorted(registry))}{nearest(name, registry)}")
 
 
-def call(option: str, name: str, function: Callable[..., Any], given: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Calls a registered function with the user's arguments (`given`) and those of the run (`fixed`).
+def call(option: str, name: str, function: Callable[..., Any], arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    """Calls a registered function with the user's arguments and those of the run (`fixed`).
 
     Raises:
         ConfigError: the function does not accept these arguments, or needs others.
     """
-    if both := sorted(given.keys() & fixed.keys()):
-        raise ConfigError(f"{option}.{both[0]} ({given[both[0]]}): is given by the run itself; leave it out")
+    if conflicts := sorted(arguments.keys() & fixed.keys()):
+        raise ConfigError(
+            f"{option}.{conflicts[0]} ({arguments[conflicts[0]]}): is given by the run itself; leave it out"
+        )
     try:
-        inspect.signature(function).bind(**fixed, **given)
+        inspect.signature(function).bind(**fixed, **arguments)
     except TypeError as error:
         way_out = "leave it out" if "unexpected" in str(error) else f"give it with +{option}.ARGUMENT=VALUE"
         raise ConfigError(f"{option} ({name}): {error}; {way_out}") from None
-    return function(**fixed, **given)
+    return function(**fixed, **arguments)
 
 
 class _Loader(SourceFileLoader):

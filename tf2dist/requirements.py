@@ -15,18 +15,22 @@ def tested_versions() -> dict[str, SpecifierSet]:
         importlib.metadata.PackageNotFoundError: this project is not installed.
     """
     about = metadata.metadata("tf2dist")
-    wanted = [Requirement(line) for line in metadata.requires("tf2dist") or []]
-    tested = {need.name: need.specifier for need in wanted if not need.marker or need.marker.evaluate({"extra": ""})}
+    requirements = [Requirement(line) for line in metadata.requires("tf2dist") or []]
+    tested = {
+        requirement.name: requirement.specifier
+        for requirement in requirements
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    }
     return {"python": SpecifierSet(about["Requires-Python"] or ""), **tested}
 
 
 def untested(packages: Iterable[str]) -> list[str]:
     """Those packages that are there in another version than the tested ones, such as "keras 3.16.0"."""
-    found = []
+    untested_packages = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         tested = tested_versions()
         for package in packages:
             version = metadata.version(package)
             if not tested[package].contains(version, prereleases=True):
-                found.append(f"{package} {version}")
-    return found
+                untested_packages.append(f"{package} {version}")
+    return untested_packages

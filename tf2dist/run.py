@@ -163,21 +163,21 @@ def train(
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
-        given = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
+        arguments = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
         with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():
             if source.plan is None:
-                drive(*given)
+                drive(*arguments)
             else:
-                EpochDriver(*given, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
+                EpochDriver(*arguments, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
 
 
 def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
     """Tells the launcher where the run begins, and describes its model in the run directory."""
     if loop.advice.warning:
         to_launcher.warn(loop.advice.warning)
-    if loop.advice.note and not loop.progress.global_step:  # a run that goes on has told it
+    if loop.advice.note and not loop.progress.global_step:  # a resumed run has printed it before
         to_launcher.note(loop.advice.note)
     to_launcher.began(loop.progress.global_step)
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)

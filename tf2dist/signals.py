@@ -55,7 +55,7 @@ class StopRequests:
         self.received: list[int] = []
         self._first_at = 0.0
 
-    def held(self) -> AbstractContextManager[list[int]]:
+    def deferred(self) -> AbstractContextManager[list[int]]:
         """For a block that looks at `received` itself, which grows while it runs."""
         return contextlib.nullcontext(self.received)
 
@@ -92,11 +92,11 @@ def sigterm_raises() -> Iterator[None]:
 
 
 class Signals(StopRequests):
-    """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `held`."""
+    """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `deferred`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_held = False
+        self._is_deferred = False
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
@@ -107,13 +107,13 @@ class Signals(StopRequests):
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[list[int]]:
+    def deferred(self) -> Iterator[list[int]]:
         """No signal raises anything in the block."""
-        self._is_held = True
+        self._is_deferred = True
         try:
             yield self.received
         finally:
-            self._is_held = False
+            self._is_deferred = False
 
     @contextlib.contextmanager
     def passed_on(self) -> Iterator[None]:
@@ -128,14 +128,14 @@ class Signals(StopRequests):
 
         before = {number: signal.signal(number, pass_on) for number in handled_signals()}
         try:
-            with self.held():
+            with self.deferred():
                 yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.ask(number) or self._is_held:
+        if not self.ask(number) or self._is_deferred:
             return
         if len(self.received) > 1:
             os._exit(128 + self.received[0])  # do not wait for the clean-up that the first signal began

@@ -18,9 +18,9 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema, tree
 from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
-from tf2dist.fitting.shipping import Shipped
+from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.messages import ToLauncher
-from tf2dist.model.source import Registered, Source
+from tf2dist.model.source import RegisteredSource, Source
 from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.process.tf_internals import error_texts
@@ -61,11 +61,11 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         heartbeat.start(to_launcher, run_config.watchdog_secs, stragglers.longest_secs(run_config))
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)
-        source: Source = Registered(run_config)
+        source: Source = RegisteredSource(run_config)
         hooks: Hooks = NoHooks()
         if payload["job"]:
             job = Path(payload["job"])
-            source, hooks = Shipped(job), LauncherHooks(to_launcher, mail, job)
+            source, hooks = ShippedSource(job), LauncherHooks(to_launcher, mail, job)
         run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
     except BaseException as error:
         traceback.print_exc()  # the log gets everything

@@ -203,7 +203,7 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         write_whole(call.with_name(f"{name}.error"), traceback.format_exc())
         return 1
     while not all(call.with_name(f"{other}.result").exists() for other in names):
-        time.sleep(0.01)  # between two looks; the launcher stops all if one fails
+        time.sleep(0.01)  # between two checks; the launcher stops all if one fails
     return 0
 
 

@@ -18,21 +18,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import psutil
 import pytest
+from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
-from tests.bench.picture import draw
 from tf2dist.config.schema import DataConfig
 
 FAILURES = (
     *(ContenderError, TimeoutError, subprocess.SubprocessError, psutil.Error, StopIteration, OSError),
     pytest.skip.Exception,  # separate hosts cannot be made here
 )
+
+
+COLOURS = {True: "tab:green", False: "tab:red", None: "tab:gray"}
 
 
 def save_arrays(folder: str) -> None:
@@ -100,6 +104,24 @@ def write(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "scale": options.scale,
     }
     (options.out / "bench.json").write_text(json.dumps({**about, "comparisons": results}, indent=2) + "\n")
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Writes the ratios as a PNG: a bar for each, a line for its target."""
+    matplotlib.use("Agg")
+    shown = [result for result in reversed(results) if result["ratio"] is not None]
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(shown)))
+    names = [f"{result['name']}: {' / '.join(result['ratio_of'])}" for result in shown]
+    bars = axes.barh(names, [result["ratio"] for result in shown], color=[COLOURS[result["met"]] for result in shown])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    for height, result in enumerate(shown):
+        if result["target"] is not None:
+            axes.plot([result["target"]] * 2, [height - 0.4, height + 0.4], color="black")
+    axes.set_xlabel("ratio of medians (a line is the target; green: met)")
+    axes.margins(x=0.1)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def main() -> int:

@@ -27,11 +27,11 @@ def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
     arguments = ["--only", ",".join(contenders), "--rounds", "1", "--scale", str(scale), "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tests.bench", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     comparisons = json.loads((tmp_path / "bench.json").read_text())["comparisons"]
-    assert {one["name"]: set(one["medians"]) for one in comparisons} == contenders, done.stdout
+    assert {one["name"]: set(one["medians"]) for one in comparisons} == contenders, completed.stdout
     for one in comparisons:
-        assert all(figure > 0 for figures in one["values"].values() for figure in figures), done.stdout
+        assert all(figure > 0 for figures in one["values"].values() for figure in figures), completed.stdout
         assert one["ratio"] > 0
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

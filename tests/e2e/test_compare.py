@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import wait_until
-from tests.e2e.many_runs import ended, start_module
+from tests.conftest import ended, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]
@@ -27,8 +26,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "all" / "compare.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((folder / "all" / "compare.json").read_text())
+    return content
 
 
 def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
@@ -42,9 +41,9 @@ def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
     (run,) = contender["runs"]
     summary = json.loads((tmp_path / "all" / run["folder"] / "summary.json").read_text())
     assert summary["global_step"] == summary["target_step"] == summary["updates_applied"] == summary["saved_step"]
-    *before, last = (one["accuracy"] for one in run["evaluations"])
+    *earlier, last = (evaluation["accuracy"] for evaluation in run["evaluations"])
     assert last >= 0.6
-    assert all(one < 0.6 for one in before)
+    assert all(accuracy < 0.6 for accuracy in earlier)
     assert run["evaluations"][-1]["step"] == summary["global_step"]
     assert contender["staleness_counts"] == [summary["global_step"]], "one worker alone is never stale"
     # Without the start of TensorFlow, which takes seconds.
@@ -66,24 +65,24 @@ def test_a_comparison_that_was_stopped_goes_on(tmp_path: Path) -> None:
     stdout, stderr = ended(process, 130)
     assert stderr.splitlines()[-1].endswith(f"; the same command with compare_dir={tmp_path / 'all'} goes on")
     assert stdout == ""
-    states = [run["state"] for one in record(tmp_path)["contenders"] for run in one["runs"]]
+    states = [run["state"] for contender in record(tmp_path)["contenders"] for run in contender["runs"]]
     assert states == ["done", "stopped", "stopped", "stopped"]
     first = (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes()
 
     _, stderr = ended(start(tmp_path, *options), 0)
     assert stderr.count("is done already") == 1
     assert (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes() == first
-    found = record(tmp_path)
-    assert [run["state"] for one in found["contenders"] for run in one["runs"]] == ["done"] * 4
-    by_name = {one["name"]: one for one in found["contenders"]}
+    content = record(tmp_path)
+    assert [run["state"] for contender in content["contenders"] for run in contender["runs"]] == ["done"] * 4
+    by_name = {contender["name"]: contender for contender in content["contenders"]}
     slow = by_name["sync, one worker 20 ms slower"]["steps_per_sec"]["mean"]
     assert slow < 50, "no step is shorter than the delay"
-    for one in found["contenders"]:
-        (run,) = one["runs"]
+    for contender in content["contenders"]:
+        (run,) = contender["runs"]
         times = list((tmp_path / "all" / run["folder"] / "timeline").glob("worker-*.csv"))
         assert len(times) == 2
         assert run["global_step"] == 60
-    (claim,) = [one for one in found["verdict"]["claims"] if one["claim"].startswith("sync: every step")]
+    (claim,) = [claim for claim in content["verdict"]["claims"] if claim["claim"].startswith("sync: every step")]
     assert claim["state"] == "seen"
     _, stderr = ended(start(tmp_path, *options[:-1], "until=70steps"), 2)
     assert "is of another comparison (" in stderr
@@ -97,7 +96,7 @@ def test_a_run_that_fails_does_not_affect_the_others(tmp_path: Path) -> None:
     assert "has failed with exit code 3 (" in stderr
     assert "the loss is " in stderr
     assert "1 of 2 runs failed: sync, equal workers, optimizer.learning_rate=1e+38, seed 0 (exit code 3)" in stderr
-    found = record(tmp_path)
-    assert [run["state"] for one in found["contenders"] for run in one["runs"]] == ["failed", "done"]
-    told = [line for one in found["verdict"]["situations"] for line in one["sentences"]]
-    assert "sync: 1 of 1 runs failed; the loss was not finite." in told
+    content = record(tmp_path)
+    assert [run["state"] for contender in content["contenders"] for run in contender["runs"]] == ["failed", "done"]
+    sentences = [line for situation in content["verdict"]["situations"] for line in situation["sentences"]]
+    assert "sync: 1 of 1 runs failed; the loss was not finite." in sentences

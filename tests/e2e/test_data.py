@@ -42,7 +42,7 @@ def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
         pytest.skip("this system allows no user namespaces")
     folder = location.mnist_dir(DataConfig())
     env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "KERAS_HOME")}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*as_unknown_user, *COMMAND, "cluster=local1", f"data={real_data}", "train.steps=20", "run_dir=run"],
         cwd=tmp_path,
         env=env | {"TFDS_DATA_DIR": str(folder)},
@@ -50,6 +50,6 @@ def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "test accuracy" in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert "test accuracy" in completed.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -28,9 +28,11 @@ PROGRAMS = {block.partition("\n")[0].removeprefix("# "): block for block in bloc
 def run_program(name: str, folder: Path) -> str:
     """What a program of the pages prints, run in a folder of its own."""
     (folder / name).write_text(PROGRAMS[name])
-    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(
+        [sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_every_program_is_run() -> None:
@@ -53,8 +55,8 @@ def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     for name in ("conftest.py", "test_example.py"):
         (tmp_path / name).write_text(PROGRAMS[name])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "2 passed" in completed.stdout, completed.stdout + completed.stderr
 
 
 def test_the_example_of_a_plugin(command: Command) -> None:
@@ -86,9 +88,9 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (experiment,) = blocks("yaml")
     (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
-    made = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
-    assert made.model["hidden_units"] == [1000, 500]
-    assert (made.optimizer["name"], made.train.steps, made.train.eval_every_steps) == ("adamw", 2000, 100)
+    config = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
+    assert config.model["hidden_units"] == [1000, 500]
+    assert (config.optimizer["name"], config.train.steps, config.train.eval_every_steps) == ("adamw", 2000, 100)
 
 
 LINES = re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT)

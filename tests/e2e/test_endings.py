@@ -70,14 +70,16 @@ def test_the_picture_comes_last_and_can_be_left_out(command: Command, ending: st
     else:
         wait_until(lambda: process.stdout.readline() == f"{command.folder}/run\n", process)  # type: ignore[union-attr]
     note = "drawing training.png\n"
-    said: list[str] = []
+    messages: list[str] = []
     while (line := process.stderr.readline()) and line != note:
-        said.append(line)
+        messages.append(line)
     # A second Ctrl-C within two seconds of the first would count as the same.
     process.send_signal(signal.SIGINT)
     finished = command.finish(process, timeout_secs=10)
     assert (finished.code, finished.stderr) == (130 if ending == "stopped" else 0, "")
-    assert said[-1].startswith("tf2dist: error: stopped by Ctrl-C; saved at " if ending == "stopped" else "step 20/20")
+    assert messages[-1].startswith(
+        "tf2dist: error: stopped by Ctrl-C; saved at " if ending == "stopped" else "step 20/20"
+    )
     assert not (finished.run_dir / "training.png").exists()
 
 

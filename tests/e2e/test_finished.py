@@ -45,8 +45,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 def evaluated(model: keras.Model) -> dict[str, float]:
     test = data.load(DataConfig(name="digits", num_validation=180)).test
     assert test is not None
-    found: dict[str, float] = model.evaluate(test.x, test.y, verbose=0, return_dict=True)
-    return found
+    result: dict[str, float] = model.evaluate(test.x, test.y, verbose=0, return_dict=True)
+    return result
 
 
 def arrays_of(run_dir: Path, step: int) -> dict[str, Any]:

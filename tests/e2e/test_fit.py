@@ -225,11 +225,11 @@ def test_patience_and_rate_survive_a_resume_and_the_best_weights_come_back(tmp_p
 
     model, history = keras_fit(regression, epochs=20, validation_data=validation, callbacks=[stopping(), slowing()])
     assert len(history["loss"]) == 4
-    given = {"epochs": 20, "validation_data": validation, "options": {"checkpoint.every_steps": 10}}
+    arguments = {"epochs": 20, "validation_data": validation, "options": {"checkpoint.every_steps": 10}}
     with pytest.raises(KeyError, match="power failed"):
-        on_one_worker(regression, tmp_path / "run", callbacks=[stopping(), slowing(), EndOf(2)], **given)
+        on_one_worker(regression, tmp_path / "run", callbacks=[stopping(), slowing(), EndOf(2)], **arguments)
     again = stopping()
-    result = on_one_worker(regression, tmp_path / "run", callbacks=[again, slowing()], **given)
+    result = on_one_worker(regression, tmp_path / "run", callbacks=[again, slowing()], **arguments)
     assert_same(result.history, history)
     assert again.stopped_epoch == 3
     assert float(result.model.optimizer.learning_rate) == float(model.optimizer.learning_rate) == np.float32(0.0025)

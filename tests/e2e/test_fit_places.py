@@ -215,13 +215,13 @@ def test_hosts_with_other_data_refuse_each_other(tmp_path: Path) -> None:
 
 def hosts(folder: Path, ports: list[int], codes: list[str]) -> list["subprocess.Popen[str]"]:
     addresses = [f"localhost:{port}" for port in ports]
-    found = []
+    results = []
     for index, code in enumerate(codes):
         place = folder / str(index)
         place.mkdir()
         task = {"type": "worker", "index": index}
-        found.append(start(place, code, TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": task})))
-    return found
+        results.append(start(place, code, TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": task})))
+    return results
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ def printed() -> Iterator[dict[str, list[str]]]:
         for name, process in started.items():
             stdout, stderr = process.communicate(timeout=90)
             assert process.returncode == 0, stderr
-            shown = re.search(rf"\$ .*python docs/four_ideas/{name}\.py\n(.*?)```", PAGE, re.DOTALL)
-            assert shown is not None, name
-            assert stdout == shown[1]
+            output = re.search(rf"\$ .*python docs/four_ideas/{name}\.py\n(.*?)```", PAGE, re.DOTALL)
+            assert output is not None, name
+            assert stdout == output[1]
             lines[name] = stdout.splitlines()
         yield lines
 

@@ -196,8 +196,8 @@ def test_fit_leaves_the_gpus_to_the_workers(tmp_path: Path) -> None:
     gpus = FakeGpus(2, tmp_path / "gpus")
     env = os.environ | gpus.env
     command = [sys.executable, "-c", FIT]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    assert completed.returncode == 0, completed.stderr
     kernels = {device: made for device, made in gpus.kernels().items() if device.startswith("worker")}
     assert kernels.keys() == {"worker-0/GPU:0", "worker-1/GPU:0"}, kernels
     assert all(made["MatMul"] > 2 for made in kernels.values())

@@ -31,8 +31,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 @pytest.fixture(scope="module")
 def five() -> Iterator[Hosts]:
-    with hosts(5) as made:
-        yield made
+    with hosts(5) as machines:
+        yield machines
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def command(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done
-    return done
+    completed = subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == code, completed
+    return completed
 
 
 def test_the_directory_under_hydras_name_and_a_rerun(tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
 
 
 def test_hydras_own_help(tmp_path: Path) -> None:
-    shown = command(tmp_path, "--hydra-help")
-    assert "hydra/launcher: basic" in shown.stdout
-    assert "--experimental-rerun" in shown.stdout
-    assert (shown.stderr, list(tmp_path.iterdir())) == ("", [])
+    output = command(tmp_path, "--hydra-help")
+    assert "hydra/launcher: basic" in output.stdout
+    assert "--experimental-rerun" in output.stdout
+    assert (output.stderr, list(tmp_path.iterdir())) == ("", [])
 
 
 def test_settings_of_sweeps_do_nothing_in_a_single_run(tmp_path: Path) -> None:

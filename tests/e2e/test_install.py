@@ -10,11 +10,11 @@ from tests.conftest import REPOSITORY
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         list(command), cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def test_the_wheel(tmp_path: Path) -> None:

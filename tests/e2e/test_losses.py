@@ -84,18 +84,18 @@ def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: s
     """A lost worker beside a ps is restarted alone; for any other task all restart from the last checkpoint."""
     process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}", *more)
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
-    told: list[str] = []
+    messages: list[str] = []
     stderr: Any = process.stderr
     for number, task in enumerate(ROLES[mode], start=1):
         wait_for_step(command, process, STEPS[mode] * number // 6)
         os.kill(task_process(command.folder / "run", task).pid, signum)
         (command.folder / "run" / "logs" / "worker-0.log").write_text("")  # its steps are of this life from now on
-        told.append(next(line for line in stderr if "warning" in line))
-        assert f"{task} {how}" in told[-1]
+        messages.append(next(line for line in stderr if "warning" in line))
+        assert f"{task} {how}" in messages[-1]
         if mode != "sync" and task.startswith("worker"):
-            assert "starting it again" in told[-1]
+            assert "starting it again" in messages[-1]
         else:
-            step = int(told[-1].partition("from the checkpoint at step ")[2])
+            step = int(messages[-1].partition("from the checkpoint at step ")[2])
             assert step >= STEPS[mode] // 12
     finished = command.finish(process)
     assert finished.code == 0, finished

@@ -63,6 +63,6 @@ def test_an_error_of_one_end_reaches_the_user_though_the_other_waits(
 ) -> None:
     (command.folder / "faulty.py").write_text(FAULTY)
     job = ["mode=async", "cluster=local2", "cluster.num_ps=2", "data=digits", "train.steps=100000"]
-    done = command(*job, *options, "plugins=[faulty.py]", f"watchdog_secs={WATCHDOG_SECS}")
-    assert done.code == 1, str(done)
-    assert message in done.stderr, str(done)
+    completed = command(*job, *options, "plugins=[faulty.py]", f"watchdog_secs={WATCHDOG_SECS}")
+    assert completed.code == 1, str(completed)
+    assert message in completed.stderr, str(completed)

@@ -69,7 +69,7 @@ def test_a_finished_run_goes_on_in_the_other_mode(command: Command) -> None:
         examples_per_step = 1257 / (7 if "mode=sync" in more else 14)  # in 14 batches of at most 100
         assert abs(summary["examples_per_sec"] / summary["steps_per_sec"] / examples_per_step - 1) < 0.15
         lines = (command.folder / "run" / "logs" / "worker-0.log").read_text().splitlines()
-        own_steps = [int(found[1]) for line in lines if (found := re.search(r"local_step=(\d+)", line))]
+        own_steps = [int(match[1]) for line in lines if (match := re.search(r"local_step=(\d+)", line))]
         assert own_steps[-1] <= summary["workers"][0]["local_steps"], "its own, not those of the whole run"
     assert summary["test_accuracy"] > 0.9
     log = (command.folder / "run" / "logs" / "chief-0.log").read_text()
@@ -199,8 +199,8 @@ def test_other_settings_of_keras_do_not_go_on(command: Command) -> None:
     assert again.code == 2, again
     assert "was trained with keras.image_data_format=channels_first, and it is channels_last now" in again.stderr
     # Given as options they count in every task, whatever its file says.
-    given = ["keras.image_data_format=channels_first", "keras.epsilon=0.001"]
-    once_more = command(*common, *given, env={"KERAS_HOME": str(command.folder / "none")})
+    arguments = ["keras.image_data_format=channels_first", "keras.epsilon=0.001"]
+    once_more = command(*common, *arguments, env={"KERAS_HOME": str(command.folder / "none")})
     assert once_more.code == 0, once_more
     expected = "keras: ('channels_first', 0.001) channels_first 0.001 float32"
     log = (made.run_dir / "logs" / "worker-0.log").read_text()

@@ -74,15 +74,15 @@ def test_set() -> data.Arrays:
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
 
 
 def typed(module: str, *arguments: str | Path, folder: Path) -> Finished:
     """``python -m tf2dist.MODULE ...`` as a user types it."""
     command = [sys.executable, "-m", f"tf2dist.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    return Finished(done.returncode, done.stdout, done.stderr, folder)
+    completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return Finished(completed.returncode, completed.stdout, completed.stderr, folder)
 
 
 # Export.
@@ -207,9 +207,9 @@ def test_predictions_of_the_test_set_are_printed_and_drawn(digits: Path, tmp_pat
 def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, tmp_path: Path) -> None:
     np.save(tmp_path / "many.npy", np.repeat(test_set.x, 30, axis=0))
     command = f"{sys.executable} -m tf2dist.predict {digits} {tmp_path}/many.npy | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.stderr == f"predict: loading the model of {digits}\n"
-    assert done.stdout.splitlines()[-1] == "0"
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert completed.stderr == f"predict: loading the model of {digits}\n"
+    assert completed.stdout.splitlines()[-1] == "0"
 
 
 @pytest.mark.parametrize(

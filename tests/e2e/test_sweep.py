@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import our_processes, wait_until
-from tests.e2e.many_runs import ended, start_module
+from tests.conftest import ended, our_processes, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["-m", "data=digits", "model=softmax", "cluster=local1", "optimizer=sgd"]
@@ -46,8 +45,10 @@ def test_a_job_that_fails_does_not_affect_the_others(tmp_path: Path) -> None:
     assert table[2].split()[:2] == ["1", "0.1"]
     assert table[3] == str(folder)
     assert "job 1 optimizer.learning_rate=0.1\n" in stderr
-    told = f"1 of 2 jobs failed: job 0 (exit code 3); the same command with hydra.sweep.dir={folder} tries them again"
-    assert stderr.splitlines()[-1] == f"tf2dist: error: {told}"
+    expected = (
+        f"1 of 2 jobs failed: job 0 (exit code 3); the same command with hydra.sweep.dir={folder} tries them again"
+    )
+    assert stderr.splitlines()[-1] == f"tf2dist: error: {expected}"
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import wait_until
-from tests.e2e.many_runs import ended
+from tests.conftest import ended, wait_until
 from tests.e2e.test_sweep import rows, start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -21,8 +20,8 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def test_two_jobs_side_by_side_in_networks_of_their_own(tmp_path: Path) -> None:
-    given = ["mode=async", "train.steps=3000", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    stdout, _ = ended(start(tmp_path, *given, "hydra.sweep.dir=sweep"), 0)
+    arguments = ["mode=async", "train.steps=3000", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    stdout, _ = ended(start(tmp_path, *arguments, "hydra.sweep.dir=sweep"), 0)
     done = rows(tmp_path / "sweep")
     assert [(row["seed"], row["state"]) for row in done] == [("1", "done"), ("2", "done")]
     assert stdout.splitlines()[-4].split()[:2] == ["job", "seed"]
@@ -34,35 +33,41 @@ def test_two_jobs_side_by_side_in_networks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_jobs_side_by_side_are_stopped_and_go_on(tmp_path: Path) -> None:
-    given = ["mode=sync", "train.steps=40000", "seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    arguments = ["mode=sync", "train.steps=40000", "seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     folder = tmp_path / "sweep"
-    process = start(tmp_path, *given, "hydra.sweep.dir=sweep")
+    process = start(tmp_path, *arguments, "hydra.sweep.dir=sweep")
     logs = [folder / job / "logs" / "worker-0.log" for job in "01"]
     wait_until(lambda: all(log.exists() and "global_step=" in log.read_text() for log in logs), process)
     os.kill(process.pid, signal.SIGTERM)
     _, stderr = ended(process, 143)
     assert stderr.count("saved at step ") == 2
     assert {row["state"] for row in rows(folder)} == {"stopped"}
-    _, stderr = ended(start(tmp_path, *given, "hydra.sweep.dir=sweep"), 0)
+    _, stderr = ended(start(tmp_path, *arguments, "hydra.sweep.dir=sweep"), 0)
     assert stderr.count("going on at step ") == 2
     assert {row["state"] for row in rows(folder)} == {"done"}
 
 
 def test_a_search_maximizes_the_validation_accuracy(tmp_path: Path) -> None:
     """Also where a trial fails."""
-    given = ["mode=sync", "figure=false", "train.steps=30", "hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"]
-    given += ["optimizer.learning_rate=choice(0.001,0.1,1e38)", "hydra.sweeper.n_trials=10"]
-    given += ["hydra.sweeper.sampler.seed=1", "hydra.sweep.dir=sweep"]
-    ended(start(tmp_path, *given), 3)
-    found = rows(tmp_path / "sweep")
-    assert len(found) == 10
-    assert {row["state"] for row in found if row["optimizer.learning_rate"] == "1e+38"} == {"failed"}
+    arguments = [
+        "mode=sync",
+        "figure=false",
+        "train.steps=30",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.direction=maximize",
+    ]
+    arguments += ["optimizer.learning_rate=choice(0.001,0.1,1e38)", "hydra.sweeper.n_trials=10"]
+    arguments += ["hydra.sweeper.sampler.seed=1", "hydra.sweep.dir=sweep"]
+    ended(start(tmp_path, *arguments), 3)
+    result = rows(tmp_path / "sweep")
+    assert len(result) == 10
+    assert {row["state"] for row in result if row["optimizer.learning_rate"] == "1e+38"} == {"failed"}
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert best["best_params"] == {"optimizer.learning_rate": 0.1}
     assert 0.5 < best["best_value"] <= 1
 
 
 def test_a_job_in_a_process_of_its_own(tmp_path: Path) -> None:
-    given = ["mode=sync", "train.steps=20", "seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
-    ended(start(tmp_path, *given), 0)
+    arguments = ["mode=sync", "train.steps=20", "seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
+    ended(start(tmp_path, *arguments), 0)
     assert [row["state"] for row in rows(tmp_path / "sweep")] == ["done", "done"]

@@ -76,10 +76,10 @@ def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
     target = summary["target_step"]
     assert evaluated == [*range(400, target, 400), target]
     assert records[-1]["test_accuracy"] == summary["test_accuracy"]
-    shown = [
+    output = [
         line for line in finished.stderr.splitlines() if line.startswith("step ") and "validation accuracy" in line
     ]
-    assert len(shown) == len(evaluated) - 1
+    assert len(output) == len(evaluated) - 1
 
 
 @pytest.mark.slow

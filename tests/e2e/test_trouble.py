@@ -100,9 +100,9 @@ def test_an_error_of_the_user_on_one_worker_is_shown_first_and_whole(command: Co
         "mode=sync", *SMALL[:1], "cluster=local3", "plugins=[broken.py]", "model=broken", "train.steps=9"
     )
     assert finished.code == 1, finished
-    shown = finished.stderr.partition("tf2dist: error:")[2]
-    assert "the cause is in this line" in shown
-    assert "break_down" in shown
-    assert shown.count("Traceback (most recent call last)") <= 2, "the others in a line each"
-    last = [line for line in shown.splitlines() if line and not line.startswith("  then")][-1]
+    output = finished.stderr.partition("tf2dist: error:")[2]
+    assert "the cause is in this line" in output
+    assert "break_down" in output
+    assert output.count("Traceback (most recent call last)") <= 2, "the others in a line each"
+    last = [line for line in output.splitlines() if line and not line.startswith("  then")][-1]
     assert last.startswith("worker-1: ")

@@ -15,11 +15,11 @@ def enter() -> Iterator[Meetings]:
     before = {thread for thread in threading.enumerate() if thread.name == "control"}
     files = psutil.Process().num_fds()
     with ThreadPoolExecutor(16) as pool:
-        made = Meetings(pool)
+        meetings = Meetings(pool)
         try:
-            yield made
+            yield meetings
         finally:
-            for participant in made.participants:
+            for participant in meetings.participants:
                 participant.signum = 15  # ends a join that still waits
                 participant.leave()
     wait_for(lambda: {t for t in threading.enumerate() if t.name == "control"} <= before, "threads end")
@@ -30,9 +30,9 @@ def enter() -> Iterator[Meetings]:
 def healthy() -> Iterator[Healthy]:
     """A meeting of which all tasks have joined; shared by tests that must not disturb it."""
     with ThreadPoolExecutor(16) as pool:
-        made = Meetings(pool)
+        meetings = Meetings(pool)
         cluster = cluster_of("async", **ASYNC)
-        participants = all_of(made, cluster)
+        participants = all_of(meetings, cluster)
         yield cluster, list(participants.values())
-        for participant in made.participants:
+        for participant in meetings.participants:
             participant.leave()

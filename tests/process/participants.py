@@ -79,7 +79,7 @@ class Participant:
         """Ends like a process that is killed: its sockets close without a message."""
         self.left = True
         self.meeting._ended = True
-        self.meeting._role.say = lambda message: None  # type: ignore[method-assign]
+        self.meeting._role.announce = lambda message: None  # type: ignore[method-assign]
         self.meeting._commands.put(None)
         self.meeting._thread.join(WAIT_SECS)
 
@@ -93,8 +93,8 @@ class Participant:
         def find() -> list[AnEvent]:
             return [event for event in self.events() if isinstance(event, kind) and event.task == task]
 
-        found: list[AnEvent] = wait_for(find, f"{kind.__name__} of {task}")
-        return found[0]
+        result: list[AnEvent] = wait_for(find, f"{kind.__name__} of {task}")
+        return result[0]
 
 
 class Meetings:
@@ -115,9 +115,11 @@ class Meetings:
         lost_after_secs: float = 30.0,
     ) -> Participant:
         job, _, index = task.partition("-")
-        made = Identity(cluster.jobs, versions or {}, config or {}, (), {})
+        identity = Identity(cluster.jobs, versions or {}, config or {}, (), {})
         printed: list[str] = []
-        meeting = Meeting(cluster, Task(job, int(index)), made, key, printed.append, lost_after_secs=lost_after_secs)
+        meeting = Meeting(
+            cluster, Task(job, int(index)), identity, key, printed.append, lost_after_secs=lost_after_secs
+        )
         participant = Participant(self.pool, meeting, timeout_secs)
         participant.printed = printed
         self.participants.append(participant)

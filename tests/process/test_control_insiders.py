@@ -28,7 +28,7 @@ from tf2dist.control.member import Membership
 from tf2dist.control.messages import (
     Ended,
     Go,
-    Held,
+    HoldingJob,
     Identity,
     Join,
     Lost,
@@ -59,7 +59,7 @@ PROCESSES = st.builds(Process, TEXTS, NUMBERS, TEXTS)
 JOBS = st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=3)
 CONFIGS = st.dictionaries(TEXTS, JSON_VALUES, max_size=3)
 IDENTITIES = st.builds(Identity, JOBS, st.just({}), CONFIGS, st.just(()), st.none() | st.just({}))
-HELD = st.none() | st.builds(Held, TEXTS, PLACES, PROCESSES)
+HELD = st.none() | st.builds(HoldingJob, TEXTS, PLACES, PROCESSES)
 MESSAGES: st.SearchStrategy[Wire] = st.one_of(
     st.builds(Join, TO, PLACES, PROCESSES, IDENTITIES),
     st.builds(Probe, TO, PLACES, PROCESSES, JOBS),

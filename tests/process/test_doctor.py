@@ -15,9 +15,9 @@ from tf2dist.launch import tensorflow_findings
 
 def test_the_whole_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tf2dist.doctor", "data=digits", "cluster=local1", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    topics = {finding["topic"] for finding in json.loads(done.stdout)}
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert (completed.returncode, completed.stderr) == (0, ""), completed.stdout + completed.stderr
+    topics = {finding["topic"] for finding in json.loads(completed.stdout)}
     assert topics == {"configuration", "versions", "data", "run_dir", "cores", "memory", "isolation", "gpu"}
     assert list(tmp_path.iterdir()) == []
 
@@ -129,9 +129,9 @@ def versions_told(names: dict[bytes, bytes], folder: Path) -> list[str]:
     """The findings of the whole command about versions, without those that are ok."""
     command = [sys.executable, "-m", "tf2dist.doctor", "data=digits", "cluster=local1", "--json"]
     environment = other_release(folder, names)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environment)
-    assert done.returncode == 2, done.stdout + done.stderr
-    findings = [finding for finding in json.loads(done.stdout) if finding["topic"] == "versions"]
+    completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environment)
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    findings = [finding for finding in json.loads(completed.stdout) if finding["topic"] == "versions"]
     return [f"{each['level']}: {each['text']}; {each['fix']}" for each in findings if each["level"] != "ok"]
 
 

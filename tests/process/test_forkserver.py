@@ -146,9 +146,11 @@ def test_a_fork_server_that_the_limit_on_processes_forbids() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-c", WITHOUT_PROCESSES, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
-    assert done.stderr == ""
-    assert "could not be started: Resource temporarily unavailable: the limit on processes or threads" in done.stdout
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert completed.stderr == ""
+    assert (
+        "could not be started: Resource temporarily unavailable: the limit on processes or threads" in completed.stdout
+    )
 
 
 def test_a_signal_explains_the_end_of_the_fork_server(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ class Member:
         while True:
             line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             assert line, f"ended without {kind.__name__}: {self.said}"
-            found: Said = unpack(line.encode(), Said)
-            if isinstance(found, kind):
-                return found
-            self.said.append(found)
+            result: Said = unpack(line.encode(), Said)
+            if isinstance(result, kind):
+                return result
+            self.said.append(result)
 
     def say(self, text: str) -> None:
         assert self.process.stdin
@@ -80,8 +80,8 @@ def workers(made: Hosts, *order: int) -> dict[str, list[str]]:
 
 @pytest.fixture
 def three() -> Iterator[Hosts]:
-    with hosts(3) as made:
-        yield made
+    with hosts(3) as machines:
+        yield machines
 
 
 @pytest.fixture
@@ -222,8 +222,8 @@ def test_the_control_port_is_closed_at_other_addresses(three: Hosts, running: li
 
 
 def test_nothing_is_left() -> None:
-    with hosts(2) as made:
-        member = Member(made[0], workers(made, 0, 1), "worker", 0)
+    with hosts(2) as machines:
+        member = Member(machines[0], workers(machines, 0, 1), "worker", 0)
         member.until(Listening)
-        pids = [member.process.pid, *(made[index]._namespace.pid for index in range(2)), made._network.pid]
+        pids = [member.process.pid, *(machines[index]._namespace.pid for index in range(2)), machines._network.pid]
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

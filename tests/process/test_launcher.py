@@ -222,8 +222,8 @@ def test_ports_of_an_isolated_cluster_cannot_be_reached(tmp_path: Path, isolate:
         event = said(launcher)
         assert (event["interfaces"] == ["lo"]) or not isolate
         # Without isolation the same port is open on every address: the test can tell the difference.
-        found = [reachable(address, launcher.ports[0]) for address in own_addresses()]
-        assert not any(found) if isolate else found[0]
+        result = [reachable(address, launcher.ports[0]) for address in own_addresses()]
+        assert not any(result) if isolate else result[0]
 
 
 def test_ports_are_all_different(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_an_unknown_name_is_worth_a_retry() -> None:
     for port in ("2222", "2223"):
         with pytest.raises(TaskLostError, match=r"does not know the name no-such-host\.invalid"):
             reachability.check_own_address(at(f"no-such-host.invalid:{port}"), WORKER)
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(TaskLostError, match=r"worker 0 \(no-such-host\.invalid:1\): after . s .* startup_timeout_secs"):
-        reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, told.append)
+        reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, messages.append)
 
 
 def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +120,12 @@ def test_a_taken_port_is_refused(host: str) -> None:
 
 
 def test_the_error_names_the_missing_tasks_and_why() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     missing, there = unused_ports(2)
     with socket.create_server(("localhost", there)):
         cluster = at(f"localhost:{there}", f"localhost:{missing}", "no-such-host.invalid:1")
         with pytest.raises(TaskLostError) as caught:
-            reachability.wait_for_peers(cluster, cluster.tasks, 0.3, told.append)
+            reachability.wait_for_peers(cluster, cluster.tasks, 0.3, messages.append)
     assert f"worker-1 at localhost:{missing} (connection refused)" in str(caught.value)
     assert "worker-2 at no-such-host.invalid:1 (name unknown)" in str(caught.value)
     assert "worker-0" not in str(caught.value)

@@ -70,7 +70,7 @@ def shown(folder: Path, page: str, width: int, *flags: str) -> tuple[dict[str, A
     (folder / "report.html").write_text(page.replace("</body>", f"{PROBE}</body>"))
     path = folder / "frame.html"
     path.write_text(FRAME % width)
-    done = subprocess.run(
+    completed = subprocess.run(
         [
             CHROMIUM,
             *FLAGS,
@@ -83,10 +83,10 @@ def shown(folder: Path, page: str, width: int, *flags: str) -> tuple[dict[str, A
         text=True,
         timeout=90,
     )
-    found = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stdout[-500:] + done.stderr[-2000:]
-    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    return json.loads(html.unescape(found[1])), console
+    match = re.search(r'<pre id="seen">(.+?)</pre>', completed.stdout, re.DOTALL)
+    assert match, completed.stdout[-500:] + completed.stderr[-2000:]
+    console = [line for line in completed.stderr.splitlines() if ":CONSOLE" in line]
+    return json.loads(html.unescape(match[1])), console
 
 
 def assert_whole(seen: dict[str, Any], console: list[str]) -> None:

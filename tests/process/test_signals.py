@@ -30,7 +30,7 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     ],
 )
 def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, int], counted: list[int]) -> None:
-    with Signals() as caught, caught.held() as received:
+    with Signals() as caught, caught.deferred() as received:
         for number in pair:
             os.kill(os.getpid(), number)
     assert received == counted
@@ -38,7 +38,7 @@ def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, 
 
 def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "REPEAT_SECS", 0.0)
-    with Signals() as caught, caught.held() as received:
+    with Signals() as caught, caught.deferred() as received:
         for number in (TERM, TERM, HUP):
             os.kill(os.getpid(), number)
     assert received == [TERM, TERM, HUP]
@@ -47,7 +47,7 @@ def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.Monke
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Signals() as caught, caught.held() as received:
+        with Signals() as caught, caught.deferred() as received:
             os.kill(os.getpid(), HUP)
             assert received == []
         assert signal.getsignal(HUP) == signal.SIG_IGN
@@ -71,15 +71,15 @@ def test_a_signal_while_the_command_begins(command: Command, number: signal.Sign
     run_dir = command.folder / "run"
     words = [*prefix, *COMMAND, f"run_dir={run_dir}", "data=digits"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=command.folder)
-    found: list[int] = []
+    results: list[int] = []
 
     def listens() -> bool:
         children = psutil.Process(process.pid).children() if prefix else [psutil.Process(process.pid)]
-        found[:] = [child.pid for child in children]
-        return bool(found) and catches(found[0], TERM)
+        results[:] = [child.pid for child in children]
+        return bool(results) and catches(results[0], TERM)
 
     wait_until(listens, process)
-    os.kill(found[0], number)
+    os.kill(results[0], number)
     finished = command.finish(process, timeout_secs=10)
     assert finished.code == 128 + number, finished
     assert finished.stderr == f"tf2dist: error: stopped by {signals.name_of(number)}\n"
@@ -99,9 +99,9 @@ def test_a_signal_between_the_imports_and_the_tasks() -> None:
         cli.run = slow
         cli.main([])
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout) == (143, "tidied up\n")
-    assert done.stderr == "tf2dist: error: stopped by SIGTERM\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (completed.returncode, completed.stdout) == (143, "tidied up\n")
+    assert completed.stderr == "tf2dist: error: stopped by SIGTERM\n"
 
 
 def test_a_signal_ends_a_command_whose_reader_stalls() -> None:

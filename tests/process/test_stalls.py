@@ -35,9 +35,9 @@ def test_a_function_of_the_users_that_never_returns(
     where = r"never_returns \(targets.py:\d+\)"
     error = rf"chief-0: made no progress for [3-9] s in {where}, see the stacks in its log"
     assert re.fullmatch(error, str(caught.value)), caught.value
-    told = capsys.readouterr().err
-    assert re.search(rf"^chief-0: in {where} for [1-9] s$", told, re.MULTILINE), told
-    assert "again" not in told
+    stderr = capsys.readouterr().err
+    assert re.search(rf"^chief-0: in {where} for [1-9] s$", stderr, re.MULTILINE), stderr
+    assert "again" not in stderr
     log = (tmp_path / "chief-0.log").read_text()
     assert re.search(r"^no progress for [3-9] s; the stacks of all threads:$", log, re.MULTILINE)
     assert "in never_returns" in log
@@ -57,8 +57,8 @@ ready.wait()
 def test_a_waiting_thread_of_the_users_is_not_blamed(tmp_path: Path) -> None:
     """It does not explain why the main thread makes no progress."""
     (tmp_path / "idle.py").write_text(IDLE)
-    code = "import idle; from tf2dist.process.whereabouts import whereabouts; print(whereabouts())"
+    code = "import idle; from tf2dist.process.current_function import current_function; print(current_function())"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
-    where, is_users = ast.literal_eval(done.stdout)
+    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
+    where, is_users = ast.literal_eval(completed.stdout)
     assert not is_users, where

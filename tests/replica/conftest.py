@@ -57,7 +57,7 @@ def coordinator_address(num_workers: int, num_ps: int) -> str:
 
 def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes loops of a mode; at the end waits for the work of the last loop."""
-    from tf2dist.model.source import Registered
+    from tf2dist.model.source import RegisteredSource
 
     loops: list[Any] = []
 
@@ -73,7 +73,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (coordinator_address(num_workers, num_ps),)
         part = replace(cluster.cluster, mode=mode, jobs=jobs)
-        source = source or Registered(config)
+        source = source or RegisteredSource(config)
         loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
         return loops[-1]
 

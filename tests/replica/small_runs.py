@@ -23,9 +23,9 @@ def run_config(
 
 def source_and_splits(config: RunConfig) -> tuple[Any, Any]:
     """The source of the model of a configuration, and the data."""
-    from tf2dist.model.source import Registered
+    from tf2dist.model.source import RegisteredSource
 
-    source = Registered(config)
+    source = RegisteredSource(config)
     return source, source.load()
 
 

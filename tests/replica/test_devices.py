@@ -72,8 +72,8 @@ def test_a_worker_keeps_the_gpus_that_the_user_has_chosen_for_it() -> None:
 )
 def test_an_evaluator_gets_a_gpu_that_is_free(num_gpus: int, divided: bool, expected: list[int]) -> None:
     cluster = Cluster("async", ON_HOSTS)
-    found = devices.choose_gpus(num_gpus, cluster, Task("evaluator", 0), divided=divided)
-    assert found == expected
+    result = devices.choose_gpus(num_gpus, cluster, Task("evaluator", 0), divided=divided)
+    assert result == expected
 
 
 def test_gpus_have_the_names_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
             spins = not context.context().config.experimental.disable_thread_spinning
             assert spins == (not shares_host), "both are set"
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_tasks_of_one_host_share_its_cores() -> None:
             assert server_config.experimental.disable_thread_spinning == shares_host
         assert float(tf.reduce_sum(tf.ones([1000]))) == 1000
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert completed.returncode == 0, completed.stderr

@@ -89,12 +89,12 @@ def test_a_worker_without_heartbeats_is_named(sync_workers: SyncWorkers) -> None
 
 def test_a_data_error_is_found_among_several_errors() -> None:
     """TensorFlow words the error of two workers at once differently from that of one, and one in its own process."""
-    told = "data (load): shard 1 of 2: KeyError: 'no such file'"
+    expected = "data (load): shard 1 of 2: KeyError: 'no such file'"
     several = "2 root error(s) found.\n  (0) UNKNOWN:   "
     for text in (
-        f"UnknownError: DataError: {told}",
-        f"{several}DataError: {told}\nTraceback (most recent call last):",
-        f"{{{{function_node __inference_steps_1}}}} DataError: {told}",
+        f"UnknownError: DataError: {expected}",
+        f"{several}DataError: {expected}\nTraceback (most recent call last):",
+        f"{{{{function_node __inference_steps_1}}}} DataError: {expected}",
     ):
-        assert error_texts.data_error(text) == told
+        assert error_texts.data_error(text) == expected
     assert error_texts.data_error(f"{several}KeyError: 1") == ""

@@ -33,8 +33,8 @@ def seen_by_keras(x: Any, y: Any = None, **weights: Any) -> tuple[Any, Any, Any]
         model = Model()
     model.compile("sgd", run_eagerly=True)
     model.fit(x, y, batch_size=N, shuffle=False, verbose=0, **weights)
-    found: tuple[Any, Any, Any] = keras.utils.unpack_x_y_sample_weight(batches[0])
-    return found
+    result: tuple[Any, Any, Any] = keras.utils.unpack_x_y_sample_weight(batches[0])
+    return result
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -61,9 +61,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 def test_arrays_are_converted_as_keras_does(kind: str) -> None:
     x = KINDS[kind]()
     expected, _, _ = seen_by_keras(x)
-    found = training_set(x, None, None, None).x
-    keras.tree.assert_same_structure(found, x)  # Keras converts lists to tuples, and accepts both
-    for mine, theirs in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+    result = training_set(x, None, None, None).x
+    keras.tree.assert_same_structure(result, x)  # Keras converts lists to tuples, and accepts both
+    for mine, theirs in zip(keras.tree.flatten(result), keras.tree.flatten(expected), strict=True):
         assert tf.convert_to_tensor(mine).dtype == tf.convert_to_tensor(theirs).dtype
         assert np.array_equal(mine.astype(theirs.dtype), theirs)
 
@@ -80,18 +80,18 @@ LABELS = {
 def test_class_weights_become_the_sample_weights_of_keras(labels: str) -> None:
     class_weight = {0: 1.5, 2: 0.25}
     _, _, expected = seen_by_keras(NUMBERS, LABELS[labels], class_weight=class_weight)
-    found = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
-    assert np.array_equal(found, expected)
-    assert found.dtype == np.float32
+    result = training_set(NUMBERS, LABELS[labels], None, class_weight).sample_weight
+    assert np.array_equal(result, expected)
+    assert result.dtype == np.float32
 
 
 def test_one_array_of_weights_applies_to_each_output() -> None:
     outputs = {"a": NUMBERS, "b": NUMBERS[:, 0]}
     weights = np.arange(N) / 5
     _, _, expected = seen_by_keras(NUMBERS, outputs, sample_weight=weights)
-    found = training_set(NUMBERS, outputs, weights, None).sample_weight
-    assert set(found) == set(expected) == {"a", "b"}
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    result = training_set(NUMBERS, outputs, weights, None).sample_weight
+    assert set(result) == set(expected) == {"a", "b"}
+    assert all(np.array_equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("weighted", ["train", "validation", "split"])
@@ -204,14 +204,14 @@ def test_arrays_that_are_written_and_mapped_are_unchanged(tmp_path: Path) -> Non
     texts = np.array(["é", "b c"] * (N // 2))
     x = {"numbers": [NUMBERS / 7, (NUMBERS,)], "texts": texts, "again": NUMBERS}
     examples = training_set(x, NUMBERS, np.ones(N), None)
-    found = inputs.load(inputs.store(examples, tmp_path, "train"))
-    for mapped, original in zip(found.leaves, examples.leaves, strict=True):
+    result = inputs.load(inputs.store(examples, tmp_path, "train"))
+    for mapped, original in zip(result.leaves, examples.leaves, strict=True):
         assert isinstance(mapped, np.memmap)
         assert mapped.dtype == original.dtype
         assert np.array_equal(mapped, original)
-    keras.tree.assert_same_structure(found.x, examples.x)
-    assert isinstance(found.x["numbers"][1], tuple)
-    assert len(list(tmp_path.iterdir())) < len(found.leaves), "an array that occurs twice must be written once"
+    keras.tree.assert_same_structure(result.x, examples.x)
+    assert isinstance(result.x["numbers"][1], tuple)
+    assert len(list(tmp_path.iterdir())) < len(result.leaves), "an array that occurs twice must be written once"
 
 
 def test_a_mapped_file_is_passed_on_and_not_copied(tmp_path: Path) -> None:

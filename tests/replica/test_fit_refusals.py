@@ -1,5 +1,6 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import tf2dist
 from tf2dist.fitting import shipping
 from tf2dist.launch import start
+from tf2dist.tf_constants import ONEDNN
 
 X = np.arange(120.0).reshape(40, 3)
 Y = X.sum(1)
@@ -25,9 +27,9 @@ def model(**compiled: Any) -> keras.Model:
 
 def two_outputs() -> keras.Model:
     x = keras.Input([3], name="x")
-    made = keras.Model(x, {"a": keras.layers.Dense(1, name="a")(x), "b": keras.layers.Dense(1, name="b")(x)})
-    made.compile("sgd", {"a": "mse", "b": "mae"})
-    return made
+    model = keras.Model(x, {"a": keras.layers.Dense(1, name="a")(x), "b": keras.layers.Dense(1, name="b")(x)})
+    model.compile("sgd", {"a": "mse", "b": "mae"})
+    return model
 
 
 def uncompiled() -> keras.Model:
@@ -35,9 +37,9 @@ def uncompiled() -> keras.Model:
 
 
 def constrained() -> keras.Model:
-    made = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, kernel_constraint="non_neg")])
-    made.compile("sgd", "mse")
-    return made
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, kernel_constraint="non_neg")])
+    model.compile("sgd", "mse")
+    return model
 
 
 def scaled() -> keras.Model:
@@ -101,9 +103,9 @@ class WithoutConfig(keras.layers.Layer):
 
 
 def without_config() -> keras.Model:
-    made = keras.Sequential([keras.Input([3]), WithoutConfig(print), keras.layers.Dense(1)])
-    made.compile("sgd", "mse")
-    return made
+    model = keras.Sequential([keras.Input([3]), WithoutConfig(print), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
 
 
 class Unloadable(keras.layers.Layer):
@@ -119,9 +121,9 @@ class Unloadable(keras.layers.Layer):
 
 
 def unloadable() -> keras.Model:
-    made = keras.Sequential([keras.Input([3]), Unloadable(1), keras.layers.Dense(1)])
-    made.compile("sgd", "mse")
-    return made
+    model = keras.Sequential([keras.Input([3]), Unloadable(1), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
 
 
 class LooksAtValidationBatches(keras.callbacks.Callback):  # type: ignore[misc]
@@ -275,18 +277,18 @@ def test_a_local_cluster_is_refused_if_tf_config_is_set(monkeypatch: pytest.Monk
 
 def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the configuration of the run, and the job that tasks would read."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run(config: Any, run_dir: Path, place: Any, console: Any, started_at: float, asked: Any, caller: Any) -> Any:
-        found[:] = [config, shipping.Shipped(caller.job)]
-        found.append(found[1].load())
+        results[:] = [config, shipping.ShippedSource(caller.job)]
+        results.append(results[1].load())
         return {}
 
     monkeypatch.setattr(start, "supervise", run)
     monkeypatch.setattr(shipping, "is_task", False)
     tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "verbose": 0, **arguments})
     monkeypatch.setattr(shipping, "is_task", False)
-    config, job, splits = found
+    config, job, splits = results
     return config, {"plan": job.plan, "splits": splits, "name": job.name}
 
 
@@ -346,5 +348,31 @@ def test_steps_with_which_keras_would_end_an_epoch_early_cause_a_warning(
     """40 examples in batches of 4 are 10 steps."""
     monkeypatch.chdir(tmp_path)
     given_to_the_run(monkeypatch, steps_per_epoch=steps, cluster=tf2dist.Local(workers=1))
-    told = f"steps_per_epoch ({steps}): one pass over the data has 10 steps; keras.Model.fit would end"
-    assert (told in capsys.readouterr().err) == says
+    expected = f"steps_per_epoch ({steps}): one pass over the data has 10 steps; keras.Model.fit would end"
+    assert (expected in capsys.readouterr().err) == says
+
+
+ON_X86 = True if platform.machine() == "x86_64" else None
+
+
+@pytest.mark.parametrize(
+    ("units", "options", "expected"),
+    [
+        ((512, 512), {}, ON_X86),
+        ((512, 511), {}, None),
+        ((512, 512), {"devices.onednn": False}, False),
+    ],
+)
+def test_large_dense_layers_are_computed_with_onednn(
+    units: tuple[int, ...],
+    options: dict[str, bool],
+    expected: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(ONEDNN, raising=False)
+    model = keras.Sequential([keras.Input([3]), *(keras.layers.Dense(size) for size in (*units, 1))])
+    model.compile("sgd", "mse")
+    config, _ = given_to_the_run(monkeypatch, model=model, options=options)
+    assert config.devices.onednn == expected

@@ -14,7 +14,7 @@ from tests.replica.small_runs import run_config
 from tf2dist import registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import Arrays, Splits
-from tf2dist.model.source import Registered
+from tf2dist.model.source import RegisteredSource
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.evaluator import Evaluator
 
@@ -45,7 +45,7 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
         config,
         worker.cluster,
         worker.task,
-        Registered(config),
+        RegisteredSource(config),
         Splits(train, few, few),
         None,
         lambda progress: None,
@@ -121,7 +121,7 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     splits = data.load(config.data)
     inputs.publish(splits)
     loop = async_loop(config, num_workers=1)
-    evaluator = Evaluator(config, Registered(config), splits, pytest.fail)
+    evaluator = Evaluator(config, RegisteredSource(config), splits, pytest.fail)
     for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):
         evaluated.clear()
         assert evaluate().num_examples == 25

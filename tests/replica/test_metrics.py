@@ -112,10 +112,10 @@ def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
     step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())
     train = source.load().train
     parts = [train[:10], train[10:45], train[45:]]
-    found = np.sum([metric_sums(step, part) for part in parts], axis=0)
-    results = step.metrics.results(found[1:])
+    result = np.sum([metric_sums(step, part) for part in parts], axis=0)
+    results = step.metrics.results(result[1:])
     expected = source.make().evaluate(train.x, train.y, batch_size=7, verbose=0, return_dict=True)
-    assert found[0] == N
+    assert result[0] == N
     assert results.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(results[key], value, rtol=1e-5, atol=1e-6, err_msg=key)

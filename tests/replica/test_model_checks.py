@@ -249,6 +249,6 @@ def test_the_command_reports_a_refused_model_in_one_line(command: Command, mode:
     options = ["data=digits", "cluster=local2", "plugins=[plugin.py]", "devices.xla=true", "train.steps=5"]
     finished = command(f"mode={mode}", f"model={model}", *options)
     assert finished.code == 2, finished
-    shown = finished.stderr.partition("tf2dist: error: ")[2].strip()
-    assert says in shown, finished
-    assert len(shown.splitlines()) == 1, finished
+    output = finished.stderr.partition("tf2dist: error: ")[2].strip()
+    assert says in output, finished
+    assert len(output.splitlines()) == 1, finished

@@ -53,8 +53,8 @@ def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
     async_loop: MakeLoop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first kernel is larger than all other variables; dealt out in turn, all kernels would be on the same ps."""
-    found = tasks_of(async_loop(placed("balanced")))
-    assert list(found.values()) == [0, 1, 1, 1, 1, 1], found
+    result = tasks_of(async_loop(placed("balanced")))
+    assert list(result.values()) == [0, 1, 1, 1, 1, 1], result
     told = told_bytes(capfd)
     for ps, num_bytes in enumerate((94_080, 3_440)):
         assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
@@ -62,10 +62,10 @@ def test_a_variable_goes_to_the_ps_with_the_fewest_bytes(
 
 def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixture[str]) -> None:
     loop = async_loop(placed("partitioned"))
-    found = [(ps_of(part), part.shape.as_list()) for part in all_parts(loop.model.variables)]
+    result = [(ps_of(part), part.shape.as_list()) for part in all_parts(loop.model.variables)]
     hidden1 = [(0, [392, 30]), (1, [392, 30]), (0, [30])]
     # The part with 16 of 30 rows goes to the ps that has no bias yet.
-    assert found == [*hidden1, (1, [16, 20]), (0, [14, 20]), (0, [20]), (1, [20, 10]), (0, [10])]
+    assert result == [*hidden1, (1, [16, 20]), (0, [14, 20]), (0, [20]), (1, [20, 10]), (0, [10])]
     told = told_bytes(capfd)
     for ps, num_bytes in enumerate((48_400, 49_120)):
         assert f"ps-{ps}: {num_bytes:,} bytes of the model, {3 * num_bytes // 1000}," in told[ps], "Adam has two more"
@@ -195,13 +195,13 @@ def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishi
     loop = async_loop(config, 1, source=source)
     assert any(len(parts_of(variable)) > 1 for variable in loop.model.trainable_variables)
     drive(loop, config, source, RecordingHooks())
-    found = weights_of(loop.model), taken(loop)
+    result = weights_of(loop.model), taken(loop)
     config.cluster.placement = "balanced"
     whole = async_loop(config, 1, source=source)
     drive(whole, config, source, RecordingHooks())
-    for one, other in zip(found[0], weights_of(whole.model), strict=True):
+    for one, other in zip(result[0], weights_of(whole.model), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert_same_arrays(found[1], taken(whole), STATE)
+    assert_same_arrays(result[1], taken(whole), STATE)
 
 
 def updated(kind: type[keras.optimizers.Optimizer], shape: list[int], cuts: list[int]) -> np.ndarray:

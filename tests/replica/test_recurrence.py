@@ -37,15 +37,15 @@ CHANGES: dict[str, tuple[float, Change]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_factor_of_the_old_value_is_found(name: str) -> None:
     expected, change = CHANGES[name]
-    found = []
+    results = []
 
     @tf.function(autograph=False)
     def step(old: tf.Tensor, x: tf.Tensor) -> None:
-        found.append(decay_of(change(old, x), old))
+        results.append(decay_of(change(old, x), old))
 
     spec = tf.TensorSpec([2], tf.float32)
     step.get_concrete_function(spec, spec)
-    assert found == [expected]
+    assert results == [expected]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -80,15 +80,15 @@ def test_the_term_is_what_the_step_adds_and_nothing_is_computed_for_it() -> None
 
 
 def test_integers_are_added_or_assigned() -> None:
-    found = []
+    results = []
 
     @tf.function(autograph=False)
     def step(old: tf.Tensor) -> None:
         is_set = tf.cast(tf.cast(old, tf.bool), tf.int64)
-        found.extend([decay_of(old + 3, old), decay_of(old * 2, old), decay_of(is_set, old)])
+        results.extend([decay_of(old + 3, old), decay_of(old * 2, old), decay_of(is_set, old)])
 
     step.get_concrete_function(tf.TensorSpec([], tf.int64))
-    assert found == [1, 0, 0]
+    assert results == [1, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int32", "int64"])
@@ -112,13 +112,13 @@ def test_the_momentum_of_batch_normalization_is_found(dtype: str) -> None:
     inputs = np.zeros([3, 4], np.uint8)
     model.compile("sgd", "mse")
     step = ModelStep(model, Arrays(inputs, np.zeros([3, 2], np.float32)).layout)
-    found: list[float | None] = []
+    results: list[float | None] = []
 
     @tf.function(autograph=False)
     def call(trainable: list[tf.Tensor], state: list[tf.Tensor]) -> None:
         leaves = [tf.constant(inputs), tf.zeros([3, 2])]
         new = step(trainable, state, leaves, tf.zeros([2], tf.int64)).state
-        found.extend(decay_of(n, o) if n is not o else None for n, o in zip(new, state, strict=True))
+        results.extend(decay_of(n, o) if n is not o else None for n, o in zip(new, state, strict=True))
 
     call.get_concrete_function(*[[tf.TensorSpec(v.shape, v.dtype) for v in vs] for vs in (step.trainable, step.state)])
-    assert found == [pytest.approx(0.1), pytest.approx(0.1), 0.75, 0.75, *[None] * 4]
+    assert results == [pytest.approx(0.1), pytest.approx(0.1), 0.75, 0.75, *[None] * 4]

@@ -9,12 +9,12 @@ from tf2dist.task import as_own_error
 
 
 def test_running_out_of_memory_is_named() -> None:
-    told = "OOM when allocating tensor with shape[100000000000000] and type float"
-    for error in (tf.errors.ResourceExhaustedError(None, None, told), MemoryError(told)):
+    expected = "OOM when allocating tensor with shape[100000000000000] and type float"
+    for error in (tf.errors.ResourceExhaustedError(None, None, expected), MemoryError(expected)):
         mine = as_own_error(error)
         assert isinstance(mine, TrainingError)
         assert mine.exit_code == 1
-        assert str(mine) == f"out of memory; try a smaller train.batch_size_per_worker ({told})"
+        assert str(mine) == f"out of memory; try a smaller train.batch_size_per_worker ({expected})"
 
 
 @pytest.mark.parametrize(
@@ -37,20 +37,22 @@ def test_a_lost_peer_is_worth_a_retry(error: Exception) -> None:
 
 
 def test_of_the_error_for_a_lost_peer_the_informative_line_is_reported() -> None:
-    told = "Graph execution error:\n\nDetected at node train\nError from /job:worker/task:0: no heartbeats\nmore"
-    mine = as_own_error(tf.errors.UnavailableError(None, None, told))
+    expected = "Graph execution error:\n\nDetected at node train\nError from /job:worker/task:0: no heartbeats\nmore"
+    mine = as_own_error(tf.errors.UnavailableError(None, None, expected))
     assert str(mine) == "lost another task: Error from /job:worker/task:0: no heartbeats"
 
 
 def test_the_lost_task_is_named_in_one_line() -> None:
-    told = (
+    expected = (
         "Graph execution error:\n\nDetected at node while/CollectiveReduceV2_1\nCollective ops is aborted by: Error "
         "reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
         "/job:worker/replica:0/task:2\nThe tasks have crashed. Check the task logs"
     )
-    assert str(as_own_error(tf.errors.UnavailableError(None, None, told))) == "lost worker-2: sent no heartbeats"
-    told = "Graph execution error:\n\naborted by: Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat\n"
-    mine = as_own_error(tf.errors.DeadlineExceededError(None, None, told))
+    assert str(as_own_error(tf.errors.UnavailableError(None, None, expected))) == "lost worker-2: sent no heartbeats"
+    expected = (
+        "Graph execution error:\n\naborted by: Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat\n"
+    )
+    mine = as_own_error(tf.errors.DeadlineExceededError(None, None, expected))
     assert isinstance(mine, TaskLostError)
     assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
 

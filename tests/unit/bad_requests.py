@@ -198,8 +198,6 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["plugins=[{files}/broken.py]"], "line 1: "),
     (["plugins=[{files}/bytes.py]"], "plugins"),
     (["plugins=[/dev/zero]"], "there is no such Python file"),
-    (["plugins=[/proc/uptime]"], "cannot be read (it is a device)"),
-    (["plugins=[/proc/kmsg]"], "plugins (/proc/kmsg): cannot be read"),
     *WAYS_OF_TRAINING,
     # Checkpoints.
     (["init_from={files}/file"], "there is no such run directory"),

@@ -45,13 +45,13 @@ def test_a_name_that_resolves_to_a_public_address_is_refused(monkeypatch: pytest
 
 def test_a_host_with_only_a_loopback_needs_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("127.0.0.1"))
-    assert addresses.exposure(at("localhost"), WORKER) == ""
+    assert addresses.exposure_warning(at("localhost"), WORKER) == ""
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "localhost", "[::1]"])  # a server at localhost listens everywhere too
 def test_the_user_is_warned_of_the_exposure(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "interface_addresses", lambda: addresses.ips_of("8.8.4.4"))
-    text = addresses.exposure(at(host), WORKER)
+    text = addresses.exposure_warning(at(host), WORKER)
     for words in ("no password", "every interface", "8.8.4.4 included", "port 2222", "files with this user's rights"):
         assert words in text
 

@@ -151,11 +151,11 @@ def test_a_worker_waits_until_the_others_have_read_its_memory() -> None:
     first, second = connected(2, with_memory=True)
 
     def calls(worker: AllReduce, delay_secs: float) -> list[float]:
-        found = []
+        results = []
         for number, size in enumerate((200_000, 10, 200_000, 200_000)):
             time.sleep(delay_secs)  # the delay itself
-            found.append(float(worker(np.full(size, number, np.float32)).max()))
-        return found
+            results.append(float(worker(np.full(size, number, np.float32)).max()))
+        return results
 
     assert at_once([partial(calls, first, 0.0), partial(calls, second, 0.05)]) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
@@ -261,7 +261,7 @@ def test_connections_without_the_secret_are_turned_away() -> None:
     strangers[2].sendall(secret + b"\0\0")
     strangers[2].shutdown(socket.SHUT_WR)
     ports = [first.port, second.port]
-    found = at_once([partial(first.connect, ports, secret), partial(second.connect, ports, secret)])
-    found[0][1].sendall(b"hello")
-    assert found[1][0].recv(5) == b"hello"
+    result = at_once([partial(first.connect, ports, secret), partial(second.connect, ports, secret)])
+    result[0][1].sendall(b"hello")
+    assert result[1][0].recv(5) == b"hello"
     assert strangers[0].recv(1) == b""

@@ -60,10 +60,10 @@ def test_an_evaluator_needs_a_run_dir(jobs: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize("jobs", [ASYNC, {**ASYNC, "evaluator": []}], ids=["missing", "empty"])
 def test_an_evaluator_may_be_left_out_of_the_cluster(jobs: dict[str, list[str]]) -> None:
     """TensorFlow's documentation, TFJob and Vertex AI leave it out."""
-    found = parse(tf_config(jobs, "evaluator", 1), "async", run_dir="shared")
-    assert found.task == Task("evaluator", 1)
-    assert not found.has_address
-    assert found.cluster == parse(tf_config(ASYNC), "async")[0], "the others do not know of it"
+    result = parse(tf_config(jobs, "evaluator", 1), "async", run_dir="shared")
+    assert result.task == Task("evaluator", 1)
+    assert not result.has_address
+    assert result.cluster == parse(tf_config(ASYNC), "async")[0], "the others do not know of it"
 
 
 def test_master_is_the_old_name_of_chief() -> None:
@@ -153,10 +153,10 @@ def test_host_lists_need_a_task() -> None:
 
 def test_each_task_of_a_local_cluster_has_its_own_address() -> None:
     place = find_place(RunConfig(cluster=ClusterConfig(num_workers=3, num_ps=2)), {})
-    made = place.cluster.at_ports(range(2222, 2240))
-    assert sorted(map(str, made.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
-    assert len({made.address(task) for task in made.tasks}) == 6
-    assert {made.address(task).partition(":")[0] for task in made.tasks} == {"127.0.0.1"}, "no name to look up"
+    cluster = place.cluster.at_ports(range(2222, 2240))
+    assert sorted(map(str, cluster.tasks)) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
+    assert len({cluster.address(task) for task in cluster.tasks}) == 6
+    assert {cluster.address(task).partition(":")[0] for task in cluster.tasks} == {"127.0.0.1"}, "no name to look up"
     assert set(find_place(RunConfig(mode="sync"), {}).cluster.jobs) == {"worker"}
 
 

@@ -12,7 +12,7 @@ from tests.compared import compared, contenders, usual_secs
 from tests.conftest import PAGES
 from tf2dist import compare
 from tf2dist.comparing.matrix import Contender, runs_of
-from tf2dist.comparing.options import READERS
+from tf2dist.comparing.options import PARSERS
 from tf2dist.comparing.report import write_report
 from tf2dist.comparing.results import ContenderResult, Measurement, Point
 from tf2dist.comparing.running import earlier_plan, prepare_folder
@@ -23,12 +23,12 @@ SMALL = ("data=digits", "model=softmax")
 
 
 def names(*arguments: str) -> list[str]:
-    return [one.name for one in contenders(*SMALL, *arguments)[1]]
+    return [contender.name for contender in contenders(*SMALL, *arguments)[1]]
 
 
-def given(one: Contender, name: str) -> str:
-    (found,) = (override for override in one.overrides if override.startswith(f"{name}="))
-    return found.partition("=")[2]
+def override_of(contender: Contender, name: str) -> str:
+    (match,) = (override for override in contender.overrides if override.startswith(f"{name}="))
+    return match.partition("=")[2]
 
 
 def test_the_default_contenders() -> None:
@@ -43,27 +43,29 @@ def test_the_default_contenders() -> None:
 
 
 def test_every_mode_is_evaluated_after_as_many_examples() -> None:
-    _, found = contenders(*SMALL, "workers=4", "delays=[0]", "eval_every_examples=2000", "until=0.9")
-    assert [(one.mode, one.batches, given(one, "train.eval_every_steps")) for one in found] == [
+    _, selected = contenders(*SMALL, "workers=4", "delays=[0]", "eval_every_examples=2000", "until=0.9")
+    assert [
+        (contender.mode, contender.batches, override_of(contender, "train.eval_every_steps")) for contender in selected
+    ] == [
         ("sync", 4, "5"),
         ("async", 1, "20"),
         ("sync_replicas", 3, "7"),
     ]
-    assert {given(one, "train.until_accuracy") for one in found} == {"0.9"}
+    assert {override_of(contender, "train.until_accuracy") for contender in selected} == {"0.9"}
 
 
 def test_the_last_worker_is_slow_and_others_are_not_delayed() -> None:
     even, slow = contenders(*SMALL, "modes=sync", "delays=0,0.02", "simulate.distribution=exponential")[1]
     assert not any(override.startswith("simulate.") for override in even.overrides)
-    assert given(slow, "simulate.delay_secs") == "[0,0,0.02]"
-    assert given(slow, "simulate.distribution") == "exponential"
+    assert override_of(slow, "simulate.delay_secs") == "[0,0,0.02]"
+    assert override_of(slow, "simulate.distribution") == "exponential"
 
 
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
-    found = contenders(*SMALL, "algorithm=plain,staleness_aware", "delays=0", "modes=[sync,async]", "seed=5")[1]
-    assert [one.way for one in found] == ["sync", "async", "async (algorithm=staleness_aware)"]
-    assert [one.config.algorithm.kind for one in found] == ["plain", "plain", "staleness_aware"]
-    assert [one.config.seed for one in found] == [5, 5, 5]
+    result = contenders(*SMALL, "algorithm=plain,staleness_aware", "delays=0", "modes=[sync,async]", "seed=5")[1]
+    assert [contender.way for contender in result] == ["sync", "async", "async (algorithm=staleness_aware)"]
+    assert [contender.config.algorithm.kind for contender in result] == ["plain", "plain", "staleness_aware"]
+    assert [contender.config.seed for contender in result] == [5, 5, 5]
 
 
 def test_other_options_make_situations() -> None:
@@ -130,9 +132,9 @@ def test_a_wrong_request_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    its = [] if any(each.startswith("data=") for each in arguments) else ["data=digits"]
+    data = [] if any(argument.startswith("data=") for argument in arguments) else ["data=digits"]
     with pytest.raises(SystemExit) as ended:
-        compare.main([*its, *arguments])
+        compare.main([*data, *arguments])
     assert ended.value.code == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"tf2dist: error: {message}")
@@ -157,33 +159,33 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
 
 
 def result_by_name(results: list[ContenderResult], name: str) -> ContenderResult:
-    return next(one for one in results if one.contender.name == name)
+    return next(result for result in results if result.contender.name == name)
 
 
 def test_what_is_read_from_a_run(tmp_path: Path) -> None:
     _, results = compared(tmp_path, *SMALL, "until=0.85", "seeds=2", secs_per_example=usual_secs)
-    one = result_by_name(results, "async, equal workers")
-    assert one.examples is not None
-    assert one.secs is not None
+    result = result_by_name(results, "async, equal workers")
+    assert result.examples is not None
+    assert result.secs is not None
     # An accuracy of 0.85 needs 26,667 examples. Evaluations are 4,000 apart.
-    assert one.examples.values == pytest.approx((26_667, 26_667), abs=200)
-    assert one.secs.values == pytest.approx((5.33, 5.39), abs=0.04)
-    assert one.example_rate is not None
-    assert one.example_rate.values == pytest.approx((5000, 5000 / 1.01))
-    assert one.staleness_counts() == [180, 400, 60, 0, 2]
+    assert result.examples.values == pytest.approx((26_667, 26_667), abs=200)
+    assert result.secs.values == pytest.approx((5.33, 5.39), abs=0.04)
+    assert result.example_rate is not None
+    assert result.example_rate.values == pytest.approx((5000, 5000 / 1.01))
+    assert result.staleness_counts() == [180, 400, 60, 0, 2]
     sync = result_by_name(results, "sync, equal workers")
     assert sync.step_rate is not None
     assert sync.step_rate.mean == pytest.approx(1 / (300 * 1e-4 * 1.005), rel=0.01)
     assert sync.staleness is None
-    assert [len(steps) for steps in one.measured[0].steps] == [60, 60, 60]
+    assert [len(steps) for steps in result.measured[0].steps] == [60, 60, 60]
 
 
 def test_the_rate_leaves_out_the_warm_up() -> None:
     secs = [9.0, *(9.0 + number for number in range(1, 8))]
     points = [Point(10 * (number + 1), at, 1000.0 * (number + 1), 0.5, 0.5) for number, at in enumerate(secs)]
-    one = Measurement(None, {}, points, [])  # type: ignore[arg-type]
-    assert one.rated == pytest.approx((10, 1000)), "the first ten steps took nine seconds"
-    assert math.isnan(Measurement(None, {}, points[:1], []).rated[0])  # type: ignore[arg-type]
+    measurement = Measurement(None, {}, points, [])  # type: ignore[arg-type]
+    assert measurement.rates == pytest.approx((10, 1000)), "the first ten steps took nine seconds"
+    assert math.isnan(Measurement(None, {}, points[:1], []).rates[0])  # type: ignore[arg-type]
 
 
 def test_the_verdict(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert in_time.startswith("In time, sync comes to 0.85 first, after ")
     assert ", 2.00 times as much; sync_replicas (1 backup) needs " in in_time
     assert in_examples.endswith("The runs of sync and async overlap or are nearly equal, so their order is open.")
-    states = {one.text.partition(":")[0]: one.state for one in verdict.claims}
+    states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "seen", verdict.claims
     assert states["async"] == "seen"
     assert states["Equal workers"] == states["Unequal workers"] == "seen"
@@ -204,10 +206,12 @@ def test_the_verdict(tmp_path: Path) -> None:
 
 def test_the_verdict_does_not_say_what_was_not_measured(tmp_path: Path) -> None:
     """The modes are as fast as each other, in spite of a slow worker, but for what differs between seeds."""
-    options, results = compared(tmp_path, *SMALL, "until=0.85", secs_per_example=lambda one, seed: 1e-4 + seed * 1e-5)
+    options, results = compared(
+        tmp_path, *SMALL, "until=0.85", secs_per_example=lambda contender, seed: 1e-4 + seed * 1e-5
+    )
     verdict = verdict_of(results, options.until)
     assert "about equal" in verdict.headline
-    states = {one.text.partition(":")[0]: one.state for one in verdict.claims}
+    states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "not seen", "its steps are shorter than the delay"
     assert states["Equal workers"] == states["Unequal workers"] == "unclear"
 
@@ -221,7 +225,7 @@ def test_one_run_proves_no_order(tmp_path: Path) -> None:
     options, results = compared(tmp_path, *SMALL, "until=0.85", "seeds=1", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
     assert "in one run each" in verdict.headline
-    assert {one.state for one in verdict.claims if "workers: choose" in one.text} == {"unclear"}
+    assert {claim.state for claim in verdict.claims if "workers: choose" in claim.text} == {"unclear"}
 
 
 def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +248,7 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     record = json.loads((tmp_path / "compare.json").read_text())
     assert record["verdict"]["headline"] == headline
     first = record["contenders"][0]
-    assert [one["state"] for one in first["runs"]] == ["done", "failed"]
+    assert [run["state"] for run in first["runs"]] == ["done", "failed"]
     assert first["runs"][0]["evaluations"][-1]["examples"] == 39_000
     assert record["not_run"] == ["sync, equal workers, model=softmax: without the runs of seed 1 (failed)."]
 
@@ -255,9 +259,9 @@ def test_the_report_says_which_axes_were_not_run(tmp_path: Path) -> None:
     )
     write_report(options, [], results, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"accuracy.png", "timeline.png"}
-    told = " ".join(json.loads((tmp_path / "compare.json").read_text())["not_run"])
+    not_run = " ".join(json.loads((tmp_path / "compare.json").read_text())["not_run"])
     for what in ("A slow worker", "Staleness", "Backup workers", "The map", "seeds=3"):
-        assert what in told
+        assert what in not_run
 
 
 def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
@@ -266,8 +270,8 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
         path.unlink()
     for path in tmp_path.glob("runs/*/timeline/worker-1.csv"):
         path.write_text("1.0,\n2")
-    for one in results:
-        one.measured = [Measurement(run.run, run.summary, [], []) for run in one.measured]
+    for result in results:
+        result.measured = [Measurement(run.run, run.summary, [], []) for run in result.measured]
     write_report(options, [], results, tmp_path)
     assert "no run has come to the target" in (tmp_path / "report.html").read_text()
 
@@ -281,4 +285,4 @@ def test_the_commands_of_the_pages_are_accepted(line: str) -> None:
 
 
 def test_the_help_names_every_option() -> None:
-    assert all(re.search(rf"^    {name}=", compare.__doc__ or "", re.MULTILINE) for name in READERS)
+    assert all(re.search(rf"^    {name}=", compare.__doc__ or "", re.MULTILINE) for name in PARSERS)

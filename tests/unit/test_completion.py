@@ -59,6 +59,6 @@ def test_completions(folder: Path, line: str, words: list[str]) -> None:
 @pytest.mark.parametrize(("shell", "words"), [("zsh", "hydra_bash_completion"), ("fish", "complete -c")])
 def test_other_shells(shell: str, words: str, tmp_path: Path) -> None:
     command = [*COMMAND, "--shell-completion", f"install={shell}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert words in done.stdout
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert words in completed.stdout

@@ -20,9 +20,14 @@ TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index"
 
 
 def test_defaults() -> None:
-    made = load([], None)
-    assert (made.mode, made.cluster.kind, made.cluster.num_workers, made.data.name) == ("async", "local", 3, "mnist")
-    assert made.train.batch_size_per_worker == 100
+    config = load([], None)
+    assert (config.mode, config.cluster.kind, config.cluster.num_workers, config.data.name) == (
+        "async",
+        "local",
+        3,
+        "mnist",
+    )
+    assert config.train.batch_size_per_worker == 100
 
 
 def test_the_last_value_of_an_option_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,27 +60,27 @@ def test_experiments() -> None:
 
 
 def test_yaml_and_back() -> None:
-    made = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
-    assert tree.from_yaml(made.to_yaml()) == made
+    config = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
+    assert tree.from_yaml(config.to_yaml()) == config
 
 
 def test_names_of_plugins_are_accepted(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
-    made = load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
-    assert made.model == {"name": "mine", "width": 3}
+    config = load([f"plugins=[{plugin}]", "model=mine", "+model.width=3"], None)
+    assert config.model == {"name": "mine", "width": 3}
 
 
 def test_a_plugin_has_options_of_any_kind(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
-    given = ["model=mine", "+model.act=gelu", "+model.acts=[relu,gelu]", "+model.wide=true", "+optimizer.kind=lion"]
-    made = load([f"plugins=[{plugin}]", *given, "data=mine", "+data.size=3", "+data.kind=[a,b]"], None)
-    assert made.model == {"name": "mine", "act": "gelu", "acts": ["relu", "gelu"], "wide": True}
-    assert made.optimizer["kind"] == "lion"
-    assert made.data.arguments == {"size": 3, "kind": ["a", "b"]}
-    assert made.as_tree()["data"]["size"] == 3
-    assert tree.from_yaml(made.to_yaml()) == made
+    arguments = ["model=mine", "+model.act=gelu", "+model.acts=[relu,gelu]", "+model.wide=true", "+optimizer.kind=lion"]
+    config = load([f"plugins=[{plugin}]", *arguments, "data=mine", "+data.size=3", "+data.kind=[a,b]"], None)
+    assert config.model == {"name": "mine", "act": "gelu", "acts": ["relu", "gelu"], "wide": True}
+    assert config.optimizer["kind"] == "lion"
+    assert config.data.arguments == {"size": 3, "kind": ["a", "b"]}
+    assert config.as_tree()["data"]["size"] == 3
+    assert tree.from_yaml(config.to_yaml()) == config
 
 
 def test_a_plugin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +92,8 @@ def test_a_plugin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_whole_number_is_accepted_for_a_rate() -> None:
     """Keras refuses an int for a rate."""
-    made = load(["optimizer.learning_rate=1", "optimizer.clipnorm=2", "model=cnn", "model.dropout=0"], None)
-    numbers = [made.optimizer["learning_rate"], made.optimizer["clipnorm"], made.model["dropout"]]
+    config = load(["optimizer.learning_rate=1", "optimizer.clipnorm=2", "model=cnn", "model.dropout=0"], None)
+    numbers = [config.optimizer["learning_rate"], config.optimizer["clipnorm"], config.model["dropout"]]
     assert list(map(repr, numbers)) == ["1.0", "2.0", "0.0"]
 
 

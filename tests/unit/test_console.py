@@ -13,7 +13,7 @@ import pytest
 
 from tf2dist import cli
 from tf2dist.errors import FailureRecord, TaskFailure
-from tf2dist.fitting.shown import QuietConsole
+from tf2dist.fitting.consoles import QuietConsole
 from tf2dist.launch import console
 from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked

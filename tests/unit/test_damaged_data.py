@@ -119,7 +119,7 @@ def test_a_home_directory_that_this_user_may_not_enter_counts_as_missing() -> No
         environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
         for name in ("XDG_CACHE_HOME", "TFDS_DATA_DIR"):
             environment.pop(name, None)
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", AS_ANOTHER_USER, str(data)],
             cwd=folder,
             env=environment,
@@ -127,8 +127,8 @@ def test_a_home_directory_that_this_user_may_not_enter_counts_as_missing() -> No
             text=True,
             timeout=60,
         )
-    assert done.stderr == ""
-    first, *refused = done.stdout.splitlines()
+    assert completed.stderr == ""
+    first, *refused = completed.stdout.splitlines()
     assert first == "None"
     assert len(refused) == 1, "an unreadable folder must count as missing, without hiding other data"
     assert refused[0].startswith("init_from (")
@@ -196,15 +196,15 @@ def test_a_user_without_a_home(tmp_path: Path, offline: str, has_data_dir: bool,
     unset = {"HOME", "XDG_CACHE_HOME", "TFDS_DATA_DIR"}
     env = {key: value for key, value in os.environ.items() if key not in unset}
     command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", RESOLVE, offline]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         env=env | ({"TFDS_DATA_DIR": str(tmp_path)} if has_data_dir else {}),
         capture_output=True,
         text=True,
         timeout=60,
     )
-    if "unshare" in done.stderr:
+    if "unshare" in completed.stderr:
         pytest.skip("this system allows no user namespaces")
-    assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == len(lines)
-    assert all(line.startswith(words) for line, words in zip(done.stdout.splitlines(), lines, strict=True))
+    assert completed.stderr == ""
+    assert len(completed.stdout.splitlines()) == len(lines)
+    assert all(line.startswith(words) for line, words in zip(completed.stdout.splitlines(), lines, strict=True))

@@ -1,4 +1,4 @@
-"""The pages agree with the code: options and their defaults, links, commands, and the names in the walks."""
+"""The pages agree with the code: options, defaults, links, commands, names in the walks, tests of failure modes."""
 
 import ast
 import importlib.util
@@ -41,7 +41,7 @@ LISTED = {  # by option: the default and the description
 
 def defaults() -> dict[str, str]:
     """By option: as in the file of the default choice, or else in the schema, or else in the first file that has it."""
-    declared = {name: option.shown for name, option in OPTIONS.items() if not option.is_choice}
+    declared = {name: option.default_text for name, option in OPTIONS.items() if not option.is_choice}
     files = [(group, name) for group in PLUGIN_GROUPS for name in groups()[group]]
     chosen = [(group, name) for group, name in files if CHOSEN[group] == name]
     return written(files[::-1]) | declared | written(chosen)
@@ -127,3 +127,38 @@ WALKED = re.findall(r"\]\(\.\./(tf2dist/[\w/]+\.py)\) \| `([\w.]+)` \|", PAGES["
 @pytest.mark.parametrize(("path", "name"), WALKED)
 def test_the_walks_name_what_is_there(path: str, name: str) -> None:
     assert name in defined(ast.parse((REPOSITORY / path).read_text()).body)
+
+
+FAILURE_MODES = [f"F{number}" for number in range(1, 43)] + [f"S{number}" for number in range(1, 11)]
+
+
+def failure_modes() -> dict[str, str]:
+    """The last column of each row of FAILURE_MODES.md, by the row's name."""
+    text = (REPOSITORY / "tests" / "FAILURE_MODES.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    assert all(len(row) == 4 and all(row) for row in rows), "four columns, none of them empty"
+    tests = {row[0].strip("| "): row[3].rstrip("| ") for row in rows[1:]}
+    assert len(tests) == len(rows) - 1, "every row once"
+    return tests
+
+
+def names_in(path: str) -> set[str]:
+    """The names of the tests in a file, which is read and not imported."""
+    tree = ast.parse((REPOSITORY / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_row_is_failure_modes() -> None:
+    assert list(failure_modes()) == FAILURE_MODES
+
+
+def test_every_failure_mode_names_a_test_or_says_why_not() -> None:
+    for row, shown_by in failure_modes().items():
+        assert "::" in shown_by or shown_by.startswith("not covered: "), row
+
+
+def test_every_test_of_a_failure_mode_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", " ".join(failure_modes().values()))
+    assert len(named) > len(FAILURE_MODES)
+    missing = [f"{path}::{name}" for path, name in named if name not in names_in(path)]
+    assert not missing

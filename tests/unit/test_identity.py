@@ -27,13 +27,13 @@ def config(**values: Any) -> RunConfig:
 
 
 def test_an_identity_can_be_sent() -> None:
-    made = identity_of(config(), CLUSTER)
+    identity = identity_of(config(), CLUSTER)
     place = TaskAddress(Task("worker", 1), "b:1")
-    join = Join(place, place, Process("b", 1, "x"), made)
+    join = Join(place, place, Process("b", 1, "x"), identity)
     assert unpack(pack(join), Call) == join
-    assert set(made.versions) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}
-    assert "missing" not in made.versions.values()
-    assert made.data == {"digits.csv.gz": (made.data or {})["digits.csv.gz"]}
+    assert set(identity.versions) == {"tf2dist", "python", "tensorflow", "keras", "numpy"}
+    assert "missing" not in identity.versions.values()
+    assert identity.data == {"digits.csv.gz": (identity.data or {})["digits.csv.gz"]}
 
 
 def test_options_that_a_host_may_choose(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_options_that_must_be_equal() -> None:
     one, other = config(), config(seed=1, model={"name": "dnn", "hidden_units": [3]}, optimizer={"name": "sgd"})
     other.train.batch_size_per_worker = 7
     other.cluster.transfer_dtype = "bfloat16"
-    found = differences(identity_of(one, CLUSTER), identity_of(other, Cluster("sync", {"worker": ("b:1", "a:1")})))
-    assert explain(found, "at worker-0", "here") == (
+    diffs = differences(identity_of(one, CLUSTER), identity_of(other, Cluster("sync", {"worker": ("b:1", "a:1")})))
+    assert explain(diffs, "at worker-0", "here") == (
         "cluster.worker: [a:1, b:1] at worker-0, [b:1, a:1] here; "
         "cluster.transfer_dtype: float32 at worker-0, bfloat16 here; "
         "model.hidden_units: nothing at worker-0, [3] here; optimizer.name: adam at worker-0, sgd here; "
@@ -90,8 +90,8 @@ def test_data_is_compared_by_the_sizes_of_its_files(tmp_path: Path) -> None:
 
 def test_the_text_of_differences_is_limited() -> None:
     full, empty = (Identity({}, {}, {str(i): "x" * 9999 for i in range(count)}, (), {}) for count in (50, 0))
-    found = differences(full, empty)
-    text = explain(found, "here", "there")
+    diffs = differences(full, empty)
+    text = explain(diffs, "here", "there")
     assert len(text) < 3000
     assert text.endswith("and 42 more")
 
@@ -128,8 +128,8 @@ SECRET = "0123456789abcdef"
 
 
 def key(environ: dict[str, str], cluster: Cluster = CLUSTER) -> tuple[bytes, list[str]]:
-    told: list[str] = []
-    return token.job_key(environ, cluster, told.append), told
+    messages: list[str] = []
+    return token.job_key(environ, cluster, messages.append), messages
 
 
 def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
@@ -192,5 +192,5 @@ def test_bad_tokens(tmp_path: Path) -> None:
 
 def test_all_hosts_must_simulate_the_same_delays() -> None:
     one, other = config(), config(simulate=SimulateConfig(delay_secs=[0.0, 1.0]))
-    found = differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER))
-    assert explain(found, "at worker-0", "here") == "simulate.delay_secs: [] at worker-0, [0.0, 1.0] here"
+    diffs = differences(identity_of(one, CLUSTER), identity_of(other, CLUSTER))
+    assert explain(diffs, "at worker-0", "here") == "simulate.delay_secs: [] at worker-0, [0.0, 1.0] here"

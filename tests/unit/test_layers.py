@@ -6,6 +6,8 @@ Each rule is a function of a folder, so that the tests below can also break it o
 import ast
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -46,11 +48,11 @@ INTERNALS = ("process.tf_internals", "tf_constants")  # a package, and a module 
 
 def modules(package: Path) -> dict[str, Path]:
     """Every module below `package`, by its dotted name there; "" is the package itself."""
-    found = {}
+    result = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return result
 
 
 def room(module: str) -> str:
@@ -139,26 +141,26 @@ def reach_tensorflow(package: Path) -> list[str]:
         for module, path in modules(package).items()
         if any(name.partition(".")[0] in HEAVY for name in imported(path, at_import=True))
     }
-    found = []
+    results = []
     for module in modules(package):
         if room(module) not in WITHOUT_TENSORFLOW:
             continue
-        seen, waiting = set(), [module]
-        while waiting:
-            one = waiting.pop()
-            if one not in seen:
-                seen.add(one)
-                waiting += graph.get(one, ())
-        found += [f"{module} -> {one}" for one in sorted(seen & heavy)]
-    return sorted(found)
+        seen, queue = set(), [module]
+        while queue:
+            current = queue.pop()
+            if current not in seen:
+                seen.add(current)
+                queue += graph.get(current, ())
+        results += [f"{module} -> {reached}" for reached in sorted(seen & heavy)]
+    return sorted(results)
 
 
 def between_twins(package: Path) -> list[str]:
     return sorted(
         f"{importer} -> {target}"
         for importer, target in arrows(package)
-        for one, other in permutations(TWINS, 2)
-        if importer.startswith(one) and target.startswith(other)
+        for twin, other in permutations(TWINS, 2)
+        if importer.startswith(twin) and target.startswith(other)
     )
 
 
@@ -169,18 +171,20 @@ def unknown_at_the_top(package: Path) -> list[str]:
 
 def private_names(package: Path) -> list[str]:
     """Private names of other packages, and names that they read from their environment, outside of `INTERNALS`."""
-    found = []
+    results = []
     for module, path in modules(package).items():
         if f"{module}.".startswith(tuple(f"{name}." for name in INTERNALS)):
             continue
-        own = set(defined(path))
-        found += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
-        found += [f"{module}: {text!r}" for text in texts(path) if FOREIGN_TEXT.fullmatch(text)]
+        own_names = set(defined(path))
+        results += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
+        results += [f"{module}: {text!r}" for text in texts(path) if FOREIGN_TEXT.fullmatch(text)]
         attributes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
         # Those of Python's own modules stay.
-        foreign = [node for node in attributes if node.attr not in own and ast.unparse(node.value) not in ("os", "sys")]
-        found += [f"{module}: {ast.unparse(node)}" for node in foreign if re.match(r"_[^_]", node.attr)]
-    return sorted(set(found))
+        foreign = [
+            node for node in attributes if node.attr not in own_names and ast.unparse(node.value) not in ("os", "sys")
+        ]
+        results += [f"{module}: {ast.unparse(node)}" for node in foreign if re.match(r"_[^_]", node.attr)]
+    return sorted(set(results))
 
 
 def texts(path: Path) -> Iterator[str]:
@@ -198,7 +202,7 @@ def class_names_twice(package: Path) -> list[str]:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    return sorted(f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1)
+    return sorted(f"{name}: {', '.join(modules)}" for name, modules in homes.items() if len(modules) > 1)
 
 
 def defined(path: Path) -> Iterator[str]:
@@ -286,3 +290,25 @@ def test_each_rule_can_be_broken(tmp_path: Path, rule: str, file: str, line: str
     with (package / file).open("a", encoding="utf-8") as text:
         text.write(f"\n\n{line}\n")
     assert RULES[rule](package), "the rule sees nothing"
+
+
+@pytest.mark.parametrize("module", ["tf2dist", "tf2dist.data", "tf2dist.cli", "tf2dist.doctor"])
+def test_modules_that_must_start_fast_load_no_tensorflow(module: str) -> None:
+    heavy = "{'tensorflow', 'keras', 'h5py'}"
+    code = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+
+
+def test_the_package_itself_loads_no_numpy() -> None:
+    code = "import sys, tf2dist, tf2dist.data; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_plugin_finds_what_it_needs() -> None:
+    from tf2dist import register_data, register_model, register_optimizer
+    from tf2dist.data import Arrays, Splits, load
+
+    assert all(map(callable, (register_data, register_model, register_optimizer, Arrays, Splits, load)))
+    with pytest.raises(ImportError):
+        from tf2dist.data import nothing_of_this_name  # type: ignore[attr-defined]  # noqa: F401

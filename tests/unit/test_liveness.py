@@ -26,8 +26,8 @@ class Tasks:
         """The lost tasks at the last of the looks, one a second; asserts that no earlier look finds any."""
         for second in range(first, last + 1):
             for task in set(self._names) - self.stopped - self.mute:
-                self.liveness.heard(task, second)
-            lost = self.liveness.lost(second)
+                self.liveness.note_heartbeat(task, second)
+            lost = self.liveness.find_lost(second)
             assert second == last or lost == []
         return lost
 
@@ -67,8 +67,8 @@ def test_a_running_task_that_is_silent_is_lost_too() -> None:
 
 def test_an_announced_silence_is_no_loss() -> None:
     tasks = Tasks("worker-0")
-    tasks.liveness.announced("worker-0", 1.0, 30.0)
-    tasks.liveness.heard("worker-0", 1.1)  # messages still come for a moment
+    tasks.liveness.note_silence("worker-0", 1.0, 30.0)
+    tasks.liveness.note_heartbeat("worker-0", 1.1)  # messages still come for a moment
     tasks.mute.add("worker-0")
     assert tasks.lost(2, 33) == []
     assert not tasks.liveness.any_silent
@@ -77,8 +77,8 @@ def test_an_announced_silence_is_no_loss() -> None:
 
 def test_an_announced_silence_has_an_end() -> None:
     tasks = Tasks("worker-0")
-    tasks.liveness.announced("worker-0", 1.0, 30.0)
-    tasks.liveness.announced("worker-0", 2.0, 0.0)
+    tasks.liveness.note_silence("worker-0", 1.0, 30.0)
+    tasks.liveness.note_silence("worker-0", 2.0, 0.0)
     tasks.mute.add("worker-0")
     assert tasks.lost(3, 13) == ["worker-0"]
 
@@ -115,17 +115,17 @@ def test_silence_while_the_launcher_was_stopped_does_not_count() -> None:
     assert tasks.lost(1, 1) == []
     tasks.stopped.add("worker-1")
     tasks.mute.add("worker-0")
-    assert tasks.liveness.lost(1000) == [], "the launcher was suspended, not the tasks"
+    assert tasks.liveness.find_lost(1000) == [], "the launcher was suspended, not the tasks"
     assert tasks.liveness.awake_since == 1000
     assert tasks.lost(1001, 1011) == ["worker-1"]
 
 
 def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(heartbeat, "_to_launcher", ToLauncher("worker-0", said.append))
+    messages: list[Any] = []
+    monkeypatch.setattr(heartbeat, "_to_launcher", ToLauncher("worker-0", messages.append))
     monkeypatch.setattr(heartbeat, "_deadline", time.monotonic())
     monkeypatch.setattr(heartbeat, "_watchdog_secs", 10.0)
     with contextlib.suppress(KeyError), heartbeat.announce_silence(30.0):
         assert heartbeat._deadline > time.monotonic() + 35.0, "the watchdog must wait too"
         raise KeyError
-    assert said == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]
+    assert messages == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]

@@ -58,9 +58,9 @@ def test_options_that_could_execute_code_are_refused(folder: Path, overrides: li
 
 def test_a_yaml_tag_in_a_text_stays_a_text(folder: Path) -> None:
     tag = "!!python/object/apply:os.system [touch ran]"
-    made = load([f"run_dir='{tag}'"], None)
-    assert made.run_dir == tag
-    assert tree.from_yaml(made.to_yaml()) == made
+    config = load([f"run_dir='{tag}'"], None)
+    assert config.run_dir == tag
+    assert tree.from_yaml(config.to_yaml()) == config
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system ''"])
@@ -154,16 +154,16 @@ def lax_umask() -> Iterator[None]:
 
 @pytest.mark.usefixtures("lax_umask")
 def test_a_run_directory_is_private_and_so_are_those_on_the_way_to_it(folder: Path) -> None:
-    made = run_dir.make_run_dir(schema.RunConfig(run_dir="a/b/c"))
-    assert made == folder / "a" / "b" / "c"
+    created = run_dir.make_run_dir(schema.RunConfig(run_dir="a/b/c"))
+    assert created == folder / "a" / "b" / "c"
     assert all(private(folder / path) for path in ("a", "a/b", "a/b/c", "a/b/c/logs"))
 
 
 @pytest.mark.usefixtures("lax_umask")
 def test_the_default_run_directory_is_private(folder: Path) -> None:
-    made = run_dir.make_run_dir(schema.RunConfig())
-    assert made.parent == folder / "outputs"
-    assert private(made)
+    created = run_dir.make_run_dir(schema.RunConfig())
+    assert created.parent == folder / "outputs"
+    assert private(created)
     assert private(folder / "outputs")
 
 

@@ -39,8 +39,8 @@ OWN = ConfigSource("conf")
 
 
 def test_an_own_experiment(folder: Path) -> None:
-    made = load(["experiment=mine"], None, OWN)
-    assert (made.optimizer["name"], made.train.steps, made.train.log_every_steps) == ("sgd", 40, 40)
+    config = load(["experiment=mine"], None, OWN)
+    assert (config.optimizer["name"], config.train.steps, config.train.log_every_steps) == ("sgd", 40, 40)
     assert load(["experiment=mine", "train.steps=7"], None, OWN).train.log_every_steps == 7
     assert load(["experiment=mine/deeper"], None, OWN).seed == 5
     assert load(["experiment=book_sync"], None, OWN) == load(["experiment=book_sync"], None)
@@ -56,8 +56,8 @@ def test_of_two_files_with_one_name_ours_is_taken_as_with_hydra(folder: Path) ->
 
 
 def test_an_own_beginning(folder: Path) -> None:
-    made = load(["train.steps=4"], None, ConfigSource("conf", "mine"))
-    assert (made.seed, made.train.steps, made.model["name"]) == (9, 4, "dnn")
+    config = load(["train.steps=4"], None, ConfigSource("conf", "mine"))
+    assert (config.seed, config.train.steps, config.model["name"]) == (9, 4, "dnn")
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_what_is_wrong_has_a_line(folder: Path, overrides: list[str], source: Co
     ],
 )
 def test_a_value_names_other_options(override: str, name: str, value: object) -> None:
-    made = load([override, "init_from=.", "seed=3"], None)
-    assert getattr(made, name) == value
-    assert "${" not in made.to_yaml()
+    config = load([override, "init_from=.", "seed=3"], None)
+    assert getattr(config, name) == value
+    assert "${" not in config.to_yaml()
 
 
 def test_a_list_names_other_options() -> None:

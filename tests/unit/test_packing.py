@@ -28,9 +28,9 @@ MESSAGES = [
 def test_a_message_arrives_unchanged(message: Any) -> None:
     data = pack(message)
     assert b"\n" not in data
-    found = unpack(data, Event | ToServer)
-    assert found == message
-    assert type(found) is type(message)
+    result = unpack(data, Event | ToServer)
+    assert result == message
+    assert type(result) is type(message)
 
 
 def of(**fields: Any) -> bytes:
@@ -65,9 +65,9 @@ def test_an_invalid_packet_is_refused_by_name(data: bytes, says: str) -> None:
 
 def test_a_float_may_be_written_as_an_integer() -> None:
     progress = {"type": "ProgressMessage", "task": "t", "step": 1, "target_step": 2, "steps_per_sec": None}
-    found = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
-    assert found == ProgressMessage("t", 1, 2, {"loss": 1.0, "mae": 0.0})
-    assert {type(value) for value in found.metrics.values()} == {float}
+    result = unpack(json.dumps(progress | {"metrics": {"loss": 1, "mae": 0}}).encode(), Event)
+    assert result == ProgressMessage("t", 1, 2, {"loss": 1.0, "mae": 0.0})
+    assert {type(value) for value in result.metrics.values()} == {float}
 
 
 def test_a_number_without_end_is_refused() -> None:

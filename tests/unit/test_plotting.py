@@ -247,22 +247,22 @@ def python(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[st
 def test_a_broken_matplotlib_is_one_warning_and_an_error_of_the_command(tmp_path: Path) -> None:
     write_run(tmp_path, rows_of_mode("sync"))
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such symbol\\nin libfreetype')\n")
-    done = python("-c", DRAW, tmp_path, PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("tf2dist: warning: training.png could not be drawn (no such symbol); ")
-    assert done.stderr.count("\n") == 1
-    done = python("-m", "tf2dist.plot", tmp_path, PYTHONPATH=str(tmp_path))
+    completed = python("-c", DRAW, tmp_path, PYTHONPATH=str(tmp_path))
+    assert (completed.returncode, completed.stdout) == (0, "")
+    assert completed.stderr.startswith("tf2dist: warning: training.png could not be drawn (no such symbol); ")
+    assert completed.stderr.count("\n") == 1
+    completed = python("-m", "tf2dist.plot", tmp_path, PYTHONPATH=str(tmp_path))
     words = "tf2dist: error: matplotlib: cannot be imported (no such symbol); install it again\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", words)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_matplotlib_itself_says_nothing(tmp_path: Path) -> None:
     """Without a folder for its cache, and with a name for which it has no letters."""
     write_run(tmp_path, [row(1, 5.0, loss=1.0, **ODD)])
-    done = python("-c", DRAW, tmp_path, HOME="/nonexistent", MPLCONFIGDIR="")
-    said = done.stderr.replace("drawing training.png\n", "")  # on a slow machine
-    assert (done.returncode, done.stdout, said) == (0, "", "")
+    completed = python("-c", DRAW, tmp_path, HOME="/nonexistent", MPLCONFIGDIR="")
+    stderr = completed.stderr.replace("drawing training.png\n", "")  # on a slow machine
+    assert (completed.returncode, completed.stdout, stderr) == (0, "", "")
     assert (tmp_path / "training.png").exists()
 
 
@@ -271,13 +271,13 @@ def test_matplotlib_itself_says_nothing(tmp_path: Path) -> None:
 
 def test_the_command_draws_and_prints_the_path(tmp_path: Path) -> None:
     write_run(tmp_path, rows_of_mode("async"), SUMMARY | MODES["async"])
-    done = python("-m", "tf2dist.plot", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'training.png'}\n", "")
+    completed = python("-m", "tf2dist.plot", tmp_path)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, f"{tmp_path / 'training.png'}\n", "")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_refuses_a_run_without_numbers(tmp_path: Path) -> None:
     write_run(tmp_path, [])
-    done = python("-m", "tf2dist.plot", tmp_path)
+    completed = python("-m", "tf2dist.plot", tmp_path)
     words = f"tf2dist: error: RUN_DIR ({tmp_path}): metrics.jsonl has no numbers; wait for the first steps\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", words)

@@ -40,11 +40,11 @@ def test_each_file_has_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     command = [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadfile", "-p", "tests.process_per_file"]
     env = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "the process of test_second.py has ended with code -9" in done.stdout
-    assert "Timeout" in done.stdout
-    assert "2 failed, 4 passed" in done.stdout
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert completed.returncode == 1, completed.stdout + completed.stderr
+    assert "the process of test_second.py has ended with code -9" in completed.stdout
+    assert "Timeout" in completed.stdout
+    assert "2 failed, 4 passed" in completed.stdout
     words = (tmp_path / "notes").read_text().split()
     pids = dict(word.split(":") for word in words if word != "end")
     assert pids["one"] == pids["two"]

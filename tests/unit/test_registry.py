@@ -25,7 +25,7 @@ def mine(input_shape, num_classes, act="relu"):
 def restore_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restores the registries, the search path and the modules of this process after each test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    mappings: tuple[dict[Any, Any], ...] = (registry.MODELS, registry._PLACES, sys.modules)
+    mappings: tuple[dict[Any, Any], ...] = (registry.MODELS, registry._LOCATIONS, sys.modules)
     for mapping in mappings:
         for key in [*mapping]:
             monkeypatch.setitem(mapping, key, mapping[key])

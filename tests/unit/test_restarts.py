@@ -30,7 +30,7 @@ def failure(task: str, exit_code: int = LOST) -> FailureRecord:
 )
 def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected: RestartDecision) -> None:
     policy = RestartPolicy(mode, max_restarts=3, whole_cluster=whole_cluster)
-    assert policy.judge(failure(task)) is expected
+    assert policy.decide(failure(task)) is expected
     assert policy.restarts == int(expected is not RestartDecision.FAIL)
 
 
@@ -39,26 +39,26 @@ def test_the_loss_of_a_task(mode: str, task: str, whole_cluster: bool, expected:
 def test_a_failure_that_would_recur_is_not_retried(mode: str, exit_code: int) -> None:
     policy = RestartPolicy(mode, max_restarts=3, whole_cluster=True)
     for task in ("worker-0", "ps-0", "chief-0"):
-        assert policy.judge(failure(task, exit_code)) is RestartDecision.FAIL
+        assert policy.decide(failure(task, exit_code)) is RestartDecision.FAIL
     assert policy.restarts == 0
 
 
 def test_a_worker_that_reports_a_lost_peer_is_not_lost_itself() -> None:
     complaint = FailureRecord("worker-0", 0.0, LOST, "chief-0 is gone")
-    assert RestartPolicy("async", 3, whole_cluster=False).judge(complaint) is RestartDecision.FAIL
-    assert RestartPolicy("async", 3, whole_cluster=True).judge(complaint) is RestartDecision.RESTART_ALL
+    assert RestartPolicy("async", 3, whole_cluster=False).decide(complaint) is RestartDecision.FAIL
+    assert RestartPolicy("async", 3, whole_cluster=True).decide(complaint) is RestartDecision.RESTART_ALL
     named = [complaint, failure("ps-0"), FailureRecord("chief-0", 1.0, 3, "the loss is nan")]
     assert [record.task for record in sorted(named, key=cause_order)] == ["ps-0", "chief-0", "worker-0"]
 
 
 def test_restarts_are_limited() -> None:
     policy = RestartPolicy("async", max_restarts=2, whole_cluster=True)
-    verdicts = [policy.judge(failure(task)) for task in ("worker-0", "ps-0", "worker-1", "chief-0")]
+    verdicts = [policy.decide(failure(task)) for task in ("worker-0", "ps-0", "worker-1", "chief-0")]
     assert verdicts == [
         RestartDecision.RESTART_TASK,
         RestartDecision.RESTART_ALL,
         RestartDecision.FAIL,
         RestartDecision.FAIL,
     ]
-    assert policy.is_used_up
-    assert RestartPolicy("sync", 0, True).judge(failure("worker-0")) is RestartDecision.FAIL
+    assert policy.is_exhausted
+    assert RestartPolicy("sync", 0, True).decide(failure("worker-0")) is RestartDecision.FAIL

@@ -24,11 +24,11 @@ FOLDERS = ["logs", "checkpoints", "tensorboard"]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A run directory that a run has used before."""
-    made = run_dir.make_run_dir(RunConfig(run_dir=str(tmp_path / "run")))
-    (made / "config.yaml").touch()
-    return made
+    folder = run_dir.make_run_dir(RunConfig(run_dir=str(tmp_path / "run")))
+    (folder / "config.yaml").touch()
+    return folder
 
 
 @pytest.fixture
@@ -57,69 +57,69 @@ def as_nobody(path: Path) -> str:
     """What another user reads about a run directory."""
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY, path], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.stdout.strip()
+    completed = subprocess.run([sys.executable, "-c", AS_NOBODY, path], cwd=REPOSITORY, capture_output=True, text=True)
+    assert completed.stderr == ""
+    return completed.stdout.strip()
 
 
 @pytest.mark.parametrize("name", ["logs", "checkpoints", ".lock", "logs/worker-0.log", "config.yaml"])
 def test_files_of_another_user_are_refused_in_one_line(open_folder: Path, name: str) -> None:
-    made = run_dir.make_run_dir(RunConfig(run_dir=str(open_folder / "run")))
-    for path in (made, made / "logs"):
+    folder = run_dir.make_run_dir(RunConfig(run_dir=str(open_folder / "run")))
+    for path in (folder, folder / "logs"):
         path.chmod(0o777)
     if name in FOLDERS:
-        (made / name).mkdir(exist_ok=True)
+        (folder / name).mkdir(exist_ok=True)
     else:
-        (made / name).touch()
-    (made / name).chmod(0o700 if name in FOLDERS else 0o600)
-    (made / "config.yaml").touch()
-    (made / "config.yaml").chmod(0o666 if name != "config.yaml" else 0o600)
-    said = as_nobody(made)
-    assert f"{Path(name).name} in it cannot be read and written by this user; remove it" in said
-    assert "\n" not in said
+        (folder / name).touch()
+    (folder / name).chmod(0o700 if name in FOLDERS else 0o600)
+    (folder / "config.yaml").touch()
+    (folder / "config.yaml").chmod(0o666 if name != "config.yaml" else 0o600)
+    stdout = as_nobody(folder)
+    assert f"{Path(name).name} in it cannot be read and written by this user; remove it" in stdout
+    assert "\n" not in stdout
 
 
-def test_one_run_at_a_time(made: Path) -> None:
+def test_one_run_at_a_time(folder: Path) -> None:
     in_use = "another run is using it; wait for its end, or name another directory"
-    with run_dir.locked(made) as lock:
-        with pytest.raises(ConfigError, match=in_use), run_dir.locked(made):
+    with run_dir.locked(folder) as lock:
+        with pytest.raises(ConfigError, match=in_use), run_dir.locked(folder):
             pass
         lock.check()
 
 
-def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(made: Path) -> None:
-    with run_dir.locked(made) as lock:
-        shutil.rmtree(made)
+def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(folder: Path) -> None:
+    with run_dir.locked(folder) as lock:
+        shutil.rmtree(folder)
         lock.check()  # no other run has come yet
-        again = run_dir.make_run_dir(RunConfig(run_dir=str(made)))
+        again = run_dir.make_run_dir(RunConfig(run_dir=str(folder)))
         with run_dir.locked(again) as its:
             supervisor.write_summary(again, its, {"of": "the other run"})
         other = (again / "summary.json").read_text()
-        with pytest.raises(TrainingError, match=rf"run_dir \({made}\): was removed during the run, and another run"):
-            supervisor.note_begin(RunConfig(), made, lock, Console())
+        with pytest.raises(TrainingError, match=rf"run_dir \({folder}\): was removed during the run, and another run"):
+            supervisor.note_begin(RunConfig(), folder, lock, Console())
         with pytest.raises(TrainingError, match=r"another run uses that path now.*; its content would be\n.*this run"):
-            supervisor.write_summary(made, lock, {"of": "this run"})
-        assert (made / "summary.json").read_text() == other
-        assert not (made / "config.yaml").exists()
+            supervisor.write_summary(folder, lock, {"of": "this run"})
+        assert (folder / "summary.json").read_text() == other
+        assert not (folder / "config.yaml").exists()
 
 
-def test_a_run_that_begins_removes_the_result_of_an_earlier_one(made: Path) -> None:
+def test_a_run_that_begins_removes_the_result_of_an_earlier_one(folder: Path) -> None:
     for name in ("summary.json", "training.png", "metrics.jsonl"):
-        (made / name).write_text("earlier")
-    supervisor.note_begin(RunConfig(), made, None, Console())
-    assert {path.name for path in made.iterdir()} == {"config.yaml", "logs", "metrics.jsonl"}
+        (folder / name).write_text("earlier")
+    supervisor.note_begin(RunConfig(), folder, None, Console())
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "logs", "metrics.jsonl"}
 
 
-def test_a_metric_that_is_not_a_number_is_null(made: Path) -> None:
+def test_a_metric_that_is_not_a_number_is_null(folder: Path) -> None:
     summary = {"test_loss": 0.5, "test_auc": float("nan"), "curve": [float("inf"), 1], "counts": [7, 0, 2]}
-    supervisor.write_summary(made, None, summary)
-    with contextlib.closing(JsonlWriter(made / "metrics.jsonl", "worker-0", 0.0)) as writer:
+    supervisor.write_summary(folder, None, summary)
+    with contextlib.closing(JsonlWriter(folder / "metrics.jsonl", "worker-0", 0.0)) as writer:
         writer.write(3, {"auc": float("nan")})
-    texts = [(made / name).read_text() for name in ("summary.json", "metrics.jsonl")]
-    found = [json.loads(text, parse_constant=pytest.fail) for text in texts]
-    assert found[0] == {"test_loss": 0.5, "test_auc": None, "curve": [None, 1], "counts": [7, 0, 2]}
+    texts = [(folder / name).read_text() for name in ("summary.json", "metrics.jsonl")]
+    result = [json.loads(text, parse_constant=pytest.fail) for text in texts]
+    assert result[0] == {"test_loss": 0.5, "test_auc": None, "curve": [None, 1], "counts": [7, 0, 2]}
     assert '"counts": [7, 0, 2]' in texts[0]
-    assert found[1]["auc"] is None
+    assert result[1]["auc"] is None
 
 
 @pytest.fixture
@@ -148,24 +148,24 @@ def run(command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 
 def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
-    done = run("mkdir gone; cd gone; rmdir ../gone; $TF2DIST data=digits; echo $?; $TF2DIST --version", tmp_path)
-    assert done.stdout.splitlines()[0] == "2"
-    assert done.stdout.splitlines()[1].startswith("tf2dist ")
-    said = [line for line in done.stderr.splitlines() if "getcwd" not in line]  # bash's own complaint
-    (line,) = said
+    completed = run("mkdir gone; cd gone; rmdir ../gone; $TF2DIST data=digits; echo $?; $TF2DIST --version", tmp_path)
+    assert completed.stdout.splitlines()[0] == "2"
+    assert completed.stdout.splitlines()[1].startswith("tf2dist ")
+    stderr = [line for line in completed.stderr.splitlines() if "getcwd" not in line]  # bash's own complaint
+    (line,) = stderr
     assert "the working directory (No such file or directory): is gone; change to one that exists" in line
 
 
 def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
     for redirection in ("2>&-", "2>/dev/full", "<&- >&- 2>&-"):
-        done = run(f"$TF2DIST mode=up {redirection}", tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", ""), redirection
+        completed = run(f"$TF2DIST mode=up {redirection}", tmp_path)
+        assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", ""), redirection
 
 
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     for flag in ("--help", "--cfg job"):
-        done = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
-        assert (done.stdout, done.stderr) == ("0\n", ""), flag
+        completed = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
+        assert (completed.stdout, completed.stderr) == ("0\n", ""), flag
 
 
 def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
 
 
 def test_characters_that_an_ascii_terminal_lacks(tmp_path: Path) -> None:
-    done = run("$TF2DIST run_dir=Läufe --cfg job", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "run_dir: L\\xe4ufe" in done.stdout
+    completed = run("$TF2DIST run_dir=Läufe --cfg job", tmp_path, LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "run_dir: L\\xe4ufe" in completed.stdout

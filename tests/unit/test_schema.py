@@ -55,7 +55,9 @@ def test_the_defaults_fit_their_types_and_their_ranges() -> None:
     brought_along = {"model": RunConfig().model, "optimizer": RunConfig().optimizer}
     assert from_tree(defaults() | brought_along | {"run_dir": None}) == RunConfig()
     for name, option in OPTIONS.items():
-        assert option.default is None or all(must.holds(option.default) for must in option.musts), name
+        assert option.default is None or all(constraint.holds(option.default) for constraint in option.constraints), (
+            name
+        )
 
 
 def test_help_lists_every_option_and_choice() -> None:
@@ -111,9 +113,9 @@ def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
 )
 def test_unambiguous_values_are_converted(tree: dict[str, Any], value: Any) -> None:
     (name,) = tree
-    made = getattr(from_tree(tree), name)
-    assert made == value
-    assert type(made) is type(value)
+    config = getattr(from_tree(tree), name)
+    assert config == value
+    assert type(config) is type(value)
 
 
 def test_configurations_do_not_share_lists() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.types import RunMode
 
-from tf2dist.config.compose import ConfigSource, opened, prepared
+from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.jobs import finished_summary
@@ -19,9 +19,9 @@ NO_FOLDER = ConfigSource()
 
 
 def jobs(*overrides: str, source: ConfigSource = NO_FOLDER) -> list[Job]:
-    with opened(source) as hydra:
-        given = [*prepared(list(overrides), None), "hydra.mode=MULTIRUN"]
-        return jobs_of(hydra, hydra.compose_config(source.name, given, RunMode.MULTIRUN), lambda config: None)
+    with open_hydra(source) as hydra:
+        arguments = [*prepare_overrides(list(overrides), None), "hydra.mode=MULTIRUN"]
+        return jobs_of(hydra, hydra.compose_config(source.name, arguments, RunMode.MULTIRUN), lambda config: None)
 
 
 EXPANDED = [
@@ -47,25 +47,25 @@ def test_the_jobs_are_the_same_as_with_hydra(overrides: list[str], lines: list[s
 
 
 def test_each_job_has_the_configuration_of_its_line() -> None:
-    made = jobs("mode=async,sync", "train.steps=${seed},4", "seed=7", "init_from=/tmp,.")
-    assert [(job.config.mode, job.config.train.steps, job.config.init_from) for job in made] == [
+    sweep_jobs = jobs("mode=async,sync", "train.steps=${seed},4", "seed=7", "init_from=/tmp,.")
+    assert [(job.config.mode, job.config.train.steps, job.config.init_from) for job in sweep_jobs] == [
         (mode, steps, source) for mode in ("async", "sync") for steps in (7, 4) for source in ("/tmp", ".")
     ]
-    assert made[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
-    assert [job.folder for job in made] == [str(number) for number in range(8)]
+    assert sweep_jobs[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
+    assert [job.folder for job in sweep_jobs] == [str(number) for number in range(8)]
 
 
 def test_folders_after_the_options() -> None:
-    made = jobs("seed=1,2", "mode=sync", "hydra.sweep.subdir=${hydra:job.num}-${hydra.job.override_dirname}")
-    assert [job.folder for job in made] == ["0-mode=sync,seed=1", "1-mode=sync,seed=2"]
+    sweep_jobs = jobs("seed=1,2", "mode=sync", "hydra.sweep.subdir=${hydra:job.num}-${hydra.job.override_dirname}")
+    assert [job.folder for job in sweep_jobs] == ["0-mode=sync,seed=1", "1-mode=sync,seed=2"]
 
 
 def test_own_experiments_are_swept(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     for seed in (3, 4):
         (tmp_path / "experiment" / f"mine{seed}.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
-    made = jobs("experiment=glob(mine*)", source=ConfigSource(str(tmp_path)))
-    assert [job.config.seed for job in made] == [3, 4]
+    sweep_jobs = jobs("experiment=glob(mine*)", source=ConfigSource(str(tmp_path)))
+    assert [job.config.seed for job in sweep_jobs] == [3, 4]
 
 
 def test_values_of_a_file_are_swept(tmp_path: Path) -> None:

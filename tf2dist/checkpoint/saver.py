@@ -44,7 +44,7 @@ class NoSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An error that ends the training is told, rather than what comes of it in the writing thread.
+        # An error that ends the training is reported, and not its consequence in the writing thread.
         with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
             self.wait()
 

@@ -1,19 +1,19 @@
-"""A run at one step as two files, which are verified before they are used.
+"""A run at one step as two files, in which damage is found before they are used.
 
     arrays.npz       the arrays by name; opens with numpy alone, never unpickled
     manifest.json    step, facts of the run, every array's shape and type, every file's size and hash
 
 They do not depend on the cluster that wrote them: a run can continue from them in either mode, with any
-number of workers and ps.
+number of workers and ps. The files belong to the user of the run: hashes find what a disk or a copy has damaged, not
+what somebody has changed on purpose. Arrays are never unpickled, because weights are often shared.
 """
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tf2dist.checkpoint.facts import Facts
 from tf2dist.files import open_to_read
 
 FORMAT = 2
-MAX_MANIFEST_BYTES = 1 << 24  # enough for a hundred thousand arrays; a reader allocates no more for a damaged file
 EARLIER_ARRAY = "earlier_updates"  # the updates that the optimizer had applied before the run began; absent for none
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 
@@ -106,8 +105,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     Raises:
         OSError: they could not be written.
     """
-    # "x" creates a file and follows no link that somebody has put in its place.
-    with open(folder / ARRAYS, "xb") as file:
+    with open(folder / ARRAYS, "wb") as file:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
@@ -121,12 +119,8 @@ def write(folder: Path, snapshot: Snapshot) -> None:
         "arrays": {n: {"shape": list(a.shape), "dtype": str(a.dtype)} for n, a in snapshot.arrays.items()},
         "files": {ARRAYS: {"bytes": size, "sha256": sha256}},
     }
-    text = json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1)
-    # Better an error now than a checkpoint that no reader accepts; the JSON is ASCII, a byte for each character.
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise OSError(errno.EFBIG, f"{MANIFEST} would have more than {MAX_MANIFEST_BYTES} bytes")
-    with open(folder / MANIFEST, "x", encoding="utf-8") as sealed:
-        sealed.write(text)
+    with open(folder / MANIFEST, "w", encoding="utf-8") as sealed:
+        sealed.write(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
         sealed.flush()
         os.fsync(sealed.fileno())
     flush(folder)
@@ -158,10 +152,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         OSError, ValueError: it cannot be read, or is invalid.
     """
     with open_to_read(path / MANIFEST) as file:
-        text = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise ValueError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
-    manifest = json.loads(text.decode())
+        manifest = json.loads(file.read().decode())
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
     if manifest.pop("sha256", None) != _seal(manifest):
@@ -181,9 +172,12 @@ def _facts(manifest: dict[str, Any]) -> Facts:
         raise ValueError(f"{MANIFEST} {error}") from None
 
 
-@contextlib.contextmanager
-def _verified(path: Path) -> Iterator[tuple[dict[str, Any], io.BufferedReader]]:
-    """Compares both files of one checkpoint with their sizes and hashes; yields the manifest and the arrays' file."""
+def verify(path: Path) -> dict[str, Any]:
+    """Checks both files of a checkpoint by their sizes and hashes; returns the manifest.
+
+    Raises:
+        OSError, ValueError: says what is wrong with it.
+    """
     manifest = _read_manifest(path)
     try:
         size, sha256 = manifest["files"][ARRAYS]["bytes"], manifest["files"][ARRAYS]["sha256"]
@@ -193,26 +187,14 @@ def _verified(path: Path) -> Iterator[tuple[dict[str, Any], io.BufferedReader]]:
     # A folder that was renamed or copied would pass every other check, and change the order of the checkpoints.
     if path.name != name:
         raise ValueError(f"{MANIFEST} is of {name}")
-    # One descriptor from the check to the reading, so that the file cannot be exchanged in between.
     with open_to_read(path / ARRAYS) as file:
-        if (found := os.fstat(file.fileno()).st_size) != size:
-            raise ValueError(f"{ARRAYS} has {found} bytes instead of {size}")
+        if (actual := os.fstat(file.fileno()).st_size) != size:
+            raise ValueError(f"{ARRAYS} has {actual} bytes instead of {size}")
         if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise ValueError(f"{ARRAYS} has {size} bytes, and this machine {memory} of memory")
         if _sha256(file) != sha256:
             raise ValueError(f"{ARRAYS} has been changed: it does not match the hash in the manifest")
-        file.seek(0)
-        yield manifest, file
-
-
-def verify(path: Path) -> None:
-    """Checks both files by their hashes, without a look at what is in them.
-
-    Raises:
-        OSError, ValueError: says what is wrong with it.
-    """
-    with _verified(path):
-        pass
+    return manifest
 
 
 def read(path: Path) -> Snapshot:
@@ -221,7 +203,8 @@ def read(path: Path) -> Snapshot:
     Raises:
         OSError, ValueError: says what is wrong with it.
     """
-    with _verified(path) as (manifest, file), np.load(file, allow_pickle=False) as archive:
+    manifest = verify(path)
+    with np.load(path / ARRAYS, allow_pickle=False) as archive:
         facts, arrays = _facts(manifest), dict(archive)
     if arrays.keys() != set(manifest.get("arrays", [])):
         raise ValueError(f"{ARRAYS} does not hold the arrays of the manifest")

@@ -18,7 +18,6 @@ from tf2dist.errors import CheckpointError
 
 TEMPORARY = ".part-"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk itself, or this user's quota
-MAX_REASON_CHARS = 500  # an error may quote a name of any length from a damaged file
 Notify = Callable[[str], None]
 
 
@@ -33,7 +32,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self._keep = folder, keep
         # Whether a checkpoint is whole, for those that have been checked: a check hashes the whole file.
-        self._known: dict[Path, bool] = {}
+        self._verified: dict[Path, bool] = {}
 
     def paths(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -60,10 +59,10 @@ class Checkpoints:
                 self._write(path, snapshot)
                 break
             except OSError as error:
-                if notify_removed is None or error.errno not in FULL or (gone := self._drop_oldest()) is None:
+                if notify_removed is None or error.errno not in FULL or (removed := self._drop_oldest()) is None:
                     raise
-                notify_removed(f"{gone.name} was removed: the disk is full, and step {snapshot.step} needs its room")
-        self._known[path] = True
+                notify_removed(f"{removed.name} was removed: the disk is full, and step {snapshot.step} needs its room")
+        self._verified[path] = True
         self._prune(path)
         return path
 
@@ -99,26 +98,26 @@ class Checkpoints:
         """Removes what is older than the last `keep` whole ones up to `newest`."""
         number = 0
         # Later steps are damaged ones that the run went back from. They stay until the run comes by and replaces them.
-        for path in reversed([one for one in self.paths() if step_of(one) <= step_of(newest)]):
+        for path in reversed([path for path in self.paths() if step_of(path) <= step_of(newest)]):
             if number < self._keep:
                 number += self._is_whole(path)
             else:
                 self._remove(path)
 
     def _is_whole(self, path: Path) -> bool:
-        if path not in self._known:
+        if path not in self._verified:
             with contextlib.suppress(OSError, ValueError):
                 verify(path)
-                self._known[path] = True
-        return self._known.setdefault(path, False)
+                self._verified[path] = True
+        return self._verified.setdefault(path, False)
 
     def _remove(self, path: Path) -> None:
         """Removes a checkpoint, or leaves it where that fails."""
         # The rename first: a process that is killed while it removes files must leave no half checkpoint.
-        gone = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         with contextlib.suppress(OSError):  # a failure to tidy up must not stop a training
-            path.rename(gone)
-            _discard(gone)
+            path.rename(temporary)
+            _discard(temporary)
 
     def clean(self) -> None:
         """Removes what a killed process has left; must be called while nobody else saves here."""
@@ -142,14 +141,14 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: cannot be read ({error.strerror}); name another run_dir") from None
         for path in reversed(paths):
             # Read again even if it was whole before: another process may have changed it since.
-            self._known[path] = False
+            self._verified[path] = False
             try:
                 snapshot = read(path)
             except (OSError, ValueError) as error:
-                damaged.append(f"{path}: {str(error)[:MAX_REASON_CHARS]}")
+                damaged.append(f"{path}: {error}")
                 notify(f"{damaged[-1]}; going back to the checkpoint before it")
             else:
-                self._known[path] = True
+                self._verified[path] = True
                 return snapshot
         if damaged:
             raise CheckpointError(

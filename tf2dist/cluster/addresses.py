@@ -113,14 +113,14 @@ def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> Non
     host, _ = split(cluster.address(task))
     public = [ip for ip in ips_of(host) if is_public(ip)]
     if public and not allow_public:
-        which = "" if str(public[0]) == host else f" is {public[0]} and"
+        resolved = "" if str(public[0]) == host else f" is {public[0]} and"
         raise ClusterError(
-            f"{cluster.label(task)}:{which} can be reached from the internet, where anybody could run "
+            f"{cluster.label(task)}:{resolved} can be reached from the internet, where anybody could run "
             "code in TensorFlow's server; use a private address, or give cluster.allow_public=true"
         )
 
 
-def exposure(cluster: Cluster, task: Task) -> str:
+def exposure_warning(cluster: Cluster, task: Task) -> str:
     """The warning about who can reach the task's server, even one at localhost; "" if the host has only a loopback."""
     _, port = split(cluster.address(task))
     # The interfaces and not the task's address, since the server ignores which address it was given.
@@ -128,25 +128,26 @@ def exposure(cluster: Cluster, task: Task) -> str:
     if all(ip.is_loopback for ip in ips):
         return ""
     public = [str(ip) for ip in ips if is_public(ip)]
-    also = f" ({', '.join(public)} included, which can be reached from the internet)" if public else ""
+    listed = f" ({', '.join(public)} included, which can be reached from the internet)" if public else ""
     return (
-        f"TensorFlow's server has no password and listens on every interface of this host{also}: anyone who can reach "
-        f"port {port} can run any graph, and so read and write files with this user's rights; keep it in a private "
-        "network"
+        f"TensorFlow's server has no password and listens on every interface of this host{listed}: anyone who can "
+        f"reach port {port} can run any graph, and so read and write files with this user's rights; keep it in a "
+        "private network"
     )
 
 
 def interface_addresses() -> list[Ip]:
     """All addresses of this host's interfaces."""
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    return [ip_of(each.address) for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
+    entries = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    return [ip_of(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
 
 
 def port_holder(port: int) -> str:
     """The process that listens on a port of this host, as "pid 123 (command line)"; "" if it cannot be found."""
     with contextlib.suppress(OSError, psutil.Error):  # no /proc, or the process has just ended
-        for found in psutil.net_connections("tcp"):
-            if found.pid and found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port:
-                command = " ".join(" ".join(psutil.Process(found.pid).cmdline()).split())
-                return f"pid {found.pid} ({command[:80]})"
+        for connection in psutil.net_connections("tcp"):
+            pid, endpoint = connection.pid, connection.laddr
+            if pid and connection.status == psutil.CONN_LISTEN and endpoint and endpoint.port == port:
+                command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
+                return f"pid {pid} ({command[:80]})"
     return ""

@@ -20,16 +20,16 @@ def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str,
 
 def check_control_ports(cluster: Cluster, shift: int) -> None:
     """Raises ClusterError if a task's control port is also a port or the control port of another task."""
-    taken = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
+    users = {split(cluster.address(task)): f"the port of {task}" for task in cluster.tasks}
     for task in cluster.tasks:
         host, port = control_address(cluster.address(task), shift)
-        if (host, port) in taken:
+        if (host, port) in users:
             raise ClusterError(
-                f"{cluster.label(task)}: its control port {port} is {taken[host, port]}; "
+                f"{cluster.label(task)}: its control port {port} is {users[host, port]}; "
                 f"give other ports, or another cluster.control_port_shift than {shift}, the same to every task"
             )
         # Control ports may also meet each other: one shifted up and one shifted down.
-        taken[host, port] = f"the control port of {task}"
+        users[host, port] = f"the control port of {task}"
 
 
 def listen_at_control_port(cluster: Cluster, task: Task, shift: int) -> socket.socket:
@@ -92,9 +92,9 @@ def _listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
 def _reachable(cluster: Cluster, task: Task, port: int) -> list[Endpoint]:
     """The addresses by which other hosts reach this one under the name of its task, with another port."""
     host, _ = split(cluster.address(task))
-    found = resolve_own(cluster, task, port)
+    endpoints = resolve_own(cluster, task, port)
     # Somebody who writes a loopback address means it: all tasks are on this host.
     if host == "localhost" or ip_in(host):
-        return found
+        return endpoints
     # Some systems give a host's own name a loopback address, which other hosts cannot reach.
-    return [(family, address) for family, address in found if not ip_of(address[0]).is_loopback]
+    return [(family, address) for family, address in endpoints if not ip_of(address[0]).is_loopback]

@@ -54,12 +54,12 @@ def check_no_alias(cluster: Cluster, task: Task) -> None:
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
     if not same_port:
         return
-    asked = [task, *same_port[:MAX_LOOKED_UP]]
-    means = ask_all(lambda one: ips_of(split(cluster.address(one))[0]), asked, ALIAS_SECS)
+    compared = [task, *same_port[:MAX_LOOKED_UP]]
+    ips = ask_all(lambda candidate: ips_of(split(cluster.address(candidate))[0]), compared, ALIAS_SECS)
     # A task whose name was not resolved in time has no addresses here, and passes.
-    mine = set(means.get(task, []))
+    own_ips = set(ips.get(task, []))
     for other in same_port:
-        if shared := sorted(map(str, mine & set(means.get(other, [])))):
+        if shared := sorted(map(str, own_ips & set(ips.get(other, [])))):
             raise ClusterError(
                 f"{cluster.label(other)}: is {shared[0]}, the same address as {cluster.label(task)}; "
                 "every task needs its own"
@@ -141,13 +141,13 @@ def wait_for_peers(
     tasks: list[Task],
     timeout_secs: float,
     notify: Callable[[str], None],
-    on_look: Callable[[], None] = lambda: None,
+    on_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits until every task listens at its address.
 
     Args:
         notify: takes a line for the user every few seconds.
-        on_look: called after every round of probes, about ten times a second.
+        on_round: called after every round of probes, about ten times a second.
 
     Raises:
         TaskLostError: some did not within `timeout_secs`; the message names them and says why.
@@ -156,15 +156,15 @@ def wait_for_peers(
     # Tasks that have been found are not probed again: each probe is a connection that the other side must handle.
     missing = dict.fromkeys(tasks, "")
     while True:
-        found = {task: why_unreachable(cluster.address(task)) for task in missing}
-        missing = {task: why for task, why in found.items() if why}
+        answers = {task: why_unreachable(cluster.address(task)) for task in missing}
+        missing = {task: reason for task, reason in answers.items() if reason}
         if not missing:
             return
-        names = ", ".join(f"{task} at {cluster.address(task)} ({why})" for task, why in missing.items())
+        names = ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in missing.items())
         if wait.is_over:
             raise TaskLostError(still_waiting(wait.secs, names))
         wait.notify(names)
-        on_look()
+        on_round()
         time.sleep(0.05)
 
 

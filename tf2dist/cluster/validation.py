@@ -50,7 +50,7 @@ def _job_problems(jobs: dict[str, Any], mode: str) -> list[str]:
 def _address_problems(jobs: dict[str, Any]) -> list[str]:
     problems = []
     # By canonical address: the task that was the first to have it.
-    seen: dict[str, str] = {}
+    first_tasks: dict[str, str] = {}
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses if isinstance(addresses, list) else []):
             name = f"{job} {index} ({address})"
@@ -58,15 +58,15 @@ def _address_problems(jobs: dict[str, Any]) -> list[str]:
             match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,9})", str(address))
             if not match or not _is_host(match[1]):
                 problems.append(f"{name}: must be host:port, such as host1:2222")
-            elif why := _why_not_one_host(match[1]):
-                problems.append(f"{name}: must be host:port, and {match[1]} {why}")
+            elif reason := _why_not_one_host(match[1]):
+                problems.append(f"{name}: must be host:port, and {match[1]} {reason}")
             elif not 1 <= int(match[2]) <= 65535:
                 problems.append(f"{name}: the port must be from 1 to 65535")
             else:
-                same = canonical(str(address))
-                if same in seen:
-                    problems.append(f"{name}: the same address as {seen[same]}; every task needs its own")
-                seen.setdefault(same, f"{job} {index} ({address})")
+                spelling = canonical(str(address))
+                if spelling in first_tasks:
+                    problems.append(f"{name}: the same address as {first_tasks[spelling]}; every task needs its own")
+                first_tasks.setdefault(spelling, f"{job} {index} ({address})")
     return problems
 
 
@@ -84,10 +84,10 @@ def _why_not_one_host(host: str) -> str:
     ip = ip_in(host)
     if ip is None:
         try:  # 0, 127.1, 0x7f000001 and 010.0.0.1 are not names: the system reads them as numbers
-            read = socket.inet_ntoa(socket.inet_aton(host))
+            ip_text = socket.inet_ntoa(socket.inet_aton(host))
         except OSError:
             return ""
-        return f"is another way to write {read}; give the address in full, or a name"
+        return f"is another way to write {ip_text}; give the address in full, or a name"
     if ip.is_unspecified:
         return "means all interfaces and not one host; give the address by which the others reach it"
     if ip.is_multicast or ip == BROADCAST:
@@ -123,14 +123,14 @@ def _count_problems(jobs: dict[str, Any], mode: str) -> list[str]:
 def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     job, index = task.get("type"), task.get("index")
     # TensorFlow's documentation, TFJob and Vertex AI leave the evaluator out of the cluster, which it is no part of.
-    is_apart = job == "evaluator" and not jobs.get(job)
-    if not isinstance(job, str) or (job not in jobs and not is_apart):
+    is_unlisted = job == "evaluator" and not jobs.get(job)
+    if not isinstance(job, str) or (job not in jobs and not is_unlisted):
         return [f"task type ({job}): must be one of the cluster's jobs: {', '.join(jobs)}"]
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)  # TensorFlow accepts "0" too
     # In Python `true` would be the index 1.
     number = index if isinstance(index, int) and not isinstance(index, bool) else -1
-    if is_apart:
+    if is_unlisted:
         return [] if number >= 0 else [f"task index ({index}): must be a whole number, 0 or more"]
     count = len(jobs[job]) if isinstance(jobs[job], list) else 0
     if not 0 <= number < count:

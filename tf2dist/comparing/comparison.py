@@ -12,10 +12,9 @@ from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder,
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
-from tf2dist.launch.console import Console
+from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.start import check_local
-from tf2dist.launch.streams import say
 from tf2dist.signals import Signals
 
 MAX_NAMED = 4
@@ -25,10 +24,10 @@ class ComparisonFailed(TfDistError):
     """Some runs failed; the exit code is that of the first of them."""
 
     def __init__(self, failed: list[Outcome], num_runs: int, folder: Path) -> None:
-        which = "; ".join(f"{one.run} (exit code {one.exit_code})" for one in failed[:MAX_NAMED])
-        which += "; ..." if len(failed) > MAX_NAMED else ""
+        listed = "; ".join(f"{outcome.run} (exit code {outcome.exit_code})" for outcome in failed[:MAX_NAMED])
+        listed += "; ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
-            f"{len(failed)} of {num_runs} runs failed: {which}; "
+            f"{len(failed)} of {num_runs} runs failed: {listed}; "
             f"the same command with {OPTION}={folder} tries them again"
         )
         self.exit_code = failed[0].exit_code or 1
@@ -47,14 +46,14 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
         Interrupted: by a signal; the runs that are done are kept.
     """
     console = Console()
-    options, rest = split(overrides)
+    options, run_overrides = split(overrides)
     if options.folder:
         earlier_plan(options.folder)  # before data are downloaded
-    contenders = _with_resolved_data(options, rest, source, console)
+    contenders = _with_resolved_data(options, run_overrides, source, console)
     runs = list(runs_of(contenders, options.seeds))
     folder = options.folder or new_folder()
     prepare_folder(folder, runs)
-    with locked(folder, OPTION), signals.held() as received:
+    with locked(folder, OPTION), signals.deferred() as received:
         outcomes = run_all(runs, folder, source.flags(), received, console)
         # A second signal asks to end at once.
         headline = "" if len(received) > 1 else _report(options, arguments, outcomes, folder, console)
@@ -62,27 +61,29 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
         raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
     if headline:
         _say(f"{headline}\n{folder / REPORT}", console)
-    if failed := [one for one in outcomes if one.state == "failed"]:
+    if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
         raise ComparisonFailed(failed, len(outcomes), folder)
 
 
-def _with_resolved_data(options: Options, rest: list[str], source: ConfigSource, console: Console) -> list[Contender]:
+def _with_resolved_data(
+    options: Options, run_overrides: list[str], source: ConfigSource, console: Console
+) -> list[Contender]:
     """The contenders, after the data were found, downloaded, or replaced by others: by one process, before all runs."""
-    contenders = contenders_of(options, rest, source, check_local)
-    for name in dict.fromkeys(one.config.data.name for one in contenders):
-        config = next(one.config for one in contenders if one.config.data.name == name)
+    contenders = contenders_of(options, run_overrides, source, check_local)
+    for name in dict.fromkeys(contender.config.data.name for contender in contenders):
+        config = next(contender.config for contender in contenders if contender.config.data.name == name)
         if options.until.kind == "accuracy" and name == "parabola":
             raise ConfigError(f"until ({options.until}): data=parabola has no classes; give until=2000steps")
-        found = location.resolve(replace(config.data), console.warn)
-        if found.name != name:
-            return contenders_of(options, with_data(rest, found.name), source, check_local)
+        resolved = location.resolve(replace(config.data), console.warn)
+        if resolved.name != name:
+            return contenders_of(options, with_data(run_overrides, resolved.name), source, check_local)
     return contenders
 
 
 def _report(options: Options, arguments: list[str], outcomes: list[Outcome], folder: Path, console: Console) -> str:
     """Writes the report of what was measured; returns the verdict, "" if there is none."""
     results = results_of(outcomes, folder, options.until)
-    if not any(one.measured for one in results):
+    if not any(result.measured for result in results):
         return ""
     try:
         return write_report(options, arguments, results, folder)
@@ -95,7 +96,7 @@ def _report(options: Options, arguments: list[str], outcomes: list[Outcome], fol
 
 def _say(text: str, console: Console) -> None:
     try:
-        say(text, sys.stdout)
+        print_lines(text, sys.stdout)
     except BrokenPipeError:
         pass  # the reader has left; the report is there all the same
     except OSError as error:

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-from tf2dist.comparing.look import INK, PALE, PAPER, color_of, new_figure, set_legend, set_title
 from tf2dist.comparing.options import Until
 from tf2dist.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
+from tf2dist.comparing.style import INK, PALE, PAPER, color_of, new_figure, set_legend, set_title
 
 MAX_PANELS = 12
 BELOW_TARGET = 0.3  # how much of the accuracy below the target is shown
@@ -19,25 +19,24 @@ FAST_STEPS, SLOW_STEPS = 30, 3  # that the time line shows of the fastest and of
 MAX_SECS = 3.0
 NUM_WINDOWS, BUSY = 60, 0.9
 LONG_PART = 0.01  # of the width
-AFTER = 0.3  # the part of the recorded time after which the time line begins
+TIMELINE_START = 0.3  # the part of the recorded time after which the time line begins
 
 Value = Callable[[Point], float]
-Cells = dict[
-    tuple[int, float], ContenderResult
-]  # by the parameters of the model and the delay: who is first at the target
+# The contender that is first at the target, by the number of the model's parameters and the delay.
+Cells = dict[tuple[int, float], ContenderResult]
 
 
 def ways_of(results: Sequence[ContenderResult]) -> list[str]:
     """The names of what is compared, in an order that gives each a colour."""
-    return list(dict.fromkeys(one.contender.way for one in results))
+    return list(dict.fromkeys(result.contender.way for result in results))
 
 
 def situations_of(results: Sequence[ContenderResult]) -> list[str]:
-    return list(dict.fromkeys(one.contender.situation for one in results))[:MAX_PANELS]
+    return list(dict.fromkeys(result.contender.situation for result in results))[:MAX_PANELS]
 
 
 def has_accuracy(results: Sequence[ContenderResult]) -> bool:
-    return any(point.accuracy is not None for one in results for run in one.measured for point in run.points)
+    return any(point.accuracy is not None for result in results for run in result.measured for point in run.points)
 
 
 def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: bool) -> Figure:
@@ -52,13 +51,13 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
         else (lambda point: point.loss)
     )
     for number, name in enumerate(names):
-        its = [one for one in results if one.contender.situation == name]
+        situation_results = [result for result in results if result.contender.situation == name]
         for axes, label, of_x in (
             (flat[2 * number], "seconds of training", lambda point: point.secs),
             (flat[2 * number + 1], "training examples", lambda point: point.examples),
         ):
-            for one in its:
-                _draw_line(axes, one, of_x, of_y, color_of(ways.index(one.contender.way)))
+            for result in situation_results:
+                _draw_line(axes, result, of_x, of_y, color_of(ways.index(result.contender.way)))
             axes.set_xlabel(label)
             axes.set_ylabel("validation accuracy" if has_accuracy(results) else "validation loss")
             axes.set_xlim(left=0)
@@ -68,12 +67,12 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
                 axes.axhline(until.value, color=INK, lw=0.8, ls=":")
                 axes.set_ylim(max(0.0, until.value - BELOW_TARGET), min(1.0, until.value + 0.04))
             set_title(axes, name, is_narrow, columns)
-    set_legend(figure, _fullest(flat), is_narrow)
+    set_legend(figure, _with_most_labels(flat), is_narrow)
     return figure
 
 
-def _fullest(axes: Sequence[Axes]) -> Axes:
-    return max(axes, key=lambda one: len(one.get_legend_handles_labels()[0]))
+def _with_most_labels(axes: Sequence[Axes]) -> Axes:
+    return max(axes, key=lambda panel: len(panel.get_legend_handles_labels()[0]))
 
 
 def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, color: str) -> None:
@@ -93,19 +92,19 @@ def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, co
 
 
 def stale_results(results: Sequence[ContenderResult]) -> list[ContenderResult]:
-    return [one for one in results if sum(one.staleness_counts())][:MAX_PANELS]
+    return [result for result in results if sum(result.staleness_counts())][:MAX_PANELS]
 
 
 def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """How many updates had each staleness, for each asynchronous contender."""
-    its, ways = stale_results(results), ways_of(results)
-    columns = 1 if is_narrow or len(its) == 1 else 2
-    figure, grid = new_figure(is_narrow, 2.3, math.ceil(len(its) / columns), columns)
+    stale, ways = stale_results(results), ways_of(results)
+    columns = 1 if is_narrow or len(stale) == 1 else 2
+    figure, grid = new_figure(is_narrow, 2.3, math.ceil(len(stale) / columns), columns)
     flat = [axes for row in grid for axes in row]
-    longest = max(len(one.staleness_counts()) for one in its)
-    for axes, one in zip(flat, its, strict=False):
-        counts = np.array(one.staleness_counts())
-        color = color_of(ways.index(one.contender.way))
+    longest = max(len(result.staleness_counts()) for result in stale)
+    for axes, result in zip(flat, stale, strict=False):
+        counts = np.array(result.staleness_counts())
+        color = color_of(ways.index(result.contender.way))
         axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=color, baseline=0.7)
         axes.set_yscale("log")
         axes.set_ylim(0.7, counts.max() * 2)
@@ -116,31 +115,33 @@ def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figur
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("staleness")
         axes.set_ylabel("updates")
-        title = f"{one.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
+        title = f"{result.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
         set_title(axes, title, is_narrow, columns)
-    for axes in flat[len(its) :]:
+    for axes in flat[len(stale) :]:
         axes.set_axis_off()
     return figure
 
 
-def lined_results(results: Sequence[ContenderResult]) -> list[tuple[ContenderResult, Measurement, tuple[float, float]]]:
+def timeline_results(
+    results: Sequence[ContenderResult],
+) -> list[tuple[ContenderResult, Measurement, tuple[float, float]]]:
     """Each contender with the run and the part of it that its time line shows."""
-    found = []
-    for one in results:
-        for run in one.measured:
+    selected = []
+    for result in results:
+        for run in result.measured:
             if window := _window(run.steps):
-                found.append((one, run, window))
+                selected.append((result, run, window))
                 break
-    return found[:MAX_PANELS]
+    return selected[:MAX_PANELS]
 
 
 def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | None:
     """Begin and end of what the time line shows, as of `time.time()`; None if too little was recorded."""
     if not steps or not all(steps):
         return None
-    first, last = max(one[0][0] for one in steps), min(one[-1][1] for one in steps)
-    begin = first + AFTER * (last - first)
-    typical = [typical_secs([step for step in one if step[0] >= begin]) for one in steps]
+    first, last = max(worker_steps[0][0] for worker_steps in steps), min(worker_steps[-1][1] for worker_steps in steps)
+    begin = first + TIMELINE_START * (last - first)
+    typical = [typical_secs([step for step in worker_steps if step[0] >= begin]) for worker_steps in steps]
     if not all(map(math.isfinite, typical)):
         return None
     secs = min(MAX_SECS, max(FAST_STEPS * min(typical), SLOW_STEPS * max(typical)), last - begin)
@@ -148,7 +149,9 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
         return None
     # Evaluations interrupt the training: the first window that has nearly as many steps of each worker as any.
     begins = np.linspace(begin, last - secs, NUM_WINDOWS)
-    counts = np.array([[sum(at <= start < at + secs for start, _ in one) for one in steps] for at in begins])
+    counts = np.array(
+        [[sum(at <= start < at + secs for start, _ in worker_steps) for worker_steps in steps] for at in begins]
+    )
     parts = (counts / np.maximum(1, counts.max(axis=0))).min(axis=1)
     at = float(begins[int(np.argmax(parts >= BUSY * parts.max()))])
     return at, at + secs
@@ -156,30 +159,32 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
 
 def draw_timeline(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """A row for each worker: when it computed, and between its steps when it waited."""
-    its, ways = lined_results(results), ways_of(results)
-    figure, grid = new_figure(is_narrow, 1.5, len(its), 1)
-    for (axes,), (one, run, (begin, end)) in zip(grid, its, strict=True):
-        color = color_of(ways.index(one.contender.way))
+    timelines, ways = timeline_results(results), ways_of(results)
+    figure, grid = new_figure(is_narrow, 1.5, len(timelines), 1)
+    for (axes,), (result, run, (begin, end)) in zip(grid, timelines, strict=True):
+        color = color_of(ways.index(result.contender.way))
         for worker, steps in enumerate(run.steps):
-            shown = [step for step in steps if step[1] > begin and step[0] < end]
+            visible = [step for step in steps if step[1] > begin and step[0] < end]
             axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=PALE, lw=0)
-            bars = [(1000 * (start - begin), 1000 * (stop - start)) for start, stop in shown]
+            bars = [(1000 * (start - begin), 1000 * (stop - start)) for start, stop in visible]
             # An edge in the colour of the paper tells a step from the next one, and would cover a short one.
             for is_long in (False, True):
-                some = [bar for bar in bars if (bar[1] > LONG_PART * 1000 * (end - begin)) == is_long]
+                length_bars = [bar for bar in bars if (bar[1] > LONG_PART * 1000 * (end - begin)) == is_long]
                 edge = PAPER if is_long else "none"
-                axes.broken_barh(some, (worker - 0.36, 0.72), facecolor=color, edgecolor=edge, lw=0.6 * is_long)
+                axes.broken_barh(length_bars, (worker - 0.36, 0.72), facecolor=color, edgecolor=edge, lw=0.6 * is_long)
         axes.set_xlim(0, 1000 * (end - begin))
         axes.set_ylim(len(run.steps) - 0.5, -0.5)
         axes.set_yticks(range(len(run.steps)), [f"worker {number}" for number in range(len(run.steps))])
         axes.grid(visible=False)
         axes.set_xlabel("ms")
-        set_title(axes, one.contender.name, is_narrow)
+        set_title(axes, result.contender.name, is_narrow)
     return figure
 
 
 def backup_numbers(results: Sequence[ContenderResult]) -> list[int]:
-    return sorted({one.contender.backups for one in results if one.contender.backups is not None and one.measured})
+    return sorted(
+        {result.contender.backups for result in results if result.contender.backups is not None and result.measured}
+    )
 
 
 def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
@@ -187,21 +192,22 @@ def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.8, 2 // columns, columns)
     by_step, by_target = (axes for row in grid for axes in row)
-    its = [one for one in results if one.contender.backups is not None]
-    rates = {id(one): one.step_rate for one in its}
-    for number, name in enumerate(dict.fromkeys(one.contender.situation for one in its)):
-        of_name = sorted(
-            (one for one in its if one.contender.situation == name), key=lambda one: one.contender.backups or 0
+    with_backups = [result for result in results if result.contender.backups is not None]
+    rates = {id(result): result.step_rate for result in with_backups}
+    for number, name in enumerate(dict.fromkeys(result.contender.situation for result in with_backups)):
+        situation_results = sorted(
+            (result for result in with_backups if result.contender.situation == name),
+            key=lambda result: result.contender.backups or 0,
         )
         times = [
-            (one.contender.backups or 0, Spread(tuple(1000 / value for value in rate.values)))
-            for one in of_name
-            if (rate := rates[id(one)])
+            (result.contender.backups or 0, Spread(tuple(1000 / value for value in rate.values)))
+            for result in situation_results
+            if (rate := rates[id(result)])
         ]
         _draw_spreads(by_step, times, name, color_of(number))
         _draw_spreads(
             by_target,
-            [(one.contender.backups or 0, secs) for one in of_name if (secs := one.secs)],
+            [(result.contender.backups or 0, secs) for result in situation_results if (secs := result.secs)],
             name,
             color_of(number),
         )
@@ -228,32 +234,32 @@ def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, colo
 def first_by_size(results: Sequence[ContenderResult]) -> Cells:
     """Who is first for each size of the model and each delay; empty unless both have several values."""
     cells: Cells = {}
-    for one in results:
+    for result in results:
         # All are equally fast if a time is the end; then accuracies are compared, in the words of the report.
-        if not one.measured or one.secs is None or one.until.kind == "secs":
+        if not result.measured or result.secs is None or result.until.kind == "secs":
             continue
-        place = (int(one.measured[0].summary.get("parameters", 0)), one.contender.delay_secs)
-        best = cells.get(place)
-        if best is None or best.secs is None or one.secs.mean < best.secs.mean:
-            cells[place] = one
-    sizes, delays = ({place[axis] for place in cells} for axis in (0, 1))
+        cell = (int(result.measured[0].summary.get("parameters", 0)), result.contender.delay_secs)
+        best = cells.get(cell)
+        if best is None or best.secs is None or result.secs.mean < best.secs.mean:
+            cells[cell] = result
+    sizes, delays = ({cell[axis] for cell in cells} for axis in (0, 1))
     return cells if len(sizes) > 1 and len(delays) > 1 else {}
 
 
 def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """The delay of the slowest worker against the size of the model, each cell in the colour of who is first."""
     cells, ways = first_by_size(results), ways_of(results)
-    sizes, delays = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    sizes, delays = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
     figure, ((axes,),) = new_figure(is_narrow, 0.9 * len(sizes) + 0.9, 1, 1)
     for row, size in enumerate(map(int, sizes)):
         for column, delay in enumerate(delays):
-            one = cells.get((size, delay))
+            winner = cells.get((size, delay))
             # Shapes and not an image, so that the colours can be exchanged for the dark ones.
-            color = color_of(ways.index(one.contender.way)) if one else PALE
+            color = color_of(ways.index(winner.contender.way)) if winner else PALE
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=PAPER, lw=2))
-            text = f"{one.secs.mean:.1f} s" if one and one.secs else "none"
+            text = f"{winner.secs.mean:.1f} s" if winner and winner.secs else "none"
             axes.text(column, row, text, ha="center", va="center", fontsize=10, weight="bold",
-                      color=PAPER if one else INK)  # fmt: skip
+                      color=PAPER if winner else INK)  # fmt: skip
     axes.set_xlim(-0.5, len(delays) - 0.5)
     axes.set_ylim(-0.5, len(sizes) - 0.5)
     axes.grid(visible=False)
@@ -261,7 +267,7 @@ def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     axes.set_yticks(range(len(sizes)), [f"{size:,}" for size in map(int, sizes)])
     axes.set_xlabel("delay of the slowest worker in each step")
     axes.set_ylabel("parameters of the model")
-    won = [way for way in ways if any(one.contender.way == way for one in cells.values())]
+    won = [way for way in ways if any(winner.contender.way == way for winner in cells.values())]
     set_title(axes, "First at the target", is_narrow)
     set_legend(figure, [Patch(color=color_of(ways.index(way)), label=way) for way in won], is_narrow)
     return figure

@@ -15,7 +15,7 @@ from tf2dist.data.location import NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError
 
 # Options that only some modes take: a contender of another mode runs without them.
-OF_A_MODE = (
+MODE_OPTIONS = (
     *("algorithm", "cluster.all_reduce", "cluster.num_ps", "cluster.placement", "cluster.min_part_bytes"),
     "cluster.transfer_dtype",
 )
@@ -77,50 +77,52 @@ def contenders_of(
     Raises:
         RequestError: an option is wrong, or no mode takes it.
     """
-    found: dict[tuple[str, str], Contender] = {}
+    contenders: dict[tuple[str, str], Contender] = {}
     for line, varying in expanded(overrides, source):
         if "seed" in varying:
             raise ConfigError(f"seed ({varying['seed']}): the runs of a contender have seeds in a row; give seeds=3")
-        taken = {mode: _taken(line, mode, source) for mode in options.modes}
-        for key in _keys_of_a_mode(line):
-            if not any(key in _keys_of_a_mode(kept) for kept in taken.values()):
+        accepted = {mode: _accepted(line, mode, source) for mode in options.modes}
+        for key in _mode_options(line):
+            if not any(key in _mode_options(accepted_line) for accepted_line in accepted.values()):
                 load([*line, f"mode={options.modes[0]}"], None, source)  # raises the error that says why
-        # By itself first, so that a mistake that concerns all contenders is told without one of them.
+        # Loaded alone first, so that a mistake in all contenders is reported without the name of one.
         mode = options.modes[0]
-        base = load([*_undelayed(taken[mode]), f"mode={mode}", "cluster=local"], None, source)
+        base = load([*_undelayed(accepted[mode]), f"mode={mode}", "cluster=local"], None, source)
         for mode, delay_secs in product(options.modes, options.delays):
-            kept = {None, *_keys_of_a_mode(taken[mode])}
-            its = {key: value for key, value in varying.items() if _group(key) in kept}
+            mode_options = {None, *_mode_options(accepted[mode])}
+            mode_varying = {key: value for key, value in varying.items() if _group(key) in mode_options}
             for backups in backups_of(options) if mode == "sync_replicas" else (None,):
                 try:
-                    one = _contender(options, mode, delay_secs, backups, taken[mode], its, base, source)
-                    check(one.config)
+                    contender = _contender(
+                        options, mode, delay_secs, backups, accepted[mode], mode_varying, base, source
+                    )
+                    check(contender.config)
                 except RequestError as error:
                     raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
-                found.setdefault((one.way, one.situation), one)
-    if len(found) * options.seeds > MAX_JOBS:
+                contenders.setdefault((contender.way, contender.situation), contender)
+    if len(contenders) * options.seeds > MAX_JOBS:
         raise ConfigError(f"the comparison would have more than {MAX_JOBS:,} runs; give fewer values")
-    return list(found.values())
+    return list(contenders.values())
 
 
 def _group(key: str) -> str | None:
-    """The option among `OF_A_MODE` to which an option belongs."""
+    """The option among `MODE_OPTIONS` to which an option belongs."""
     key = key.lstrip("+")
-    return next((one for one in OF_A_MODE if key == one or key.startswith(f"{one}.")), None)
+    return next((option for option in MODE_OPTIONS if key == option or key.startswith(f"{option}.")), None)
 
 
-def _keys_of_a_mode(line: tuple[str, ...]) -> set[str]:
+def _mode_options(line: tuple[str, ...]) -> set[str]:
     return {group for override in line if (group := _group(override.partition("=")[0]))}
 
 
-def _taken(line: tuple[str, ...], mode: str, source: ConfigSource) -> tuple[str, ...]:
+def _accepted(line: tuple[str, ...], mode: str, source: ConfigSource) -> tuple[str, ...]:
     """The overrides without those of other modes, such as algorithm=staleness_aware for mode=sync."""
     common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
     dropped = set()
-    for key in _keys_of_a_mode(line):
-        own = [override for override in line if _group(override.partition("=")[0]) == key]
+    for key in _mode_options(line):
+        group_overrides = [override for override in line if _group(override.partition("=")[0]) == key]
         try:
-            load([*common, *own, f"mode={mode}", "cluster=local"], None, source)
+            load([*common, *group_overrides, f"mode={mode}", "cluster=local"], None, source)
         except ConfigError:
             dropped.add(key)
     return tuple(override for override in line if _group(override.partition("=")[0]) not in dropped)
@@ -144,19 +146,19 @@ def _contender(
     """One contender; `base`: the configuration of its line, for what does not depend on the mode."""
     workers = options.workers
     batches = {"async": 1, "sync": workers}.get(mode, workers - (backups or 0))
-    given = [*line, f"mode={mode}", "cluster=local", f"cluster.num_workers={workers}"]
+    overrides = [*line, f"mode={mode}", "cluster=local", f"cluster.num_workers={workers}"]
     if backups:
-        given.append(f"sync_replicas.replicas_to_aggregate={batches}")
+        overrides.append(f"sync_replicas.replicas_to_aggregate={batches}")
     if delay_secs:
-        given.append(f"simulate.delay_secs=[{','.join(['0'] * (workers - 1) + [f'{delay_secs:g}'])}]")
+        overrides.append(f"simulate.delay_secs=[{','.join(['0'] * (workers - 1) + [f'{delay_secs:g}'])}]")
     else:
-        given = _undelayed(given)
-    if not any(override.startswith("figure=") for override in given):
-        given.append("figure=false")
-    every = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
-    given += [*_length(options, given), f"train.eval_every_steps={every}", "timeline=true"]
+        overrides = _undelayed(overrides)
+    if not any(override.startswith("figure=") for override in overrides):
+        overrides.append("figure=false")
+    eval_every_steps = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
+    overrides += [*_length(options, overrides), f"train.eval_every_steps={eval_every_steps}", "timeline=true"]
     if options.until.kind in ("accuracy", "secs"):
-        given.append(f"train.until_{options.until.kind}={options.until.value:g}")
+        overrides.append(f"train.until_{options.until.kind}={options.until.value:g}")
     return Contender(
         way=_way(mode, backups, varying),
         situation=_situation(delay_secs, varying),
@@ -164,15 +166,15 @@ def _contender(
         delay_secs=delay_secs,
         backups=backups,
         varying=varying,
-        overrides=tuple(override for override in given if not override.startswith("seed=")),
+        overrides=tuple(override for override in overrides if not override.startswith("seed=")),
         batches=batches,
-        config=load(given, None, source),
+        config=load(overrides, None, source),
     )
 
 
-def _length(options: Options, given: list[str]) -> list[str]:
+def _length(options: Options, overrides: list[str]) -> list[str]:
     """The override for the longest that a run may take."""
-    has_epochs = any(override.startswith("train.epochs=") for override in given)
+    has_epochs = any(override.startswith("train.epochs=") for override in overrides)
     if options.until.kind == "steps":
         if has_epochs:
             raise ConfigError(f"train.epochs: until={options.until} is the end of the runs; leave one of them out")
@@ -194,15 +196,15 @@ def _eval_every_examples(options: Options, config: RunConfig) -> float:
 
 
 def _way(mode: str, backups: int | None, varying: dict[str, str]) -> str:
-    own = [f"{key}={value}" for key, value in varying.items() if _group(key) and value != _default(key)]
+    settings = [f"{key}={value}" for key, value in varying.items() if _group(key) and value != _default(key)]
     spare = [] if backups is None else [f"{backups or 'no'} backup{'' if backups == 1 else 's'}"]
-    return " ".join([mode, *([f"({', '.join([*spare, *own])})"] if spare or own else [])])
+    return " ".join([mode, *([f"({', '.join([*spare, *settings])})"] if spare or settings else [])])
 
 
 def _default(key: str) -> str:
     """The value with which a mode is what it is called, such as algorithm=plain."""
     declared = OPTIONS.get(key) or OPTIONS.get(f"{key}.kind")
-    return declared.shown if declared else ""
+    return declared.default_text if declared else ""
 
 
 def _situation(delay_secs: float, varying: dict[str, str]) -> str:
@@ -217,9 +219,9 @@ def runs_of(contenders: list[Contender], seeds: int) -> Iterator[ContenderRun]:
     """
     for number in range(seeds):
         order = contenders if number % 2 == 0 else contenders[::-1]
-        for one in order:
-            seed = one.config.seed + number
-            yield ContenderRun(one, seed, f"{_folder_name(one)}-seed{seed}")
+        for contender in order:
+            seed = contender.config.seed + number
+            yield ContenderRun(contender, seed, f"{_folder_name(contender)}-seed{seed}")
 
 
 def _folder_name(contender: Contender) -> str:
@@ -227,12 +229,15 @@ def _folder_name(contender: Contender) -> str:
     if contender.backups is not None:
         parts.append(f"backups{contender.backups}")
     parts += [f"{key}{value}" for key, value in contender.varying.items()]
-    wanted = "-".join(parts)
-    name = re.sub(r"[^A-Za-z0-9_.+-]+", "_", wanted)[:MAX_NAME_CHARS]
+    full_name = "-".join(parts)
+    name = re.sub(r"[^A-Za-z0-9_.+-]+", "_", full_name)[:MAX_NAME_CHARS]
     # Two values may differ only in what a file name cannot have.
-    return name if name == wanted else f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"
+    return name if name == full_name else f"{name}-{hashlib.sha256(full_name.encode()).hexdigest()[:8]}"
 
 
 def with_data(overrides: list[str], name: str) -> list[str]:
     """The overrides for other data, which replaces the data of all runs."""
-    return [*(one for one in overrides if one.partition("=")[0].partition(".")[0] != "data"), f"data={name}"]
+    return [
+        *(override for override in overrides if override.partition("=")[0].partition(".")[0] != "data"),
+        f"data={name}",
+    ]

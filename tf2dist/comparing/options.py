@@ -9,9 +9,9 @@ from typing import Any
 
 from tf2dist.config.choices import groups
 from tf2dist.config.option import MAX_SECS
-from tf2dist.config.paths import expand, is_path
 from tf2dist.config.schema import MODES, OPTIONS
 from tf2dist.errors import ConfigError, nearest
+from tf2dist.files import expand, is_path
 
 MAX_WORKERS, MAX_SEEDS = 60, 100
 MAX_STEPS = 10**9
@@ -45,13 +45,13 @@ class Until:
         Raises:
             ConfigError: it is none of these.
         """
-        if found := re.fullmatch(r"([0-9]{1,10})steps", text):
-            if 1 <= int(found[1]) <= MAX_STEPS:
-                return cls("steps", int(found[1]))
-        elif found := re.fullmatch(r"([0-9]{0,9}\.?[0-9]{1,9})(s?)", text):
-            number = float(found[1])
-            if 0 < number <= (MAX_SECS if found[2] else 1):
-                return cls("secs" if found[2] else "accuracy", number)
+        if match := re.fullmatch(r"([0-9]{1,10})steps", text):
+            if 1 <= int(match[1]) <= MAX_STEPS:
+                return cls("steps", int(match[1]))
+        elif match := re.fullmatch(r"([0-9]{0,9}\.?[0-9]{1,9})(s?)", text):
+            number = float(match[1])
+            if 0 < number <= (MAX_SECS if match[2] else 1):
+                return cls("secs" if match[2] else "accuracy", number)
         raise ConfigError(
             f"until ({text[:40]}): must be an accuracy above 0 and up to 1, a number of steps, or of seconds, as in "
             "until=0.97, until=2000steps and until=30s"
@@ -94,33 +94,33 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
     Raises:
         ConfigError: an own option has a wrong value, or an override is one that the comparison sets by itself.
     """
-    own: dict[str, Any] = {}
-    rest = []
+    values: dict[str, Any] = {}
+    run_overrides = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        if key in READERS and separator:
-            own["folder" if key == "compare_dir" else key] = READERS[key](key, value)
+        if key in PARSERS and separator:
+            values["folder" if key == "compare_dir" else key] = PARSERS[key](key, value)
         elif key.lstrip("+") in REPLACED:
             raise ConfigError(f"{key} ({value}): is set by the comparison; give {REPLACED[key.lstrip('+')]}")
         else:
             _check_name(key)
-            rest.append(argument)
-    options = Options(**own)
-    _check(options, own)
-    if not any(override.lstrip("+").startswith(("optimizer", "experiment")) for override in rest):
-        rest += OPTIMIZER
-    return options, rest
+            run_overrides.append(argument)
+    options = Options(**values)
+    _check(options, values)
+    if not any(override.lstrip("+").startswith(("optimizer", "experiment")) for override in run_overrides):
+        run_overrides += OPTIMIZER
+    return options, run_overrides
 
 
 def _check_name(key: str) -> None:
     """Refuses a name that no run has either, and that is nearly one of ours. Raises ConfigError."""
-    if key not in OPTIONS and key not in groups() and (meant := nearest(key, READERS)) and "." not in key:
-        raise ConfigError(f"{key}: there is no such option{meant}")
+    if key not in OPTIONS and key not in groups() and (suggestion := nearest(key, PARSERS)) and "." not in key:
+        raise ConfigError(f"{key}: there is no such option{suggestion}")
 
 
-def _check(options: Options, given: dict[str, Any]) -> None:
+def _check(options: Options, values: dict[str, Any]) -> None:
     """The rules between several options. Raises ConfigError."""
-    if "backups" not in given:
+    if "backups" not in values:
         return
     if "sync_replicas" not in options.modes:
         raise ConfigError(f"backups ({_listed(options.backups)}): is for mode sync_replicas; add it to modes")
@@ -137,40 +137,40 @@ def _listed(values: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, values))}]"
 
 
-def _words(key: str, text: str) -> list[str]:
+def _items(key: str, text: str) -> list[str]:
     """The items of a list, in brackets or without, since a shell may take those for a pattern."""
     bare = text[1:-1] if text[:1] + text[-1:] == "[]" else text
-    words = [word.strip() for word in bare.split(",")]
-    if not all(words):
+    items = [item.strip() for item in bare.split(",")]
+    if not all(items):
         raise ConfigError(f"{key} ({text[:60]}): must be a list such as {EXAMPLES[key]}")
-    if len(set(words)) < len(words):
+    if len(set(items)) < len(items):
         raise ConfigError(f"{key} ({text[:60]}): has a value twice; give each once")
-    return words
+    return items
 
 
 def _modes(key: str, text: str) -> tuple[str, ...]:
-    words = _words(key, text)
-    for word in words:
-        if word not in MODES:
-            raise ConfigError(f"{key} ({word[:40]}): must be among {', '.join(MODES)}{nearest(word, MODES)}")
-    return tuple(words)
+    items = _items(key, text)
+    for item in items:
+        if item not in MODES:
+            raise ConfigError(f"{key} ({item[:40]}): must be among {', '.join(MODES)}{nearest(item, MODES)}")
+    return tuple(items)
 
 
 def _delays(key: str, text: str) -> tuple[float, ...]:
     try:
-        secs = tuple(float(word) for word in _words(key, text))
+        secs = tuple(float(item) for item in _items(key, text))
     except ValueError:
         secs = (math.nan,)
-    if not all(0 <= one <= MAX_SECS for one in secs):
+    if not all(0 <= value <= MAX_SECS for value in secs):
         raise ConfigError(f"{key} ({text[:60]}): must be seconds from 0 on, such as {EXAMPLES[key]}")
     return secs
 
 
 def _backups(key: str, text: str) -> tuple[int, ...]:
-    return tuple(_whole(key, word, 0, MAX_WORKERS) for word in _words(key, text))
+    return tuple(_integer(key, item, 0, MAX_WORKERS) for item in _items(key, text))
 
 
-def _whole(key: str, text: str, low: int, high: int) -> int:
+def _integer(key: str, text: str, low: int, high: int) -> int:
     if re.fullmatch(r"[0-9]{1,12}", text) and low <= int(text) <= high:
         return int(text)
     raise ConfigError(f"{key} ({text[:40]}): must be a whole number from {low} to {high:,}")
@@ -184,13 +184,13 @@ def _folder(key: str, text: str) -> Path:
 
 
 EXAMPLES = {"modes": "modes=[sync,async]", "delays": "delays=[0,0.05]", "backups": "backups=[0,1]"}
-READERS: dict[str, Callable[[str, str], Any]] = {
+PARSERS: dict[str, Callable[[str, str], Any]] = {
     "modes": _modes,
     "delays": _delays,
     "backups": _backups,
-    "workers": lambda key, text: _whole(key, text, 1, MAX_WORKERS),
-    "seeds": lambda key, text: _whole(key, text, 1, MAX_SEEDS),
+    "workers": lambda key, text: _integer(key, text, 1, MAX_WORKERS),
+    "seeds": lambda key, text: _integer(key, text, 1, MAX_SEEDS),
     "until": lambda key, text: Until.parse(text),
-    "eval_every_examples": lambda key, text: _whole(key, text, 1, 10**12),
+    "eval_every_examples": lambda key, text: _integer(key, text, 1, 10**12),
     "compare_dir": _folder,
 }

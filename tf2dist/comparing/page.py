@@ -26,7 +26,7 @@ class Picture:
     """One figure of the report.
 
     Attributes:
-        svgs: see `look.as_svgs`.
+        svgs: see `style.as_svgs`.
         caption: what it shows, and how to read it.
     """
 
@@ -46,12 +46,12 @@ class Column:
 
     title: str
     value: Callable[[Any], Any]
-    shown: Callable[[Any], str] = str
+    format: Callable[[Any], str] = str
     is_number: bool = True
 
     def text(self, row: Any) -> str:
         value = self.value(row)
-        return "" if value is None else self.shown(value)
+        return "" if value is None else self.format(value)
 
 
 def page(
@@ -67,7 +67,7 @@ def page(
         record: see `report.record_of`.
         notes: how it was measured, a sentence each.
     """
-    own = resources.files(__package__)
+    assets = resources.files(__package__)
     command = shlex.join(["python", "-m", "tf2dist.compare", *record["arguments"]])
     parts = [
         f"<h1>{_text(_title(record))}</h1>",
@@ -90,9 +90,9 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Without an icon of its own a browser would ask for one.
         f'<link rel="icon" href="data:,">\n<title>{_text(_title(record))}</title>\n'
-        f"<style>\n{own.joinpath('report.css').read_text()}</style>\n</head>\n<body>\n<main>\n"
+        f"<style>\n{assets.joinpath('report.css').read_text()}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(parts)
-        + f"\n</main>\n<script>\n{own.joinpath('report.js').read_text()}</script>\n</body>\n</html>\n"
+        + f"\n</main>\n<script>\n{assets.joinpath('report.js').read_text()}</script>\n</body>\n</html>\n"
     )
 
 
@@ -101,7 +101,7 @@ def _text(text: str) -> str:
 
 
 def _title(record: dict[str, Any]) -> str:
-    modes = list(dict.fromkeys(one["mode"] for one in record["contenders"]))
+    modes = list(dict.fromkeys(contender["mode"] for contender in record["contenders"]))
     return f"{', '.join(modes)}: {'which one is first?' if len(modes) > 1 else 'measured'}"
 
 
@@ -128,9 +128,9 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
     if not claims:
         return []
     items = [
-        f'<li><span class="state {STATES[one.state]}">{one.state}</span>: {_text(one.text)} '
-        f'<span class="soft">{_text(one.figures)}</span></li>'
-        for one in claims
+        f'<li><span class="state {STATES[claim.state]}">{claim.state}</span>: {_text(claim.text)} '
+        f'<span class="soft">{_text(claim.figures)}</span></li>'
+        for claim in claims
     ]
     return [
         "<h2>What the textbooks say, and what was measured</h2>",
@@ -150,11 +150,12 @@ def _figure(picture: Picture) -> str:
 
 def _table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """A table whose columns can be sorted; columns without any value are left out."""
-    shown = [column for column in columns if any(column.text(row) for row in rows)]
+    visible = [column for column in columns if any(column.text(row) for row in rows)]
     head = "".join(
-        f'<th scope="col"{_class(column)}><button type="button">{_text(column.title)}</button></th>' for column in shown
+        f'<th scope="col"{_class(column)}><button type="button">{_text(column.title)}</button></th>'
+        for column in visible
     )
-    body = "".join(f"<tr>{''.join(_cell(column, row) for column in shown)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(_cell(column, row) for column in visible)}</tr>" for row in rows)
     return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -174,7 +175,7 @@ def _class(column: Column) -> str:
 def _list(title: str, sentences: Sequence[str]) -> list[str]:
     if not sentences:
         return []
-    return [f"<h2>{_text(title)}</h2>", f"<ul>{''.join(f'<li>{_text(one)}</li>' for one in sentences)}</ul>"]
+    return [f"<h2>{_text(title)}</h2>", f"<ul>{''.join(f'<li>{_text(sentence)}</li>' for sentence in sentences)}</ul>"]
 
 
 def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
@@ -182,27 +183,27 @@ def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
     until = results[0].until
     target = f"{until.value:g}" if until.kind == "accuracy" else "the end"
     return [
-        Column("mode", lambda one: one.contender.way, is_number=False),
-        Column("situation", lambda one: one.contender.situation, is_number=False),
-        Column(f"seconds to {target}", lambda one: one.secs, secs_text),
-        Column(f"examples to {target}", lambda one: one.examples, count_text),
-        Column("accuracy", lambda one: one.accuracy, lambda value: f"{value.mean:.4f}"),
-        Column("steps/s", lambda one: one.step_rate, rate_text),
-        Column("examples/s", lambda one: one.example_rate, rate_text),
-        Column("staleness", lambda one: one.staleness, lambda value: f"{value.mean:.1f}"),
-        Column("dropped", lambda one: one.dropped, lambda value: f"{100 * value.mean:.0f} %"),
-        Column("seconds to the first step", lambda one: one.start, lambda value: f"{value.mean:.1f}"),
+        Column("mode", lambda result: result.contender.way, is_number=False),
+        Column("situation", lambda result: result.contender.situation, is_number=False),
+        Column(f"seconds to {target}", lambda result: result.secs, secs_text),
+        Column(f"examples to {target}", lambda result: result.examples, count_text),
+        Column("accuracy", lambda result: result.accuracy, lambda value: f"{value.mean:.4f}"),
+        Column("steps/s", lambda result: result.step_rate, rate_text),
+        Column("examples/s", lambda result: result.example_rate, rate_text),
+        Column("staleness", lambda result: result.staleness, lambda value: f"{value.mean:.1f}"),
+        Column("dropped", lambda result: result.dropped, lambda value: f"{100 * value.mean:.0f} %"),
+        Column("seconds to the first step", lambda result: result.start, lambda value: f"{value.mean:.1f}"),
     ]
 
 
 def run_columns() -> list[Column]:
     """Of a table with a row for each run."""
 
-    def of(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
-        return lambda row: next((value(one) for one in row[0].measured if one.run == row[1].run), None)
+    def measured(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
+        return lambda row: next((value(run) for run in row[0].measured if run.run == row[1].run), None)
 
     def to_target(row: Row) -> float | None:
-        point = of(lambda one: one.reached(row[0].until))(row)
+        point = measured(lambda run: run.reached(row[0].until))(row)
         return point.secs if point else None
 
     return [
@@ -210,10 +211,14 @@ def run_columns() -> list[Column]:
         Column("situation", lambda row: row[0].contender.situation, is_number=False),
         Column("seed", lambda row: row[1].run.seed),
         Column("state", _state, is_number=False),
-        Column("steps", of(lambda one: one.summary["global_step"]), lambda value: f"{value:,}"),
+        Column("steps", measured(lambda run: run.summary["global_step"]), lambda value: f"{value:,}"),
         Column("seconds to the target", to_target, lambda value: f"{value:.2f}"),
-        Column("test accuracy", of(lambda one: one.summary.get("test_accuracy")), lambda value: f"{value:.4f}"),
-        Column("steps of each worker", of(_shares), is_number=False),
+        Column(
+            "test accuracy",
+            measured(lambda run: run.summary.get("test_accuracy")),
+            lambda value: f"{value:.4f}",
+        ),
+        Column("steps of each worker", measured(_shares), is_number=False),
     ]
 
 
@@ -222,7 +227,7 @@ def _state(row: Row) -> str:
     return f"failed ({outcome.exit_code})" if outcome.state == "failed" else outcome.state
 
 
-def _shares(one: Measurement) -> str:
+def _shares(measurement: Measurement) -> str:
     names = ("local_steps", "aggregated")
-    found = [next((each[name] for name in names if name in each), 0) for each in one.summary["workers"]]
-    return " / ".join(f"{value:,}" for value in found)
+    steps = [next((worker[name] for name in names if name in worker), 0) for worker in measurement.summary["workers"]]
+    return " / ".join(f"{value:,}" for value in steps)

@@ -17,42 +17,41 @@ from tf2dist.comparing.verdict import Verdict, verdict_of
 from tf2dist.files import as_json, write_whole
 
 if TYPE_CHECKING:
-    from tf2dist.comparing.look import Draw
+    from tf2dist.comparing.style import Draw
 
 REPORT, RECORD = "report.html", "compare.json"
-Titled = tuple[str, str, str, "Draw"]  # the name of the file, the title, the caption, and what draws it
+TitledFigure = tuple[str, str, str, "Draw"]  # the name of the file, the title, the caption, and what draws it
 
 
-def write_report(options: Options, arguments: list[str], results: Sequence[ContenderResult], folder: Path) -> str:
+def write_report(options: Options, arguments: list[str], results: list[ContenderResult], folder: Path) -> str:
     """Writes all files; returns the verdict in one sentence.
 
     Raises:
         OSError: one of them cannot be written.
     """
     # Imported here, since matplotlib takes a while and a wrong request should be answered at once.
-    from tf2dist.comparing.look import as_png, as_svgs
     from tf2dist.comparing.page import Picture, page
+    from tf2dist.comparing.style import as_png, as_svgs
 
-    its = list(results)
-    verdict = verdict_of(its, options.until)
-    record = record_of(options, arguments, its, verdict, left_out(options, its))
+    verdict = verdict_of(results, options.until)
+    record = record_of(options, arguments, results, verdict, left_out(options, results))
     write_whole(folder / RECORD, as_json(record, indent=1) + "\n")
     pictures = []
-    for name, title, caption, draw in _figures(options, its):
+    for name, title, caption, draw in _figures(options, results):
         pictures.append(Picture(title, caption, as_svgs(draw)))
         write_whole(folder / f"{name}.png", as_png(draw))
-    write_whole(folder / REPORT, page(record, verdict, its, pictures, how_it_was_measured(options, its)))
+    write_whole(folder / REPORT, page(record, verdict, results, pictures, how_it_was_measured(options, results)))
     return verdict.headline
 
 
-def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Titled]:
+def _figures(options: Options, results: Sequence[ContenderResult]) -> list[TitledFigure]:
     """The figures for which there are values."""
     from tf2dist.comparing import figures
 
     seeds = "The band is the range over the seeds. " if options.seeds > 1 else ""
-    found: list[Titled] = []
-    if any(run.points for one in results for run in one.measured):
-        found.append(
+    titled: list[TitledFigure] = []
+    if any(run.points for result in results for run in result.measured):
+        titled.append(
             (
                 "accuracy",
                 "Accuracy against time and examples",
@@ -61,8 +60,8 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
                 partial(figures.draw_accuracy, results, options.until),
             )
         )
-    if figures.lined_results(results):
-        found.append(
+    if figures.timeline_results(results):
+        titled.append(
             (
                 "timeline",
                 "Who waits for whom",
@@ -73,7 +72,7 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
             )
         )
     if figures.stale_results(results):
-        found.append(
+        titled.append(
             (
                 "staleness",
                 "Staleness of the asynchronous updates",
@@ -83,7 +82,7 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
             )
         )
     if len(figures.backup_numbers(results)) > 1:
-        found.append(
+        titled.append(
             (
                 "backups",
                 "Backup workers",
@@ -93,7 +92,7 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
             )
         )
     if figures.first_by_size(results):
-        found.append(
+        titled.append(
             (
                 "map",
                 "Which mode is first",
@@ -102,72 +101,74 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
                 partial(figures.draw_map, results),
             )
         )
-    return found
+    return titled
 
 
 def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:
     """What the report could show and does not, with the option that it needs."""
-    found = []
-    delays = {one.contender.delay_secs for one in results}
+    hints = []
+    delays = {result.contender.delay_secs for result in results}
     if not any(delays):
-        found.append("A slow worker: give delays=[0,0.05].")
+        hints.append("A slow worker: give delays=[0,0.05].")
     if "async" not in options.modes:
-        found.append("Staleness: add async to modes.")
+        hints.append("Staleness: add async to modes.")
     if "sync_replicas" not in options.modes:
-        found.append("Backup workers: add sync_replicas to modes.")
-    elif len({one.contender.backups for one in results} - {None}) < 2:
-        found.append(
+        hints.append("Backup workers: add sync_replicas to modes.")
+    elif len({result.contender.backups for result in results} - {None}) < 2:
+        hints.append(
             "Step time and time to the target against the number of backup workers: give several, backups=[0,1]."
         )
-    models = {run.summary.get("parameters") for one in results for run in one.measured}
+    models = {run.summary.get("parameters") for result in results for run in result.measured}
     if options.until.kind == "secs":
-        found.append("The map of which mode is first: give an accuracy or a number of steps as until.")
+        hints.append("The map of which mode is first: give an accuracy or a number of steps as until.")
     elif len(delays) < 2 or len(models) < 2:
-        found.append(
+        hints.append(
             "The map of the slowest worker's delay against the size of the model: give several of both, as in "
             "delays=[0,0.02,0.05] model=softmax,dnn,cnn."
         )
     if options.seeds < 2:
-        found.append("The spread over seeds, without which no order is certain: give seeds=3.")
-    for one in results:
-        missing = [outcome.run.seed for outcome in one.outcomes if outcome.state != "done"]
+        hints.append("The spread over seeds, without which no order is certain: give seeds=3.")
+    for result in results:
+        missing = [outcome.run.seed for outcome in result.outcomes if outcome.state != "done"]
         if missing:
-            states = ", ".join(sorted({outcome.state for outcome in one.outcomes} - {"done"}))
-            found.append(f"{one.contender.name}: without the runs of seed {', '.join(map(str, missing))} ({states}).")
-    return found
+            states = ", ".join(sorted({outcome.state for outcome in result.outcomes} - {"done"}))
+            hints.append(
+                f"{result.contender.name}: without the runs of seed {', '.join(map(str, missing))} ({states})."
+            )
+    return hints
 
 
 def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) -> list[str]:
     """The sentences without which the figures could be misunderstood."""
-    some: dict[str, Any] = next((run.summary for one in results for run in one.measured), {})
+    summary: dict[str, Any] = next((run.summary for result in results for run in result.measured), {})
     config = results[0].contender.config
     rate = config.optimizer.get("learning_rate")
-    found = [
+    sentences = [
         "The contenders took turns, every second round in reverse order. Each run is a command of its own; its "
         "directory is in runs/, and its output in logs/.",
         "The clock starts at the first step. Evaluations and the pauses for them are not counted. Rates leave out "
         "the first quarter of the steps.",
-        f"All contenders train with {some.get('optimizer', config.optimizer['name'])}, a learning rate of {rate} "
+        f"All contenders train with {summary.get('optimizer', config.optimizer['name'])}, a learning rate of {rate} "
         f"and {config.train.batch_size_per_worker} examples in the batch of a worker. A step of sync is one "
         "update with the batches of all workers; a rate that is tuned for one mode may be too high or too low "
         "for another.",
     ]
     if options.until.kind == "accuracy":
-        found.append(
+        sentences.append(
             "The target is reached between two evaluations, where the accuracy is taken as a straight line. They "
             f"are about {_spacing(results)} examples apart."
         )
-    if any(one.contender.delay_secs for one in results):
-        found.append(
+    if any(result.contender.delay_secs for result in results):
+        sentences.append(
             "The delay is simulated: the last worker sleeps in each of its steps. A worker that sleeps needs no "
             "processor, so where processors are scarce the others compute faster than with equal workers."
         )
-    found.append("To record the steps, each of them calls a function of Python twice, in all modes alike.")
-    return found
+    sentences.append("To record the steps, each of them calls a function of Python twice, in all modes alike.")
+    return sentences
 
 
 def _spacing(results: Sequence[ContenderResult]) -> str:
-    points = next((run.points for one in results for run in one.measured if len(run.points) > 1), None)
+    points = next((run.points for result in results for run in result.measured if len(run.points) > 1), None)
     return f"{round(points[1].examples - points[0].examples):,}" if points else "so many"
 
 
@@ -190,7 +191,7 @@ def record_of(
         arguments: of the command.
         left_out: what the comparison could have shown, and which option it needs.
     """
-    some = next((one.summary for result in results for one in result.measured), {})
+    summary = next((run.summary for result in results for run in result.measured), {})
     return {
         "tf2dist": __version__,
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -198,14 +199,16 @@ def record_of(
         "until": str(options.until),
         "workers": options.workers,
         "seeds": options.seeds,
-        "data": some.get("data"),
-        "optimizer": some.get("optimizer"),
+        "data": summary.get("data"),
+        "optimizer": summary.get("optimizer"),
         "machine": machine(),
-        "versions": some.get("versions"),
+        "versions": summary.get("versions"),
         "verdict": {
             "headline": verdict.headline,
             "situations": [{"situation": name, "sentences": lines} for name, lines in verdict.situations],
-            "claims": [{"claim": one.text, "state": one.state, "figures": one.figures} for one in verdict.claims],
+            "claims": [
+                {"claim": claim.text, "state": claim.state, "figures": claim.figures} for claim in verdict.claims
+            ],
         },
         "not_run": left_out,
         "contenders": [_contender(result) for result in results],
@@ -231,27 +234,35 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
         "startup_secs": _spread(result.start),
         "staleness_counts": result.staleness_counts() or None,
         "runs": [
-            {"seed": one.run.seed, "folder": f"runs/{one.run.folder}", "state": one.state, "exit_code": one.exit_code}
-            | next((_measured(result, done) for done in result.measured if done.run == one.run), {})
-            for one in result.outcomes
+            {
+                "seed": outcome.run.seed,
+                "folder": f"runs/{outcome.run.folder}",
+                "state": outcome.state,
+                "exit_code": outcome.exit_code,
+            }
+            | next(
+                (_measured(result, run) for run in result.measured if run.run == outcome.run),
+                {},
+            )
+            for outcome in result.outcomes
         ],
     }
 
 
-def _measured(result: ContenderResult, one: Measurement) -> dict[str, Any]:
-    target = one.reached(result.until)
+def _measured(result: ContenderResult, measurement: Measurement) -> dict[str, Any]:
+    target = measurement.reached(result.until)
     return {
-        "parameters": one.summary.get("parameters"),
-        "global_step": one.summary["global_step"],
-        "training_secs": one.secs,
+        "parameters": measurement.summary.get("parameters"),
+        "global_step": measurement.summary["global_step"],
+        "training_secs": measurement.secs,
         "secs_to_target": target.secs if target else None,
         "examples_to_target": target.examples if target else None,
-        "test_accuracy": one.summary.get("test_accuracy"),
-        "wall_secs": one.summary["wall_secs"],
-        "workers": one.summary["workers"],
+        "test_accuracy": measurement.summary.get("test_accuracy"),
+        "wall_secs": measurement.summary["wall_secs"],
+        "workers": measurement.summary["workers"],
         "evaluations": [
             {"step": p.step, "secs": p.secs, "examples": p.examples, "loss": p.loss, "accuracy": p.accuracy}
-            for p in one.points
+            for p in measurement.points
         ],
     }
 

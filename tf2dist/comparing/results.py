@@ -42,8 +42,8 @@ def _between(before: Point, after: Point, accuracy: float) -> Point:
     """The point at which the straight line between two evaluations has an accuracy."""
     low, high = before.accuracy or 0.0, after.accuracy or 0.0
     part = (accuracy - low) / (high - low)
-    secs, examples = (one + part * (other - one) for one, other in
-                      ((before.secs, after.secs), (before.examples, after.examples)))  # fmt: skip
+    secs = before.secs + part * (after.secs - before.secs)
+    examples = before.examples + part * (after.examples - before.examples)
     return Point(round(before.step + part * (after.step - before.step)), secs, examples, after.loss, accuracy)
 
 
@@ -67,12 +67,12 @@ class Measurement:
         return self.points[-1].secs if self.points else math.nan
 
     @property
-    def rated(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, float]:
         """Global steps and examples a second, after the warm-up; not numbers if there were too few evaluations."""
         if not self.points:
             return math.nan, math.nan
         last = self.points[-1]
-        first = next((one for one in self.points if one.step >= WARM_UP * last.step), last)
+        first = next((point for point in self.points if point.step >= WARM_UP * last.step), last)
         secs = last.secs - first.secs
         if secs <= 0:
             return math.nan, math.nan
@@ -85,16 +85,16 @@ class Measurement:
         would be first whose evaluations happen to lie better.
         """
         if until.kind == "accuracy":
-            first = next((one for one in self.points if (one.accuracy or 0.0) >= until.value), None)
-            before = [one for one in self.points if first and one.step < first.step]
+            first = next((point for point in self.points if (point.accuracy or 0.0) >= until.value), None)
+            before = [point for point in self.points if first and point.step < first.step]
             return _between(before[-1], first, until.value) if first and before else first
         if until.kind == "secs":
-            return next((one for one in reversed(self.points) if one.secs <= until.value), None)
+            return next((point for point in reversed(self.points) if point.secs <= until.value), None)
         return self.points[-1] if self.points else None
 
     @property
     def best_accuracy(self) -> float:
-        return max((one.accuracy for one in self.points if one.accuracy is not None), default=math.nan)
+        return max((point.accuracy for point in self.points if point.accuracy is not None), default=math.nan)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterator[float] | list[float]) -> "Spread | None":
-        found = tuple(value for value in values if math.isfinite(value))
-        return cls(found) if found else None
+        finite = tuple(value for value in values if math.isfinite(value))
+        return cls(finite) if finite else None
 
     @property
     def mean(self) -> float:
@@ -141,77 +141,77 @@ class ContenderResult:
     measured: list[Measurement] = field(default_factory=list)
 
     def _at_target(self) -> list[Point | None]:
-        return [one.reached(self.until) for one in self.measured]
+        return [run.reached(self.until) for run in self.measured]
 
     @property
     def secs(self) -> Spread | None:
-        found = self._at_target()
-        return Spread.of([one.secs for one in found if one]) if all(found) else None
+        points = self._at_target()
+        return Spread.of([point.secs for point in points if point]) if all(points) else None
 
     @property
     def examples(self) -> Spread | None:
-        found = self._at_target()
-        return Spread.of([one.examples for one in found if one]) if all(found) else None
+        points = self._at_target()
+        return Spread.of([point.examples for point in points if point]) if all(points) else None
 
     @property
     def num_reached(self) -> int:
-        return sum(one is not None for one in self._at_target())
+        return sum(point is not None for point in self._at_target())
 
     @property
     def accuracy(self) -> Spread | None:
         if self.until.kind == "accuracy":
-            return Spread.of([one.best_accuracy for one in self.measured])
-        return Spread.of([one.accuracy for one in self._at_target() if one and one.accuracy is not None])
+            return Spread.of([run.best_accuracy for run in self.measured])
+        return Spread.of([point.accuracy for point in self._at_target() if point and point.accuracy is not None])
 
     @property
     def step_rate(self) -> Spread | None:
-        return Spread.of([one.rated[0] for one in self.measured])
+        return Spread.of([run.rates[0] for run in self.measured])
 
     @property
     def example_rate(self) -> Spread | None:
-        return Spread.of([one.rated[1] for one in self.measured])
+        return Spread.of([run.rates[1] for run in self.measured])
 
     @property
     def staleness(self) -> Spread | None:
-        return Spread.of([one.summary["staleness"]["mean"] for one in self.measured if one.summary.get("staleness")])
+        return Spread.of([run.summary["staleness"]["mean"] for run in self.measured if run.summary.get("staleness")])
 
     @property
     def dropped(self) -> Spread | None:
         """The part of the gradients that came too late, with mode=sync_replicas."""
-        found = []
-        for one in self.measured:
-            workers = one.summary["workers"]
-            if all("dropped" in each for each in workers):
-                pushed = sum(each["dropped"] + each["aggregated"] for each in workers)
-                found.append(sum(each["dropped"] for each in workers) / max(1, pushed))
-        return Spread.of(found)
+        dropped_parts = []
+        for run in self.measured:
+            workers = run.summary["workers"]
+            if all("dropped" in worker for worker in workers):
+                pushed = sum(worker["dropped"] + worker["aggregated"] for worker in workers)
+                dropped_parts.append(sum(worker["dropped"] for worker in workers) / max(1, pushed))
+        return Spread.of(dropped_parts)
 
     @property
     def start(self) -> Spread | None:
-        return Spread.of([one.summary["startup_secs"] for one in self.measured])
+        return Spread.of([run.summary["startup_secs"] for run in self.measured])
 
     def staleness_counts(self) -> list[int]:
         """How often 0, 1, 2, ... occurred in all runs together; empty for modes without."""
         counts: list[int] = []
-        for one in self.measured:
-            its = one.summary.get("staleness_counts", [])
-            counts += [0] * (len(its) - len(counts))
-            for number, count in enumerate(its):
+        for run in self.measured:
+            run_counts = run.summary.get("staleness_counts", [])
+            counts += [0] * (len(run_counts) - len(counts))
+            for number, count in enumerate(run_counts):
                 counts[number] += count
         return counts
 
 
 def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[ContenderResult]:
     """The results of all contenders, in the order of their first runs."""
-    found: dict[str, ContenderResult] = {}
+    results: dict[str, ContenderResult] = {}
     for outcome in outcomes:
         contender = outcome.run.contender
-        result = found.setdefault(contender.name, ContenderResult(contender, until))
+        result = results.setdefault(contender.name, ContenderResult(contender, until))
         result.outcomes.append(outcome)
         run_dir = folder / RUNS / outcome.run.folder
         if outcome.state == "done" and (summary := finished_summary(run_dir)):
             result.measured.append(measure(outcome.run, run_dir, summary))
-    return list(found.values())
+    return list(results.values())
 
 
 def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measurement:
@@ -221,21 +221,23 @@ def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measur
 
 
 def _points(path: Path, examples_per_step: float) -> Iterator[Point]:
-    seen = -1
+    last_step = -1
     with contextlib.suppress(OSError), files.open_to_read(path) as file:
         for line in file:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a full disk has cut it off
                 row = json.loads(line)
-                if "validation_loss" not in row or "training_secs" not in row or row["step"] <= seen:
+                if "validation_loss" not in row or "training_secs" not in row or row["step"] <= last_step:
                     continue
-                seen, accuracy = int(row["step"]), row.get("validation_accuracy")
+                last_step, accuracy = int(row["step"]), row.get("validation_accuracy")
                 secs, loss = float(row["training_secs"]), row["validation_loss"]
-                yield Point(seen, secs, seen * examples_per_step, math.nan if loss is None else loss, accuracy)
+                yield Point(
+                    last_step, secs, last_step * examples_per_step, math.nan if loss is None else loss, accuracy
+                )
 
 
 def _steps(folder: Path) -> list[list[tuple[float, float]]]:
     """The steps of each worker, in the order of their numbers; fewer workers if a file is missing."""
-    found = []
+    timelines = []
     with contextlib.suppress(OSError):
         names = sorted(folder.glob("worker-*.csv"), key=lambda path: int(path.stem.removeprefix("worker-")))
         for path in names:
@@ -245,8 +247,8 @@ def _steps(folder: Path) -> list[list[tuple[float, float]]]:
                     with contextlib.suppress(ValueError):  # the process was killed while it wrote
                         begun_at, ended_at = line.split(",")
                         steps.append((float(begun_at), float(ended_at)))
-            found.append(sorted(steps))
-    return found
+            timelines.append(sorted(steps))
+    return timelines
 
 
 def typical_secs(steps: list[tuple[float, float]]) -> float:

@@ -24,7 +24,7 @@ from tf2dist.launch.jobs import finished_summary, run_job
 OPTION = "compare_dir"
 PLAN = "plan.json"
 RUNS, LOGS = "runs", "logs"  # in the folder of the comparison
-LOOK_SECS = 0.5
+POLL_SECS = 0.5
 ALMOST = 0.95  # of a run, until it has ended
 TAIL_BYTES = 4096  # of metrics.jsonl: several lines
 
@@ -69,18 +69,18 @@ def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
     """
     plan = {run.folder: run.overrides for run in runs}
     try:
-        if before := earlier_plan(folder):
-            for name, overrides in before.items():
+        if earlier := earlier_plan(folder):
+            for name, overrides in earlier.items():
                 if name in plan and plan[name] != overrides:
-                    here, there = (" ".join(sorted(set(one) - set(other))) or "nothing" for one, other in
-                                   ((plan[name], overrides), (overrides, plan[name])))  # fmt: skip
+                    here = " ".join(sorted(set(plan[name]) - set(overrides))) or "nothing"
+                    there = " ".join(sorted(set(overrides) - set(plan[name]))) or "nothing"
                     raise ConfigError(
                         f"{OPTION} ({folder}): is of another comparison ({there} there, {here} here); give the same "
                         "options, or name another directory"
                     )
-            plan = before | plan
-        for place in (folder, folder / RUNS, folder / LOGS):
-            files.make_private(place)
+            plan = earlier | plan
+        for directory in (folder, folder / RUNS, folder / LOGS):
+            files.make_private(directory)
         files.write_whole(folder / PLAN, json.dumps({"runs": plan}, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
@@ -92,8 +92,8 @@ def _read_plan(folder: Path) -> dict[str, list[str]]:
     """The runs of a comparison with their command lines, from the file in its folder. Raises ConfigError."""
     try:
         with files.open_to_read(folder / PLAN) as file:
-            found = json.loads(file.read(1 << 24))["runs"]  # a file that is not ours must not fill the memory
-        return {str(name): list(map(str, overrides)) for name, overrides in found.items()}
+            plan = json.loads(file.read(1 << 24))["runs"]  # a file that is not ours must not fill the memory
+        return {str(name): list(map(str, overrides)) for name, overrides in plan.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
             f"{OPTION} ({folder}): has files, and is not of a comparison; name another directory"
@@ -110,35 +110,35 @@ def run_all(
         received: the signals to this process.
     """
     with console:
-        whole = ComparisonProgress(console, len(runs))
-        return [_run(run, folder, flags, received, whole) for run in runs]
+        progress = ComparisonProgress(console, len(runs))
+        return [_run(run, folder, flags, received, progress) for run in runs]
 
 
 def _run(
-    run: ContenderRun, folder: Path, flags: list[str], received: list[int], whole: "ComparisonProgress"
+    run: ContenderRun, folder: Path, flags: list[str], received: list[int], progress: "ComparisonProgress"
 ) -> Outcome:
-    place = folder / RUNS / run.folder
-    if finished_summary(place):
-        whole.skip(run)
+    run_dir = folder / RUNS / run.folder
+    if finished_summary(run_dir):
+        progress.skip(run)
         return Outcome(run, "done", 0)
     if received:
         return Outcome(run, "stopped", None)
-    whole.begin(run, place)
+    progress.begin(run, run_dir)
     try:
         # What an interrupted run has left: our own folder, since the plan names it.
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
+        if run_dir.is_dir() and not run_dir.is_symlink():
+            shutil.rmtree(run_dir)
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
-            code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(place))}"], received, log, whole.look)
+            code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], received, log, progress.poll)
     except OSError as error:
-        whole.console.warn(f"{place} cannot be written ({error.strerror}); make room, or name another directory")
+        progress.console.warn(f"{run_dir} cannot be written ({error.strerror}); make room, or name another directory")
         code = ConfigError.exit_code
     # A run without a summary has failed, even with exit code 0.
-    is_done = code == 0 and finished_summary(place) is not None
+    is_done = code == 0 and finished_summary(run_dir) is not None
     if not (is_done or received):
         reason = _last_line(folder / LOGS / f"{run.folder}.log")
-        whole.console.warn(f"{run} has failed with exit code {code} ({reason}); the others go on")
-    whole.end(is_done)
+        progress.console.warn(f"{run} has failed with exit code {code} ({reason}); the others go on")
+    progress.end(is_done)
     return Outcome(run, "done" if is_done else "stopped" if received else "failed", 0 if is_done else code or 1)
 
 
@@ -158,33 +158,33 @@ class ComparisonProgress:
     def __init__(self, console: Console, num_runs: int) -> None:
         self.console, self._num_runs = console, num_runs
         self._number = 0  # of the present run, from 1
-        self._text, self._place = "", Path()
-        self._begun_at = self._looked_at = 0.0
+        self._text, self._run_dir = "", Path()
+        self._begun_at = self._polled_at = 0.0
         self._secs: list[float] = []  # that each run took
 
     def skip(self, run: ContenderRun) -> None:
         self._number += 1
         self.console.note(f"run {self._number} of {self._num_runs}: {run}: is done already")
 
-    def begin(self, run: ContenderRun, place: Path) -> None:
+    def begin(self, run: ContenderRun, run_dir: Path) -> None:
         self._number += 1
-        self._text, self._place = str(run), place
+        self._text, self._run_dir = str(run), run_dir
         self._begun_at = time.monotonic()
         self.console.status(f"run {self._number} of {self._num_runs}: {run}")
         self._show("")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Called often while a run is under way."""
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_SECS:
-            self._looked_at = now
-            self._show(_last_accuracy(self._place / "metrics.jsonl"))
+        if now - self._polled_at >= POLL_SECS:
+            self._polled_at = now
+            self._show(_last_accuracy(self._run_dir / "metrics.jsonl"))
 
     def end(self, is_done: bool) -> None:
         if is_done:
             self._secs.append(time.monotonic() - self._begun_at)
 
-    def _show(self, more: str) -> None:
+    def _show(self, suffix: str) -> None:
         mean = sum(self._secs) / len(self._secs) if self._secs else 0.0
         spent = time.monotonic() - self._begun_at
         part = min(ALMOST, spent / mean) if mean else 0.0
@@ -192,7 +192,7 @@ class ComparisonProgress:
         minutes, seconds = divmod(round(mean * (self._num_runs - done)), 60)
         left = f"  about {minutes}:{seconds:02} left" if mean else ""
         # The numbers first: a narrow terminal cuts off the end.
-        self.console.whole(done, self._num_runs, f"{self._number}/{self._num_runs}{left}{more}  {self._text}")
+        self.console.overall(done, self._num_runs, f"{self._number}/{self._num_runs}{left}{suffix}  {self._text}")
 
 
 def _last_accuracy(path: Path) -> str:

@@ -10,11 +10,11 @@ from tf2dist.comparing.options import Until
 from tf2dist.comparing.results import ContenderResult, Spread
 from tf2dist.errors import NotFiniteError
 
-NEAR = 1.02  # a smaller ratio is no difference
-MUCH = 0.9  # a rate that is at least so much of another has been kept
+CLEAR_RATIO = 1.02  # a smaller ratio is no difference
+KEPT_RATE = 0.9  # a rate that is at least so much of another has been kept
 UNEQUAL = "Unequal workers: choose a mode that does not wait for the slowest; it is first."
 NOT_FINITE = NotFiniteError.exit_code
-Of = Callable[[ContenderResult], Spread | None]
+Measure = Callable[[ContenderResult], Spread | None]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Verdict:
 
 def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
     """Judges all results; works with any part of the runs done."""
-    names = list(dict.fromkeys(one.contender.situation for one in results))
-    situations = [(name, list(_situation([one for one in results if one.contender.situation == name], until)))
+    names = list(dict.fromkeys(result.contender.situation for result in results))
+    situations = [(name, list(_situation([result for result in results if result.contender.situation == name], until)))
                   for name in names]  # fmt: skip
     return Verdict(_headline(results, until), situations, list(_claims(results, until)))
 
@@ -66,16 +66,18 @@ def _text(spread: Spread, form: Callable[[float], str], unit: str) -> str:
     return form(spread.mean) + unit + (f" ({low} to {high})" if low != high else "")
 
 
-def ranked(results: list[ContenderResult], of: Of, *, highest: bool = False) -> list[tuple[ContenderResult, Spread]]:
+def ranked(
+    results: list[ContenderResult], measure: Measure, *, highest: bool = False
+) -> list[tuple[ContenderResult, Spread]]:
     """Those that have a value, the best first."""
-    found = [(one, spread) for one in results if (spread := of(one))]
-    return sorted(found, key=lambda pair: pair[1].mean, reverse=highest)
+    measured = [(result, spread) for result in results if (spread := measure(result))]
+    return sorted(measured, key=lambda pair: pair[1].mean, reverse=highest)
 
 
 def is_clear(first: Spread, second: Spread) -> bool:
     """Whether all runs of one are clearly on the same side of all runs of the other; never of one run each."""
     are_several = len(first.values) > 1 and len(second.values) > 1
-    return are_several and (first.high * NEAR < second.low or second.high * NEAR < first.low)
+    return are_several and (first.high * CLEAR_RATIO < second.low or second.high * CLEAR_RATIO < first.low)
 
 
 def is_alone(*spreads: Spread) -> bool:
@@ -85,17 +87,17 @@ def is_alone(*spreads: Spread) -> bool:
 
 def _headline(results: list[ContenderResult], until: Until) -> str:
     """Who is first in the situation with the fastest machines, and in that with the slowest worker."""
-    delays = sorted({one.contender.delay_secs for one in results})
+    delays = sorted({result.contender.delay_secs for result in results})
     parts = []
     for delay_secs in dict.fromkeys((delays[0], delays[-1])) if delays else ():
-        its = [one for one in results if one.contender.delay_secs == delay_secs]
-        names = list(dict.fromkeys(one.contender.situation for one in its))
+        with_delay = [result for result in results if result.contender.delay_secs == delay_secs]
+        names = list(dict.fromkeys(result.contender.situation for result in with_delay))
         if len(names) != 1:
             continue
-        order = _order(its, until)
+        order = _order(with_delay, until)
         if not order:
             parts.append(f"With {names[0]}, no run has come to the target")
-        elif len(its) == 1:
+        elif len(with_delay) == 1:
             parts.append(f"With {names[0]}, only {order[0][0].contender.way} was measured")
         elif len(order) > 1 and is_alone(order[0][1], order[1][1]):
             parts.append(f"With {names[0]}, {order[0][0].contender.way} is first, in one run each")
@@ -111,47 +113,55 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
 def _order(results: list[ContenderResult], until: Until) -> list[tuple[ContenderResult, Spread]]:
     """The ranking that decides: by time to the accuracy or to the steps, or by the accuracy at the end."""
     if until.kind == "secs":
-        return ranked(results, lambda one: one.accuracy, highest=True)
-    return ranked(results, lambda one: one.secs)
+        return ranked(results, lambda result: result.accuracy, highest=True)
+    return ranked(results, lambda result: result.secs)
 
 
 def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
     """The sentences about one situation."""
-    for one in results:
-        if failed := [outcome for outcome in one.outcomes if outcome.state == "failed"]:
-            why = "; the loss was not finite" if any(each.exit_code == NOT_FINITE for each in failed) else ""
-            yield f"{one.contender.way}: {len(failed)} of {len(one.outcomes)} runs failed{why}."
+    for result in results:
+        if failed := [outcome for outcome in result.outcomes if outcome.state == "failed"]:
+            reason = "; the loss was not finite" if any(outcome.exit_code == NOT_FINITE for outcome in failed) else ""
+            yield f"{result.contender.way}: {len(failed)} of {len(result.outcomes)} runs failed{reason}."
     if until.kind == "accuracy":
         goal = f"{until.value:g}"
-        yield from _race(results, lambda one: one.secs, secs_text, f"In time, {{}} comes to {goal} first, after {{}}")
-        yield from _race(results, lambda one: one.examples, count_text, "Counted in examples, {} is first, with {}")
-        for one in results:
-            if one.measured and one.num_reached < len(one.measured):
-                best = f"; the best accuracy was {one.accuracy.high:.4f}" if one.accuracy else ""
-                which = "no run" if not one.num_reached else f"{one.num_reached} of {len(one.measured)} runs"
-                yield f"{one.contender.way}: {which} came to {goal}{best}."
+        yield from _race(
+            results, lambda result: result.secs, secs_text, f"In time, {{}} comes to {goal} first, after {{}}"
+        )
+        yield from _race(
+            results, lambda result: result.examples, count_text, "Counted in examples, {} is first, with {}"
+        )
+        for result in results:
+            if result.measured and result.num_reached < len(result.measured):
+                best = f"; the best accuracy was {result.accuracy.high:.4f}" if result.accuracy else ""
+                num_runs = (
+                    "no run" if not result.num_reached else f"{result.num_reached} of {len(result.measured)} runs"
+                )
+                yield f"{result.contender.way}: {num_runs} came to {goal}{best}."
         return
     if until.kind == "steps":
         steps = f"{until.value:,g} steps"
-        yield from _race(results, lambda one: one.secs, secs_text, f"{{}} is first at {steps}, after {{}}")
+        yield from _race(results, lambda result: result.secs, secs_text, f"{{}} is first at {steps}, after {{}}")
         yield "A step has another number of examples in each mode, so the accuracies are those of different trainings."
-    order = ranked(results, lambda one: one.accuracy, highest=True)
+    order = ranked(results, lambda result: result.accuracy, highest=True)
     if order:
         listed = ", ".join(
-            f"{one.contender.way} {_text(spread, lambda value: f'{value:.4f}', '')}" for one, spread in order
+            f"{result.contender.way} {_text(spread, lambda value: f'{value:.4f}', '')}" for result, spread in order
         )
         yield f"Accuracy at {until.value:,g} {'seconds' if until.kind == 'secs' else 'steps'}: {listed}."
 
 
-def _race(results: list[ContenderResult], of: Of, text: Callable[[Spread], str], begin: str) -> Iterator[str]:
+def _race(
+    results: list[ContenderResult], measure: Measure, text: Callable[[Spread], str], template: str
+) -> Iterator[str]:
     """One sentence: the first with its value, and the others with theirs and the ratio."""
-    order = ranked(results, of)
+    order = ranked(results, measure)
     if not order:
         return
     (first, best), *others = order
     listed = "; ".join(
-        f"{one.contender.way} needs {text(spread)}, {spread.mean / best.mean:.2f} times as much"
-        for one, spread in others
+        f"{result.contender.way} needs {text(spread)}, {spread.mean / best.mean:.2f} times as much"
+        for result, spread in others
     )
     doubt = ""
     if others and is_alone(best, others[0][1]):
@@ -159,18 +169,18 @@ def _race(results: list[ContenderResult], of: Of, text: Callable[[Spread], str],
     elif others and not is_clear(best, others[0][1]):
         pair = f"{first.contender.way} and {others[0][0].contender.way}"
         doubt = f" The runs of {pair} overlap or are nearly equal, so their order is open."
-    yield f"{begin.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
+    yield f"{template.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
 
 
 def _claims(results: list[ContenderResult], until: Until) -> Iterator[Claim]:
     """The claims of the textbooks that these runs can test, on the plain modes."""
-    plain = [one for one in results if one.measured]
-    delays = sorted({one.contender.delay_secs for one in plain})
-    even = [one for one in plain if one.contender.delay_secs == 0]
+    plain = [result for result in results if result.measured]
+    delays = sorted({result.contender.delay_secs for result in plain})
+    even = [result for result in plain if result.contender.delay_secs == 0]
     if delays[-1:] > [0.0]:
-        uneven = [one for one in plain if one.contender.delay_secs == delays[-1]]
+        uneven = [result for result in plain if result.contender.delay_secs == delays[-1]]
         # An algorithm may make workers wait on purpose, of which the textbooks say nothing.
-        for slow in (one for one in uneven if one.contender.config.algorithm.kind == "plain"):
+        for slow in (result for result in uneven if result.contender.config.algorithm.kind == "plain"):
             equal = _same_in(even, slow)
             if equal and slow.step_rate and equal.step_rate:
                 yield _claim_about_a_straggler(slow, slow.step_rate, equal.step_rate)
@@ -179,32 +189,41 @@ def _claims(results: list[ContenderResult], until: Until) -> Iterator[Claim]:
     yield from _claim_about_the_first(even, until, wants_sync=True)
 
 
-def _same_in(results: list[ContenderResult], one: ContenderResult) -> ContenderResult | None:
+def _same_in(results: list[ContenderResult], result: ContenderResult) -> ContenderResult | None:
     """The same contender with equal workers."""
-    its = one.contender
+    contender = result.contender
     return next(
-        (other for other in results if (other.contender.way, other.contender.varying) == (its.way, its.varying)), None
+        (
+            other
+            for other in results
+            if (other.contender.way, other.contender.varying) == (contender.way, contender.varying)
+        ),
+        None,
     )
 
 
 def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spread) -> Claim:
-    one = slow.contender
+    contender = slow.contender
     share = slow_rate.mean / rate.mean
     figures = (
         f"{rate_text(slow_rate)} steps/s instead of {rate_text(rate)}, {share:.2f} of it; a step takes "
         f"{1000 / slow_rate.mean:,.1f} ms instead of {1000 / rate.mean:,.1f}."
     )
-    where = f" ({', '.join(f'{key}={value}' for key, value in one.varying.items())})" if one.varying else ""
-    if one.mode == "sync" or one.backups == 0:
+    settings = (
+        f" ({', '.join(f'{key}={value}' for key, value in contender.varying.items())})" if contender.varying else ""
+    )
+    if contender.mode == "sync" or contender.backups == 0:
         # The slow worker alone takes at least the delay for a step.
-        state = "seen" if 1 / slow_rate.mean >= one.delay_secs else "not seen"
-        return Claim(f"{one.way}{where}: every step is as slow as the slowest worker.", state, figures)
-    if one.mode == "sync_replicas":
-        state = "seen" if share >= MUCH else "not seen"
-        return Claim(f"{one.way}{where}: a slow worker is not waited for, and the rate stays.", state, figures)
-    workers = one.config.cluster.num_workers
-    state = "seen" if share >= MUCH * (workers - 1) / workers else "not seen"
-    return Claim(f"{one.way}{where}: a slow worker costs no more than its own share of the steps.", state, figures)
+        state = "seen" if 1 / slow_rate.mean >= contender.delay_secs else "not seen"
+        return Claim(f"{contender.way}{settings}: every step is as slow as the slowest worker.", state, figures)
+    if contender.mode == "sync_replicas":
+        state = "seen" if share >= KEPT_RATE else "not seen"
+        return Claim(f"{contender.way}{settings}: a slow worker is not waited for, and the rate stays.", state, figures)
+    workers = contender.config.cluster.num_workers
+    state = "seen" if share >= KEPT_RATE * (workers - 1) / workers else "not seen"
+    return Claim(
+        f"{contender.way}{settings}: a slow worker costs no more than its own share of the steps.", state, figures
+    )
 
 
 def rate_text(spread: Spread) -> str:
@@ -214,19 +233,19 @@ def rate_text(spread: Spread) -> str:
 
 def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
     text = "The price of async is stale gradients: it needs more examples than sync for the same accuracy."
-    for one in even:
-        if one.contender.way != "async" or not one.staleness:
+    for result in even:
+        if result.contender.way != "async" or not result.staleness:
             continue
         sync = next((other for other in even if other.contender.way == "sync"
-                     and other.contender.situation == one.contender.situation), None)  # fmt: skip
-        if not (sync and sync.examples and one.examples):
+                     and other.contender.situation == result.contender.situation), None)  # fmt: skip
+        if not (sync and sync.examples and result.examples):
             continue
         figures = (
-            f"{count_text(one.examples)} examples with a staleness of {one.staleness.mean:.1f} on average, and "
+            f"{count_text(result.examples)} examples with a staleness of {result.staleness.mean:.1f} on average, and "
             f"{count_text(sync.examples)} with sync."
         )
-        is_more = one.examples.mean > sync.examples.mean
-        state = ("seen" if is_more else "not seen") if is_clear(one.examples, sync.examples) else "unclear"
+        is_more = result.examples.mean > sync.examples.mean
+        state = ("seen" if is_more else "not seen") if is_clear(result.examples, sync.examples) else "unclear"
         if state == "not seen":
             figures += (
                 f" A synchronous step makes one update of {sync.contender.batches} batches. So async makes "
@@ -237,7 +256,7 @@ def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
 
 def _claim_about_the_first(results: list[ContenderResult], until: Until, *, wants_sync: bool) -> Iterator[Claim]:
     """The advice of the textbooks about which mode to choose, by the time to the target."""
-    if len({one.contender.situation for one in results}) != 1:
+    if len({result.contender.situation for result in results}) != 1:
         return
     order = _order(results, until)
     if not order:
@@ -246,10 +265,10 @@ def _claim_about_the_first(results: list[ContenderResult], until: Until, *, want
     is_sync = first.contender.mode == "sync"
     text = "Equal workers: choose sync, which is first." if wants_sync else UNEQUAL
     # Sync against the best of the others: their own order does not matter here.
-    rivals = [spread for one, spread in order if (one.contender.mode == "sync") != is_sync]
+    rivals = [spread for result, spread in order if (result.contender.mode == "sync") != is_sync]
     if not rivals:
         return
     state = ("seen" if is_sync == wants_sync else "not seen") if is_clear(best, rivals[0]) else "unclear"
     text_of = secs_text if until.kind != "secs" else (lambda spread: _text(spread, lambda value: f"{value:.4f}", ""))
-    shown = [f"{one.contender.way} {text_of(spread)}" for one, spread in order]
-    yield Claim(text, state, f"{'Accuracy' if until.kind == 'secs' else 'Time'} at the target: {', '.join(shown)}.")
+    ranking = [f"{result.contender.way} {text_of(spread)}" for result, spread in order]
+    yield Claim(text, state, f"{'Accuracy' if until.kind == 'secs' else 'Time'} at the target: {', '.join(ranking)}.")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tf2dist.config.option import COUNT, POSITIVE, Must, choice, one_of, option
+from tf2dist.config.option import COUNT, POSITIVE, Constraint, choice, one_of, option
 
-IS_MOMENTUM = Must(lambda value: 0 <= value < 1, "must be at least 0 and less than 1, such as 0.9")
+IS_MOMENTUM = Constraint(lambda value: 0 <= value < 1, "must be at least 0 and less than 1, such as 0.9")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from tf2dist.config.algorithms import ALGORITHMS, AlgorithmEntry
 from tf2dist.config.option import Rule, rules_of
-from tf2dist.config.paths import is_folder
 from tf2dist.config.rules import argument_rules, path_rules
 from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
+from tf2dist.files import is_folder
 
 LISTS_TASKS = ("hosts", "tf_config")  # the clusters whose description has the sizes in it
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
@@ -90,18 +90,20 @@ def _mode(config: RunConfig) -> list[Rule]:
 def _transfers(config: RunConfig) -> list[Rule]:
     """Where a ps adds up what workers send, or workers send their weights, the roundings would add up."""
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
-    what = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
+    owner = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
     holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_weights)
-    return [("cluster.transfer_dtype", dtype, holds, f"is not for {what}; leave it out")]
+    return [("cluster.transfer_dtype", dtype, holds, f"is not for {owner}; leave it out")]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
     """Refuses options of another kind of cluster."""
     # With host lists and without cluster=hosts every host would train alone, each with success.
-    given = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
-    given |= {"task.type": config.task.type, "task.index": config.task.index}
-    used = config.cluster.kind == "hosts"
-    rules = [(name, value, value is None or used, "is for cluster=hosts; add that") for name, value in given.items()]
+    options = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
+    options |= {"task.type": config.task.type, "task.index": config.task.index}
+    is_hosts = config.cluster.kind == "hosts"
+    rules = [
+        (name, value, value is None or is_hosts, "is for cluster=hosts; add that") for name, value in options.items()
+    ]
     for size in ("num_workers", "num_ps"):
         name, value = f"cluster.{size}", getattr(config.cluster, size)
         holds = config.cluster.kind not in LISTS_TASKS or value == OPTIONS[name].default

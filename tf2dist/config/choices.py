@@ -44,9 +44,9 @@ def keys(group: str, name: str) -> tuple[str, ...]:
 
 def choices_by_option() -> dict[str, list[str]]:
     """The choices to which each option belongs, as in {"model.dropout": ["model=cnn"]}."""
-    found: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for group in PLUGIN_GROUPS:
         for name in groups()[group]:
             for key in keys(group, name):
-                found.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
-    return found
+                choices.setdefault(f"{group}.{key}", []).append(f"{group}={name}")
+    return choices

@@ -1,10 +1,11 @@
 """Hydra itself, around the files in ``conf/`` and those of the user, with errors that are one line."""
 
 import contextlib
+import difflib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,11 +27,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.choices import CONF_MODULE, PLUGIN_GROUPS, choices_by_option, groups
-from tf2dist.config.hints import for_unknown
-from tf2dist.config.paths import expand
 from tf2dist.config.schema import OPTIONS, SECTIONS
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, defaults, first_line
 from tf2dist.errors import ConfigError, nearest
+from tf2dist.files import expand
 
 MAIN = "config"  # conf/config.yaml
 OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
@@ -55,18 +55,18 @@ class ConfigSource:
     path: str | None = None
 
     def search_path(self) -> ConfigSearchPath:
-        found = create_config_search_path(_address(self.path))
-        ours, before = f"pkg://{CONF_MODULE}", SearchPathQuery(provider="schema")
-        found.prepend("tf2dist" if self.path else "main", ours, before)
+        search_path = create_config_search_path(_address(self.path))
+        anchor = SearchPathQuery(provider="schema")
+        search_path.prepend("tf2dist" if self.path else "main", f"pkg://{CONF_MODULE}", anchor)
         if folder := _address(self.folder):
-            found.prepend("command-line", folder, before)
-        return found
+            search_path.prepend("command-line", folder, anchor)
+        return search_path
 
     def flags(self) -> list[str]:
         """The flags that give the same source in any working directory."""
-        given = {"--config-dir": _address(self.folder), "--config-path": _address(self.path)}
-        named = [f"{flag}={place.removeprefix('file://')}" for flag, place in given.items() if place]
-        return [*named, *([f"--config-name={self.name}"] if self.name != MAIN else [])]
+        addresses = {"--config-dir": _address(self.folder), "--config-path": _address(self.path)}
+        flags = [f"{flag}={address.removeprefix('file://')}" for flag, address in addresses.items() if address]
+        return [*flags, *([f"--config-name={self.name}"] if self.name != MAIN else [])]
 
 
 def _address(folder: str | None) -> str | None:
@@ -87,7 +87,7 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
-        self._kept: DictConfig | None = None
+        self._composed: DictConfig | None = None
 
     def load_configuration(
         self,
@@ -102,36 +102,38 @@ class Loader(ConfigLoaderImpl):
         Raises:
             ConfigError: says what is wrong, and names the nearest option if there is one.
         """
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            return kept
+        if self._composed is not None:
+            composed, self._composed = self._composed, None
+            return composed
         _register_plugins(overrides)
         try:
-            found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+            composed = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
         except ERRORS as error:
             raise ConfigError(_explain(error, overrides, config_name, run_mode, self)) from None
         if config_name is not None:
-            if "run_dir" in found and as_written(found)["run_dir"] is None:
-                found.run_dir = DEFAULT_RUN_DIR
-            self._check(found, config_name, overrides, run_mode)
-        return found
+            if "run_dir" in composed and as_written(composed)["run_dir"] is None:
+                composed.run_dir = DEFAULT_RUN_DIR
+            self._check(composed, config_name, overrides, run_mode)
+        return composed
 
     def keep(self, composed: DictConfig) -> None:
         """Makes a configuration the answer to the next request, since composing it takes a tenth of a second."""
-        self._kept = composed
+        self._composed = composed
 
-    def _check(self, found: DictConfig, config_name: str, overrides: list[str], run_mode: RunMode) -> None:
+    def _check(self, composed: DictConfig, config_name: str, overrides: list[str], run_mode: RunMode) -> None:
         """Refuses options that do not exist, wherever they are given."""
-        given = {_key(override) for override in overrides}
-        for key in _unknown(found):
-            if key in given:
-                raise ConfigError(f"{key}: there is no such option{_meant(key, found)}")
+        given_keys = {_key(override) for override in overrides}
+        for key in _unknown(composed):
+            if key in given_keys:
+                raise ConfigError(f"{key}: there is no such option{_suggestion(key, composed)}")
             file, package = self._file_with(key, config_name, overrides, run_mode)
-            where = f"{key} (in {file}.yaml)" if file else key
+            location = f"{key} (in {file}.yaml)" if file else key
             if package and package == key.partition(".")[0]:
-                raise ConfigError(f'{where}: there is no such option; begin the file with "# @package _global_"')
-            raise ConfigError(f"{where}: there is no such option{_meant(key, found)}")
-        missing = sorted(set(defaults()) - set(map(str, found)))
+                raise ConfigError(f'{location}: there is no such option; begin the file with "# @package _global_"')
+            raise ConfigError(f"{location}: there is no such option{_suggestion(key, composed)}")
+        missing = sorted(set(defaults()) - set(map(str, composed)))
         if missing and not any(override.startswith("~") for override in overrides):
             raise ConfigError(
                 f"--config-name ({config_name}): lacks {missing[0]} and others; begin the file with "
@@ -140,19 +142,19 @@ class Loader(ConfigLoaderImpl):
 
     def _file_with(self, key: str, config_name: str, overrides: list[str], mode: RunMode) -> tuple[str, str]:
         """The last file that sets an option, and the part of the configuration that the file is about."""
-        for each in reversed(self.compute_defaults_list(config_name, overrides, mode).defaults):
-            package = each.package or ""
+        for default in reversed(self.compute_defaults_list(config_name, overrides, mode).defaults):
+            package = default.package or ""
             inner = key.removeprefix(f"{package}.") if package else key
-            found = self.repository.load_config(each.config_path) if each.config_path else None
-            if found is None or (package and inner == key) or not isinstance(found.config, DictConfig):
+            file = self.repository.load_config(default.config_path) if default.config_path else None
+            if file is None or (package and inner == key) or not isinstance(file.config, DictConfig):
                 continue
-            if OmegaConf.select(found.config, inner, throw_on_resolution_failure=False) is not None:
-                return each.config_path or "", package
+            if OmegaConf.select(file.config, inner, throw_on_resolution_failure=False) is not None:
+                return default.config_path or "", package
         return "", ""
 
 
 @contextlib.contextmanager
-def opened(source: ConfigSource) -> Iterator[Hydra]:
+def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
     """Hydra with ``conf/`` and the user's folders on its search path."""
     stored = ConfigStore.instance().repo
     names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
@@ -164,7 +166,7 @@ def opened(source: ConfigSource) -> Iterator[Hydra]:
         raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
     # Hydra is a singleton, which the caller may have initialized.
     GlobalHydra.instance().clear()
-    before = HydraConfig.instance().cfg
+    previous = HydraConfig.instance().cfg
     # Hydra's behaviour depends on this number; without it an older version's would apply.
     version.setbase("1.3")
     hydra = Hydra("tf2dist", Loader(source.search_path()))
@@ -176,7 +178,7 @@ def opened(source: ConfigSource) -> Iterator[Hydra]:
             yield hydra
     finally:
         GlobalHydra.instance().clear()
-        HydraConfig.instance().cfg = before
+        HydraConfig.instance().cfg = previous
         stored.update(names)  # without those of this command line's plugins
 
 
@@ -189,17 +191,17 @@ def overrides_of(composed: Any) -> list[str]:
 def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
     """Makes Hydra's settings known to the resolver ``${hydra:...}``; gives the overrides of the command line."""
     holder: HydraConfig = HydraConfig.instance()
-    before = holder.cfg
+    previous = holder.cfg
     if "hydra" in composed:
         holder.set_config(composed)
         OmegaConf.set_readonly(composed.hydra, False)  # Hydra itself sets some of them later
     try:
         yield overrides_of(holder.cfg) if holder.cfg else []
     finally:
-        holder.cfg = before
+        holder.cfg = previous
 
 
-def prepared(overrides: list[str], tf_config: str | None) -> list[str]:
+def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
     """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one.
 
     Raises:
@@ -267,10 +269,10 @@ def _key(override: str) -> str:
     return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
 
 
-def _unknown(found: DictConfig) -> Iterator[str]:
+def _unknown(composed: DictConfig) -> Iterator[str]:
     """The dotted names in a configuration that the schema does not have."""
     # Unresolved: an option may refer to something that is known only later.
-    for name, value in as_written(found).items():
+    for name, value in as_written(composed).items():
         if name == "hydra":
             continue
         if name not in Loader.known:
@@ -280,9 +282,32 @@ def _unknown(found: DictConfig) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in Loader.known)
 
 
-def _meant(key: str, found: DictConfig) -> str:
+def _suggestion(key: str, composed: DictConfig) -> str:
     """The end of a message about an unknown option."""
-    return for_unknown(key, [*groups(), *_leaves(as_written(found))], choices_by_option())
+    return _nearest_option(key, [*groups(), *_leaves(as_written(composed))], choices_by_option())
+
+
+def _nearest_option(key: str, known: list[str], others: Mapping[str, list[str]]) -> str:
+    """The end of the message about an unknown option: the best guess, or what exists instead.
+
+    Args:
+        known: the options that exist with the choices of this command line, and the groups.
+        others: the options that would exist with other choices, each with these choices.
+    """
+    section, _, name = key.rpartition(".")
+    names = {option: option.rpartition(".")[2] for option in known}
+    # From the most certain guess to the vaguest: a wrong section is more likely than a wrong name.
+    if same_name := [option for option in known if names[option] == name]:
+        return f"; did you mean {same_name[0]}?"
+    if unchosen := [option for option in others if option == key or (not section and option.endswith(f".{name}"))]:
+        return f"; {unchosen[0]} is an option of {' and '.join(others[unchosen[0]])}"
+    in_section = [option for option in known if section and option.startswith(f"{section}.")]
+    if longer := [option for option in in_section or known if names[option].startswith(f"{name}_")]:
+        return f"; did you mean {longer[0]}?"
+    close = difflib.get_close_matches(name, [names[option] for option in in_section or known], n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {next(option for option in in_section or known if names[option] == close[0])}?"
+    return f"; it has {', '.join(names[option] for option in in_section)}" if in_section else "; see --help"
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -297,7 +322,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
 def _explain(error: Exception, overrides: list[str], config_name: str | None, run_mode: RunMode, loader: Loader) -> str:
     """One line that says why Hydra could not compose a configuration."""
     if isinstance(error, yaml.YAMLError):
-        return what_yaml_says(error)
+        return yaml_message(error)
     if isinstance(error, MissingConfigException):
         return _missing(error, overrides, config_name, loader)
     parsed = []
@@ -308,16 +333,16 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, ru
         except ERRORS:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
     single = [override for override in parsed if run_mode == RunMode.RUN or not override.is_sweep_override()]
-    if told := next(filter(None, map(_wrong_kind, single)), ""):
-        return told
+    if problem := next(filter(None, map(_wrong_kind, single)), ""):
+        return problem
     try:
         # The choices alone: they decide which options exist.
-        chosen = [text for text in overrides if _key(text) in groups() and text[0] not in "+~"]
-        tree = ConfigLoaderImpl.load_configuration(loader, config_name, chosen, RunMode.MULTIRUN)
+        choices = [text for text in overrides if _key(text) in groups() and text[0] not in "+~"]
+        tree = ConfigLoaderImpl.load_configuration(loader, config_name, choices, RunMode.MULTIRUN)
     except ERRORS:
-        return what_hydra_says(error)
+        return hydra_message(error)
     problems = (_problem(override, tree, overrides, loader) for override in single)
-    return next(filter(None, problems), what_hydra_says(error))
+    return next(filter(None, problems), hydra_message(error))
 
 
 def _wrong_kind(override: Override) -> str:
@@ -342,30 +367,35 @@ def _problem(override: Override, tree: DictConfig, overrides: list[str], loader:
         return ""
     if loader.get_group_options(key):
         return f"{key} ({value}): is not a group of tf2dist; write +{override.input_line} for one of yours"
-    meant = for_unknown(key, [*groups(), *_leaves(as_written(tree))], choices_by_option())
+    suggestion = _nearest_option(key, [*groups(), *_leaves(as_written(tree))], choices_by_option())
     has_plugins = any(other.startswith("plugins=") for other in overrides)
-    if has_plugins and key.partition(".")[0] in PLUGIN_GROUPS and "mean" not in meant:
+    if has_plugins and key.partition(".")[0] in PLUGIN_GROUPS and "mean" not in suggestion:
         return f"{key}: there is no such option; write +{key} if a plugin of yours has it"
-    return f"{key}: there is no such option{meant}"
+    return f"{key}: there is no such option{suggestion}"
 
 
 def _missing(error: MissingConfigException, overrides: list[str], config_name: str | None, loader: Loader) -> str:
     """What is wrong with the name of a file that is not there."""
-    missing = error.missing_cfg_file or ""
-    if missing == config_name:
+    missing_file = error.missing_cfg_file or ""
+    if missing_file == config_name:
         known = sorted({name for source in loader.get_sources() if source.provider not in ("hydra", "schema")
                         for name in source.list("", ObjectType.CONFIG) if not name.startswith("__")})  # fmt: skip
-        return f"--config-name ({missing[:60]}): there is no such file{nearest(missing, known) or '; add --config-dir'}"
-    group, _, name = missing.rpartition("/")
+        suggestion = nearest(missing_file, known) or "; add --config-dir"
+        return f"--config-name ({missing_file[:60]}): there is no such file{suggestion}"
+    group, _, name = missing_file.rpartition("/")
     offered = sorted(error.options or loader.get_group_options(group))
-    where = ""
+    location = ""
     # The files that the command line chooses, of which one may name it in its list of defaults.
-    chosen = [f"{_key(override)}/{override.partition('=')[2]}" for override in overrides if _key(override) != group]
-    for path in [config_name or MAIN, *chosen]:
+    chosen_files = [
+        f"{_key(override)}/{override.partition('=')[2]}" for override in overrides if _key(override) != group
+    ]
+    for path in [config_name or MAIN, *chosen_files]:
         file = loader.repository.load_config(path)
-        if file and any(each.get_name() == name for each in file.defaults_list or () if hasattr(each, "value")):
-            where = f" (in {path}.yaml)"
-    return f"{group} ({name}): must be one of {', '.join(offered)}{nearest(name, offered)}{where}"
+        if file and any(
+            default.get_name() == name for default in file.defaults_list or () if hasattr(default, "value")
+        ):
+            location = f" (in {path}.yaml)"
+    return f"{group} ({name}): must be one of {', '.join(offered)}{nearest(name, offered)}{location}"
 
 
 def setting(composed: DictConfig, name: str) -> str:
@@ -377,13 +407,13 @@ def setting(composed: DictConfig, name: str) -> str:
         raise ConfigError(f"{name}: cannot be filled in ({first_line(error)})") from None
 
 
-def what_yaml_says(error: yaml.YAMLError) -> str:
+def yaml_message(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = f"{mark.name}, line {mark.line + 1}" if mark else "a configuration file"
-    return f"{where}: cannot be read ({getattr(error, 'problem', None) or first_line(error)}); correct the file"
+    location = f"{mark.name}, line {mark.line + 1}" if mark else "a configuration file"
+    return f"{location}: cannot be read ({getattr(error, 'problem', None) or first_line(error)}); correct the file"
 
 
-def what_hydra_says(error: Exception) -> str:
+def hydra_message(error: Exception) -> str:
     """The message of an error of Hydra, on one line."""
     # Some of its errors have no text of their own, only a cause.
     cause = error.__cause__ if isinstance(error.__cause__, Exception) and not str(error) else error

@@ -12,7 +12,7 @@ from tf2dist.errors import ConfigError
 
 T = TypeVar("T")
 
-REST = {"rest": True}  # metadata of the field that collects the keys without a field of their own
+CATCH_ALL = {"catch_all": True}  # metadata of the field that collects the keys without a field of their own
 BOOLS = {  # the words of YAML 1.1, and 0 and 1
     **dict.fromkeys(("true", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "no", "n", "off", "0"), False),
@@ -20,8 +20,8 @@ BOOLS = {  # the words of YAML 1.1, and 0 and 1
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or a path"}
 
 
-def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
-    """An object of the dataclass `made` with the values of a tree; missing fields have their defaults.
+def to_dataclass(cls: type[T], tree: Any, name: str = "") -> T:
+    """An object of the dataclass `cls` with the values of a tree; missing fields have their defaults.
 
     Args:
         name: the dotted name of the section, for messages; "" for the whole configuration.
@@ -31,18 +31,18 @@ def to_dataclass(made: type[T], tree: Any, name: str = "") -> T:
     """
     _check_dict(tree, name or "the configuration")
     # The arguments of data stand among its options in files, and are separate in the dataclass.
-    known = {each.name: each for each in fields(made)}  # type: ignore[arg-type]
-    rest = next((each.name for each in known.values() if each.metadata.get("rest")), None)
-    values: dict[str, Any] = {rest: {}} if rest else {}
+    known = {entry.name: entry for entry in fields(cls)}  # type: ignore[arg-type]
+    catch_all = next((entry.name for entry in known.values() if entry.metadata.get("catch_all")), None)
+    values: dict[str, Any] = {catch_all: {}} if catch_all else {}
     for key, value in tree.items():
         dotted = f"{name}.{key}" if name else str(key)
-        if key in known and key != rest:
+        if key in known and key != catch_all:
             values[key] = _typed(known[key].type, value, dotted)
-        elif rest:
-            values[rest][key] = value
+        elif catch_all:
+            values[catch_all][key] = value
         else:
             raise ConfigError(f"{dotted}: there is no such option; see --help")
-    return made(**values)
+    return cls(**values)
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
@@ -63,8 +63,8 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     try:
         return _scalar(kinds[0], value)
     except ValueError:
-        shown = "null" if value is None else value
-        raise ConfigError(f"{name} ({shown}): must be {KINDS[kinds[0]]}") from None
+        value_text = "null" if value is None else value
+        raise ConfigError(f"{name} ({value_text}): must be {KINDS[kinds[0]]}") from None
 
 
 def _check_dict(value: Any, name: str) -> None:
@@ -80,7 +80,7 @@ def _scalar(kind: type, value: Any) -> Any:
     if type(value) not in takes.get(kind, (bool, int, float, str)):
         raise ValueError
     if kind is bool:
-        if (word := str(value).lower()) not in BOOLS:
+        if (text := str(value).lower()) not in BOOLS:
             raise ValueError
-        return BOOLS[word]
+        return BOOLS[text]
     return kind(value)

@@ -7,8 +7,8 @@ from typing import NoReturn
 from hydra._internal.utils import get_args_parser
 
 from tf2dist.config.compose import MAIN, ConfigSource
-from tf2dist.config.paths import is_folder, is_path
 from tf2dist.errors import ConfigError, nearest
+from tf2dist.files import is_folder, is_path
 
 ACTIONS = ("run", "multirun", "cfg", "info", "shell_completion")
 
@@ -20,45 +20,45 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ConfigError: a flag is unknown, lacks its value, or contradicts another one.
     """
     parser = get_args_parser()
-    known = re.findall(r"--[\w-]+", parser.format_usage())
+    flags = re.findall(r"--[\w-]+", parser.format_usage())
 
     def refuse(message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (\S*)", message):
             flag = unknown[1].partition("=")[0]
-            raise ConfigError(f"{unknown[1]}: there is no such flag{nearest(flag, known) or '; see --help'}")
+            raise ConfigError(f"{unknown[1]}: there is no such flag{nearest(flag, flags) or '; see --help'}")
         raise ConfigError(f"{message.removeprefix('argument ')}; see --help")
 
     parser.error = refuse  # type: ignore[method-assign]
     try:
         # Flags and overrides in any order, which `parse_args` does not take.
-        asked = parser.parse_intermixed_args(arguments)
+        args = parser.parse_intermixed_args(arguments)
     except RecursionError:
         raise ConfigError(f"{arguments[0][:60]}: cannot be read; see --help") from None
-    if len(actions := actions_of(asked)) > 1:
+    if len(actions := actions_of(args)) > 1:
         raise ConfigError(f"{actions[1]}: cannot be combined with {actions[0]}; leave out one of them")
-    for flag, value in (("--package", asked.package), ("--resolve", asked.resolve)):
+    for flag, value in (("--package", args.package), ("--resolve", args.resolve)):
         # Without the check the training would start, although the user wanted to see something.
-        if value and not (asked.cfg or asked.help):
+        if value and not (args.cfg or args.help):
             raise ConfigError(f"{flag}: is for --cfg; add that")
-    return asked
+    return args
 
 
-def actions_of(asked: argparse.Namespace) -> list[str]:
+def actions_of(args: argparse.Namespace) -> list[str]:
     """The flags of a command line that say what to do, as they are written."""
-    return [f"--{name.replace('_', '-')}" for name in ACTIONS if getattr(asked, name)]
+    return [f"--{name.replace('_', '-')}" for name in ACTIONS if getattr(args, name)]
 
 
-def source_of(asked: argparse.Namespace) -> ConfigSource:
+def source_of(args: argparse.Namespace) -> ConfigSource:
     """The configuration files that a command line names.
 
     Raises:
         ConfigError: a folder does not exist.
     """
-    for flag, folder in (("--config-dir", asked.config_dir), ("--config-path", asked.config_path)):
+    for flag, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
         # Before anything that depends on the files in it.
         if folder is not None and not folder.startswith("pkg://") and not is_folder(folder):
             raise ConfigError(f"{flag} ({folder}): there is no such folder; name one with your .yaml files")
-    name = asked.config_name or MAIN
+    name = args.config_name or MAIN
     if not is_path(name) or name.startswith("/") or ".." in name.split("/"):
         raise ConfigError(f"--config-name ({name[:60]}): there is no such file; name one in --config-dir")
-    return ConfigSource(asked.config_dir, name, asked.config_path)
+    return ConfigSource(args.config_dir, name, args.config_path)

@@ -43,13 +43,13 @@ OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 def help_text(line_chars: int) -> str:
     """The whole text; descriptions are wrapped at `line_chars` characters."""
     choices = [f"  {group:10} {', '.join(groups()[group])}\n" for group in sorted(groups())]
-    described = [row for section in SECTIONS for row in _of_section(section)]
-    chosen = RunConfig()
-    defaults = {"data": chosen.data.name, "model": chosen.model["name"], "optimizer": chosen.optimizer["name"]}
+    descriptions = [row for section in SECTIONS for row in _of_section(section)]
+    config = RunConfig()
+    defaults = {"data": config.data.name, "model": config.model["name"], "optimizer": config.optimizer["name"]}
     # The default choice first, since its values are those that apply if nothing is given.
     for group, default in defaults.items():
-        described += _of_choices(group, sorted(groups()[group], key=lambda name: name != default))
-    rows = [_row(option, text, line_chars) + "\n" for option, text in described]
+        descriptions += _of_choices(group, sorted(groups()[group], key=lambda name: name != default))
+    rows = [_row(option, text, line_chars) + "\n" for option, text in descriptions]
     return "".join([HEAD, *choices, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
 
 
@@ -66,7 +66,7 @@ def _row(option: str, text: str, line_chars: int) -> str:
 def _of_section(section: str) -> list[tuple[str, str]]:
     """The options of a section, as ("name=default", description)."""
     return [
-        (f"{name}={option.shown}", option.help)
+        (f"{name}={option.default_text}", option.help)
         for name, option in OPTIONS.items()
         if name.rpartition(".")[0] == section and not option.is_choice
     ]
@@ -82,14 +82,16 @@ def _of_choices(group: str, names: list[str]) -> list[tuple[str, str]]:
     for name in names:
         for key in keys(group, name):
             declared = OPTIONS.get(f"{group}.{key}")
-            default = values(group, name).get(key) or (declared.shown if declared else "")
+            default = values(group, name).get(key) or (declared.default_text if declared else "")
             owners.setdefault(key, {})[name] = default
-    described = []
+    descriptions = []
     for key, defaults in owners.items():
         default = next(iter(defaults.values()))
-        others = [f"{name}: {its}" for name, its in defaults.items() if its != default]
-        whose = [name for name, its in defaults.items() if its == default] if len(defaults) < len(names) else []
-        of = f" ({', '.join([*whose, *others])})" if whose or others else ""
+        other_defaults = [f"{name}: {value}" for name, value in defaults.items() if value != default]
+        with_default = (
+            [name for name, value in defaults.items() if value == default] if len(defaults) < len(names) else []
+        )
+        note = f" ({', '.join([*with_default, *other_defaults])})" if with_default or other_defaults else ""
         text = (OPTIONS.get(f"{group}.{key}") or ARGUMENTS[key]).help
-        described.append((f"{group}.{key}={default}", f"{text}{of}".strip()))
-    return described
+        descriptions.append((f"{group}.{key}={default}", f"{text}{note}".strip()))
+    return descriptions

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tf2dist.config import keras_settings
 from tf2dist.config.checks import check
 from tf2dist.config.choices import groups, keys
-from tf2dist.config.compose import ConfigSource, hydra_settings, opened, prepared
+from tf2dist.config.compose import ConfigSource, hydra_settings, open_hydra, prepare_overrides
 from tf2dist.config.rules import with_floats
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
@@ -33,8 +33,8 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
     Raises:
         ConfigError: says what is wrong and what would be right.
     """
-    with opened(source) as hydra:
-        composed = hydra.compose_config(source.name, prepared(overrides, tf_config), RunMode.RUN)
+    with open_hydra(source) as hydra:
+        composed = hydra.compose_config(source.name, prepare_overrides(overrides, tf_config), RunMode.RUN)
     return to_config(composed, tf_config)
 
 
@@ -85,26 +85,26 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
 
 def _refuse_interpolation(options: DictConfig) -> None:
     """Raises ConfigError for the first option whose ``${...}`` cannot be resolved."""
-    for name, text in _written(as_written(options)):
+    for name, text in _interpolated(as_written(options)):
         try:
             value = OmegaConf.select(options, name)
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
-            why = "it leads back to itself" if isinstance(error, RecursionError) else first_line(error)
+            reason = "it leads back to itself" if isinstance(error, RecursionError) else first_line(error)
             raise ConfigError(
-                f"{name} ({text}): cannot be filled in ({why}); name an option that has a value"
+                f"{name} ({text}): cannot be filled in ({reason}); name an option that has a value"
             ) from None
 
 
-def _written(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _interpolated(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """The dotted names of all options that are written with ``${...}``, and their texts."""
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _written(value, f"{name}.{key}" if name else str(key))
+            yield from _interpolated(value, f"{name}.{key}" if name else str(key))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _written(value, f"{name}[{index}]")
+            yield from _interpolated(value, f"{name}[{index}]")
     elif isinstance(node, str) and "${" in node:
         yield name, node
 
@@ -133,23 +133,25 @@ def check_literal(node: Any, name: str = "") -> None:
 def _check_names(config: RunConfig, overrides: list[str]) -> None:
     """Checks the chosen names, and that our own models and data have the arguments that are given."""
     # Names become parts of file names, such as that of the default run directory.
-    chosen = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
-    for group, name in chosen.items():
+    names = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
+    for group, name in names.items():
         if isinstance(name, str) and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name):
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in groups()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
     # Our models and data take only the arguments in their files; an optimizer takes every argument of its Keras class.
     for group, arguments_given in (("model", config.model), ("data", config.data.arguments)):
-        known = {"name", *keys(group, chosen[group])}
+        known = {"name", *keys(group, names[group])}
         if not config.plugins and (unknown := [key for key in arguments_given if key not in known]):
-            _refuse_unknown(group, str(chosen[group]), unknown[0], overrides)
+            _refuse_unknown(group, str(names[group]), unknown[0], overrides)
 
 
 def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> None:
     """Raises ConfigError for an option that a choice of ours lacks; names the experiment that sets it, if one does."""
-    its = ", ".join(keys(group, name)) or "none"
-    given = {each.partition("=")[0].lstrip("+") for each in overrides}
-    experiment = [each for each in overrides if each.startswith("experiment=") and each != "experiment=null"]
-    whose = f"; {experiment[0]} gives it" if experiment and f"{group}.{key}" not in given else ""
-    raise ConfigError(f"{group}.{key}: is not an option of {group}={name}; it has {its}{whose}")
+    options = ", ".join(keys(group, name)) or "none"
+    given_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    experiment = [
+        override for override in overrides if override.startswith("experiment=") and override != "experiment=null"
+    ]
+    origin = f"; {experiment[0]} gives it" if experiment and f"{group}.{key}" not in given_keys else ""
+    raise ConfigError(f"{group}.{key}: is not an option of {group}={name}; it has {options}{origin}")

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.config.choices import keys
-from tf2dist.config.option import Must, Option, Rule, above, at_least, broken, is_number, one_of, or_null
-from tf2dist.config.paths import is_path
-from tf2dist.files import open_to_read
+from tf2dist.config.option import Constraint, Option, Rule, above, at_least, broken, is_number, one_of, or_null
+from tf2dist.files import is_path
 
 MAX_UNITS = 1_000_000  # in one layer; more is a mistake in typing, and would end in a lack of memory
-MAX_PLUGIN_BYTES = 1 << 24  # far more than any program that a person wrote
 
 
 def _are_units(value: Any) -> bool:
@@ -20,46 +18,46 @@ def _are_units(value: Any) -> bool:
     return all(type(item) is int and 0 < item <= MAX_UNITS for item in items)
 
 
-UNITS = Must(
+UNITS = Constraint(
     _are_units, f"must be a list such as [300,50] of whole numbers; each must be more than 0, up to {MAX_UNITS:,}"
 )
-WHOLE = Must(
+POSITIVE_INT = Constraint(
     lambda value: type(value) is int and 0 < value <= MAX_UNITS, f"must be a whole number from 1 to {MAX_UNITS:,}"
 )
 FRACTION = Option(
-    musts=(Must(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),)
+    constraints=(Constraint(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),)
 )
-SWITCH = Option(musts=(Must(lambda value: isinstance(value, bool), "must be true or false"),))
+SWITCH = Option(constraints=(Constraint(lambda value: isinstance(value, bool), "must be true or false"),))
 
 # The arguments of all choices in ``conf/``, by name. The files there hold their defaults.
 FLOATS = {
-    "learning_rate": Option(musts=(above(0),)),
+    "learning_rate": Option(constraints=(above(0),)),
     "beta_1": FRACTION,
     "beta_2": FRACTION,
     "rho": FRACTION,
     "momentum": FRACTION,
-    "dropout": Option(musts=FRACTION.musts, help="before the last layer"),
-    "epsilon": Option(musts=(above(0),)),
-    "weight_decay": Option(musts=(or_null(at_least(0)),)),
-    "initial_accumulator_value": Option(musts=(or_null(at_least(0)),)),
-    "clipnorm": Option(musts=(or_null(above(0)),), help="of each gradient"),
-    "clipvalue": Option(musts=(or_null(above(0)),)),
-    "global_clipnorm": Option(musts=(or_null(above(0)),), help="of all gradients together"),
+    "dropout": Option(constraints=FRACTION.constraints, help="before the last layer"),
+    "epsilon": Option(constraints=(above(0),)),
+    "weight_decay": Option(constraints=(or_null(at_least(0)),)),
+    "initial_accumulator_value": Option(constraints=(or_null(at_least(0)),)),
+    "clipnorm": Option(constraints=(or_null(above(0)),), help="of each gradient"),
+    "clipvalue": Option(constraints=(or_null(above(0)),)),
+    "global_clipnorm": Option(constraints=(or_null(above(0)),), help="of all gradients together"),
 }
 ARGUMENTS = {
     **FLOATS,
     "schedule": Option(
-        musts=(one_of("constant", "cosine"),),
+        constraints=(one_of("constant", "cosine"),),
         help="of the learning rate: constant, or cosine (rises for 5 % of the steps, then falls to 0)",
     ),
     "amsgrad": SWITCH,
     "nesterov": SWITCH,
     "centered": SWITCH,
-    "batch_norm": Option(musts=SWITCH.musts, help="after each convolution"),
-    "hidden_units": Option(musts=(UNITS,)),
-    "units": Option(musts=(WHOLE,), help="of the hidden layer"),
-    "points": Option(musts=(WHOLE,), help="training points, and as many others to test"),
-    "noise": Option(musts=(at_least(0),), help="standard deviation of the noise"),
+    "batch_norm": Option(constraints=SWITCH.constraints, help="after each convolution"),
+    "hidden_units": Option(constraints=(UNITS,)),
+    "units": Option(constraints=(POSITIVE_INT,), help="of the hidden layer"),
+    "points": Option(constraints=(POSITIVE_INT,), help="training points, and as many others to test"),
+    "noise": Option(constraints=(at_least(0),), help="standard deviation of the noise"),
 }
 
 
@@ -70,15 +68,15 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
         group: model, optimizer or data.
         builtin: whether there are no plugins, which may give names another meaning; then ranges apply too.
     """
-    own = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
+    choice_keys = keys(group, arguments["name"]) if isinstance(arguments.get("name"), str) else ()
     rules: list[Rule] = []
     for key, value in arguments.items():
         if key == "name":
             text = "" if isinstance(value, str) else "must be a name"
         elif (group, key) == ("optimizer", "schedule"):  # handled by us for a plugin's optimizer too
-            text = broken(value, *ARGUMENTS[key].musts)
+            text = broken(value, *ARGUMENTS[key].constraints)
         else:
-            text = _problem(key, value, builtin, key in own)
+            text = _problem(key, value, builtin, key in choice_keys)
         rules.append((f"{group}.{key}", value, not text, text))
     # The schedule scales this number; a plugin's optimizer may have none, or another kind of rate.
     if group == "optimizer" and arguments.get("schedule") == "cosine":
@@ -87,22 +85,24 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
     return rules
 
 
-def _problem(key: str, value: Any, builtin: bool, is_own: bool) -> str:
-    """What an argument must be, if it is not, or ""; `is_own`: whether the file of its choice in ``conf/`` has it."""
-    text = broken(value, *ARGUMENTS[key].musts) if builtin and key in ARGUMENTS else ""
-    if _is_plain(value, words=not builtin and not is_own):
+def _problem(key: str, value: Any, builtin: bool, in_choice: bool) -> str:
+    """What an argument must be, if it is not, or ""; `in_choice`: whether its choice has it in ``conf/``."""
+    text = broken(value, *ARGUMENTS[key].constraints) if builtin and key in ARGUMENTS else ""
+    if _is_plain(value, allow_words=not builtin and not in_choice):
         return text
     if isinstance(value, float):
         return "must be a finite number"
-    kinds = "a number, true or false, or null" if is_own else "a number, a word, true, false, null, or a list"
+    kinds = "a number, true or false, or null" if in_choice else "a number, a word, true, false, null, or a list"
     return text or f"must be {kinds}"
 
 
-def _is_plain(value: Any, words: bool) -> bool:
-    """Whether a value, or each item of a list, is a finite number, a bool, None, or, if `words`, a word."""
+def _is_plain(value: Any, allow_words: bool) -> bool:
+    """Whether a value, or each item of a list, is a finite number, a bool, None, or, if `allow_words`, a word."""
     items = value if isinstance(value, list) else [value]
     return all(
-        item is None or (isinstance(item, int | float) and math.isfinite(item)) or (words and isinstance(item, str))
+        item is None
+        or (isinstance(item, int | float) and math.isfinite(item))
+        or (allow_words and isinstance(item, str))
         for item in items
     )
 
@@ -125,9 +125,9 @@ def path_rules(folders: dict[str, str | None], plugins: list[str]) -> list[Rule]
         for name, path in folders.items()
     ]
     for path in plugins:
-        there = is_path(path) and os.path.isfile(os.path.expanduser(path))
-        rules.append(("plugins", path, there, "there is no such Python file"))
-        if there and (problem := _syntax_problem(os.path.expanduser(path))):
+        exists = is_path(path) and os.path.isfile(os.path.expanduser(path))
+        rules.append(("plugins", path, exists, "there is no such Python file"))
+        if exists and (problem := _syntax_problem(os.path.expanduser(path))):
             rules.append(("plugins", path, False, f"{problem}; correct the file"))
     return rules
 
@@ -136,26 +136,9 @@ def _syntax_problem(path: str) -> str:
     """Why a file is not Python, or ""; the file is not executed."""
     # Compiled here, so that a mistake is found before TensorFlow is started in each task.
     try:
-        compile(_read_file(path), path, "exec", dont_inherit=True)
+        compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     except SyntaxError as error:
         return f"line {error.lineno}: {error.msg}"
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         return f"cannot be read ({error})"
     return ""
-
-
-def _read_file(path: str) -> bytes:
-    """The bytes of a file on a disk.
-
-    Raises:
-        OSError: it cannot be read, is too large, or is a device or generated by the kernel, as in /proc: reading
-            such a file may never end.
-    """
-    with open_to_read(Path(path)) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 for a file that the kernel generates
-        if size > MAX_PLUGIN_BYTES:
-            raise OSError(f"it has {size:,} bytes")
-        text = file.read(size + 1)  # one more than its size, which a file on a disk does not have; None if it blocks
-    if text is None or len(text) > size:
-        raise OSError("it is a device")
-    return text

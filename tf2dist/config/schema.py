@@ -6,19 +6,21 @@ these fields; `checks` has the rules between several options.
 Nothing in a configuration is ever executed or instantiated.
 """
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.convert import REST
+from tf2dist.config.convert import CATCH_ALL
 from tf2dist.config.option import (
     COUNT,
+    MAX_COUNT,
     MAX_SECS,
     POSITIVE,
     SECS,
-    Must,
+    Constraint,
     above,
     at_least,
     at_most,
@@ -30,22 +32,62 @@ from tf2dist.config.option import (
     option,
     options_of,
 )
-from tf2dist.config.pause import Pause, is_pause
 
 MODES = ("async", "sync", "sync_replicas")
 PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinator
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
-IS_ACCURACY = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
-IS_FRACTION = Must(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
-ARE_DELAYS = Must(
+PAUSE_FORM = re.compile(r"((?:chief|worker)-[0-9]{1,9}) at ([0-9]{1,15}) for ([0-9]{1,15}(?:\.[0-9]{1,15})?)")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A worker that freezes once.
+
+    Attributes:
+        task: its name, such as "worker-2".
+        step: the number of the step in which it does, among its own steps, from 1.
+        secs: for how long.
+    """
+
+    task: str
+    step: int
+    secs: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Pause":
+        """The pause that a text such as "worker-2 at 300 for 5" asks for.
+
+        Raises:
+            ValueError: the text has another form, or its numbers are out of range.
+        """
+        match = PAUSE_FORM.fullmatch(text)
+        if not match:
+            raise ValueError(f"{text} has not the form of a pause")
+        pause = cls(match[1], int(match[2]), float(match[3]))
+        if not (1 <= pause.step <= MAX_COUNT and 0 < pause.secs <= MAX_SECS):
+            raise ValueError(f"{text} has a number out of range")
+        return pause
+
+
+def is_pause(text: str) -> bool:
+    try:
+        Pause.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+IS_ACCURACY = Constraint(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
+IS_FRACTION = Constraint(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
+ARE_DELAYS = Constraint(
     lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
     f"must be a number of seconds for each worker, such as [0,0,0.05], from 0 to {MAX_SECS:.0f}, a year",
 )
-IS_PAUSE = Must(is_pause, "must name a worker, one of its own steps, and seconds, as in 'worker-2 at 300 for 5'")
-IS_PATTERN = Must(is_pattern, "must be a regular expression, such as 'hidden[123]'")
-IS_FLOAT32 = Must(
+IS_PAUSE = Constraint(is_pause, "must name a worker, one of its own steps, and seconds, as in 'worker-2 at 300 for 5'")
+IS_PATTERN = Constraint(is_pattern, "must be a regular expression, such as 'hidden[123]'")
+IS_FLOAT32 = Constraint(
     lambda value: value == "float32",
     "must be float32, the type in which gradients and updates are sent; give keras.floatx=float32, and "
     "devices.precision=bfloat16 for mixed precision",
@@ -120,7 +162,9 @@ class DataConfig:
         0, at_least(0), help="how many of the first training examples are held out for validation"
     )
     download_timeout_secs: float = option(300.0, *SECS)
-    arguments: dict[str, Any] = field(default_factory=dict, metadata=REST)  # those of a choice, or of a plugin's data
+    arguments: dict[str, Any] = field(
+        default_factory=dict, metadata=CATCH_ALL
+    )  # those of a choice, or of a plugin's data
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from omegaconf import DictConfig, open_dict
 
-from tf2dist.config.compose import ERRORS, FORM, ConfigSource, opened, overrides_of, quoted, setting, what_hydra_says
+from tf2dist.config.compose import ERRORS, FORM, ConfigSource, hydra_message, open_hydra, overrides_of, quoted, setting
 from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, RequestError
@@ -59,16 +59,18 @@ def jobs_of(hydra: Hydra, composed: DictConfig, check: Check) -> list[Job]:
     # All jobs are checked before the first one starts: a mistake in the last must not be found hours later.
     for number, (line, varying) in enumerate(_expanded([*params, *overrides_of(composed)], hydra.config_loader)):
         try:
-            of_job = hydra.config_loader.load_sweep_config(composed, list(line))
-            with open_dict(of_job):
-                of_job.hydra.job.num = number
-            config = _check_job(of_job, check)
+            job_config = hydra.config_loader.load_sweep_config(composed, list(line))
+            with open_dict(job_config):
+                job_config.hydra.job.num = number
+            config = _check_job(job_config, check)
         except RequestError as error:
             raise type(error)(f"{error} (in job {number} of the sweep: {' '.join(line)[:100]})") from None
-        jobs.append(Job(number, line, varying, setting(of_job, "hydra.sweep.subdir"), config))
+        jobs.append(Job(number, line, varying, setting(job_config, "hydra.sweep.subdir"), config))
     folders = [job.folder for job in jobs]
-    if same := [name for name in folders if folders.count(name) > 1]:
-        raise ConfigError(f"hydra.sweep.subdir ({same[0]}): is the same for two jobs; put ${{hydra.job.num}} into it")
+    if duplicates := [name for name in folders if folders.count(name) > 1]:
+        raise ConfigError(
+            f"hydra.sweep.subdir ({duplicates[0]}): is the same for two jobs; put ${{hydra.job.num}} into it"
+        )
     return jobs
 
 
@@ -90,7 +92,7 @@ def _check_job(composed: DictConfig, check: Check) -> RunConfig:
 
 def expanded(overrides: list[str], source: ConfigSource) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """The command line of each job and its values of the varying options, in the order of Hydra's `BasicSweeper`."""
-    with opened(source) as hydra:
+    with open_hydra(source) as hydra:
         yield from _expanded([quoted(override) for override in overrides], hydra.config_loader)
 
 
@@ -98,10 +100,10 @@ def _expanded(overrides: list[str], loader: ConfigLoader) -> Iterator[tuple[tupl
     parser = OverridesParser.create(config_loader=loader)
     parsed = [_parsed(parser, override) for override in overrides]
     # If an option is given twice, the last one counts, as in a single run.
-    last = {override.get_key_element(): override for override in parsed}
-    varying = [key for key, override in last.items() if override.is_sweep_override()]
+    last_overrides = {override.get_key_element(): override for override in parsed}
+    varying = [key for key, override in last_overrides.items() if override.is_sweep_override()]
     # Before the expansion, which would build the list of all combinations in memory.
-    if math.prod(_count(last[key]) for key in varying) > MAX_JOBS:
+    if math.prod(_count(last_overrides[key]) for key in varying) > MAX_JOBS:
         raise ConfigError(f"--multirun: would make more than {MAX_JOBS:,} jobs; sweep over fewer values")
     # There is one batch, since its size has no limit.
     for line in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]:
@@ -138,7 +140,7 @@ def _count(override: Override) -> int:
         count = sum(1 for _ in itertools.islice(values, MAX_JOBS + 1))
     except ERRORS as error:
         raise ConfigError(
-            f"{name} ({text}): cannot be counted ({what_hydra_says(error)}); give a list such as 1,2,3"
+            f"{name} ({text}): cannot be counted ({hydra_message(error)}); give a list such as 1,2,3"
         ) from None
     if not count:
         raise ConfigError(f"{name} ({text}): has no values; give at least one")

@@ -113,9 +113,9 @@ class Channel:
         return self._take(length)
 
     def _take(self, count: int) -> bytes:
-        taken = bytes(self._received[:count])
+        chunk = bytes(self._received[:count])
         del self._received[:count]
-        return taken
+        return chunk
 
     def _mac(self, label: bytes) -> bytes:
         # Both sides put the accepting side's nonce first.

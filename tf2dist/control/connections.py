@@ -1,6 +1,7 @@
 """The control connections of a process: non-blocking sockets, all of them served by one thread.
 
-A connection has a deadline until it belongs to a member, so that strangers cannot hold it open.
+A connection has a deadline until it belongs to a member: port scanners open connections and send nothing. After that
+it expects certain messages, because a process of another version may send others.
 """
 
 import contextlib
@@ -99,7 +100,7 @@ class Links:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Ends the waiting of `turn`; may be called from any thread."""
+        """Ends the waiting of `poll`; may be called from any thread."""
         # A full buffer wakes the other thread as well, and after `end` there is nobody to wake.
         with contextlib.suppress(OSError):
             self._waker.send(b".")
@@ -121,7 +122,7 @@ class Links:
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         return link
 
-    def turn(self, timeout_secs: float) -> None:
+    def poll(self, timeout_secs: float) -> None:
         """Waits for something to happen, at most `timeout_secs`, and handles it."""
         # A socket can nearly always be written to: if we always asked for that, `select` would never wait.
         for link in self.all:
@@ -131,7 +132,7 @@ class Links:
                 self._awake.recv(READ_BYTES)
             elif key.fileobj is self._listener:
                 self._accept()
-            elif not key.data.closed:  # something earlier in this turn may have closed it
+            elif not key.data.closed:  # something earlier in this poll may have closed it
                 self._serve(key.data, mask)
         now = time.monotonic()
         for link in [link for link in self.all if link.deadline <= now]:
@@ -165,7 +166,7 @@ class Links:
                 link.shut = True
                 link.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
-            pass  # the next turn goes on with the rest
+            pass  # the next poll goes on with the rest
         except (OSError, WireError, MessageError) as error:
             link.other_version = isinstance(error, VersionError)
             self.close(link, reason(error))
@@ -212,7 +213,7 @@ class Links:
         for link in self.all:
             link.finish()
         while self.all:
-            self.turn(0.1)
+            self.poll(0.1)
         self._selector.close()
         for sock in (self._awake, self._waker, self._listener):
             sock.close()

@@ -22,28 +22,28 @@ class Dialer:
         self._link: Link | None = None
         self._num_calls = 0
         self._next_at = 0.0
-        self._found: queue.SimpleQueue[list[tuple[int, tuple[str, int]]] | None] = queue.SimpleQueue()
-        self._looking = False
+        self._addresses: queue.SimpleQueue[list[tuple[int, tuple[str, int]]] | None] = queue.SimpleQueue()
+        self._is_resolving = False
 
     def tick(self, owner: Any) -> None:
         """Dials if there is no connection and the next attempt is due."""
         # A dead link is replaced, and one that is open or still connecting is kept.
         if time.monotonic() < self._next_at or (self._link and not self._link.closed):
             return
-        if not self._looking:
-            self._looking = True
+        if not self._is_resolving:
+            self._is_resolving = True
             # A daemon: a look-up cannot be cancelled, and must not keep the process from ending.
-            threading.Thread(target=self._look_up, daemon=True).start()
+            threading.Thread(target=self._resolve, daemon=True).start()
             self._next_at = time.monotonic() + 0.01
             return
         try:
-            addresses = self._found.get_nowait()
+            addresses = self._addresses.get_nowait()
         except queue.Empty:
             self.why = "the name server does not answer" if self._num_calls == 0 else self.why
             self._next_at = time.monotonic() + 0.05
             return
         # The next attempt looks the name up again: its address may change, as that of a container that is replaced.
-        self._looking = False
+        self._is_resolving = False
         self._next_at = time.monotonic() + self._every_secs
         if addresses is None:
             self.why = "name unknown"
@@ -56,8 +56,8 @@ class Dialer:
         except OSError as error:  # such as an IPv6 address on a kernel without IPv6
             self.why = reason(error)
 
-    def _look_up(self) -> None:
+    def _resolve(self) -> None:
         try:
-            self._found.put(resolve(self._host, self._port))
+            self._addresses.put(resolve(self._host, self._port))
         except OSError:
-            self._found.put(None)
+            self._addresses.put(None)

@@ -12,7 +12,7 @@ from tf2dist.control.messages import (
     FromFollower,
     FromLeader,
     Go,
-    Held,
+    HoldingJob,
     Join,
     Lost,
     Refused,
@@ -38,7 +38,7 @@ class Follower:
         self._num_denials = 0
         self._beat_at = 0.0
         self._ended = False  # our end was announced: the leader then closes the connection, which is no loss
-        self.held: Held | None = None
+        self.held: HoldingJob | None = None
         self.waiting_for = str(self._leader)
 
     def tick(self, now: float) -> None:
@@ -46,7 +46,7 @@ class Follower:
             # Once the job runs, a follower that has lost its leader does not join again: both have reported the loss.
             if not self._membership.agreed.is_set() and not self._membership.failure:
                 self._dialer.tick(self._leader.task)
-                self.waiting_for = self._membership.missing(self._leader.task, self._dialer.why)
+                self.waiting_for = self._membership.describe_missing(self._leader.task, self._dialer.why)
             return
         silent = now - self._link.heard_at
         if silent > self._membership.lost_after_secs:
@@ -56,7 +56,7 @@ class Follower:
             self._beat_at = now
             self._link.send(Beat())
 
-    def say(self, message: FromFollower) -> None:
+    def announce(self, message: FromFollower) -> None:
         self._ended = self._ended or isinstance(message, Ended)
         if self._link:
             self._link.send(message)
@@ -68,10 +68,10 @@ class Follower:
         """Refuses a process that takes this task for the leader: its cluster list differs from ours."""
         membership = self._membership
         lists = membership.compare_lists(join.cluster)
-        membership.line(f"{join.caller.task} on {join.process} takes this task for the leader: {lists}")
+        membership.notify(f"{join.caller.task} on {join.process} takes this task for the leader: {lists}")
         text = f"this is {membership.task}, and its leader is {self._leader}"
-        found = f"{text}; where the lists differ (here is {membership.task}): {lists}"
-        link.send(Refused(ClusterError.exit_code, found))
+        reason = f"{text}; where the lists differ (here is {membership.task}): {lists}"
+        link.send(Refused(ClusterError.exit_code, reason))
         link.finish()
 
     def on_message(self, link: Link, message: ToJoin | FromLeader) -> None:
@@ -97,7 +97,7 @@ class Follower:
             case Lost():
                 self._membership.events.put(message)
 
-    def _on_accepted(self, link: Link, held: Held) -> None:
+    def _on_accepted(self, link: Link, held: HoldingJob) -> None:
         self._link, self.held = link, held
         self._num_denials = 0
         self._membership.lists_differ = False
@@ -106,8 +106,8 @@ class Follower:
 
     def _on_refused(self, refused: Refused) -> None:
         if refused.differences:
-            found = explain(refused.differences, f"at {self._leader.task}", "here")
-            text = f"{self._membership.task} differs from {self._leader}: {found}"
+            diffs = explain(refused.differences, f"at {self._leader.task}", "here")
+            text = f"{self._membership.task} differs from {self._leader}: {diffs}"
         else:
             text = f"{self._leader} refuses {self._membership.task}: {refused.text}"
         self._membership.fail(_kind_of(refused.code), text)

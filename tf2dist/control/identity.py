@@ -18,11 +18,11 @@ from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 # Of the options of the cluster, those that all hosts must give alike.
-CLUSTER_OF_THE_JOB = ("placement", "min_part_bytes", "transfer_dtype", "all_reduce")
+SHARED_CLUSTER_OPTIONS = ("placement", "min_part_bytes", "transfer_dtype", "all_reduce")
 # Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
 # the options "cluster" and "plugins".
-OF_THE_HOST = (
-    *(f"cluster.{one.name}" for one in fields(ClusterConfig) if one.name not in CLUSTER_OF_THE_JOB),
+HOST_OPTIONS = (
+    *(f"cluster.{field.name}" for field in fields(ClusterConfig) if field.name not in SHARED_CLUSTER_OPTIONS),
     "task",
     "plugins",
     "run_dir",
@@ -37,7 +37,7 @@ OF_THE_HOST = (
     "devices.gpu_memory_fraction",
     "devices.onednn",
 )
-PLACES = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
+PATH_OPTIONS = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
 MAX_SHOWN_CHARACTERS = 200
 MAX_SHOWN = 8
 
@@ -65,13 +65,13 @@ def identity_of(
 
 def versions() -> dict[str, str]:
     """The versions by package, from the packages' metadata: importing them would take seconds."""
-    found = {"tf2dist": __version__, "python": platform.python_version()}
+    by_package = {"tf2dist": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package) or "unknown"  # None where the metadata is damaged
+            by_package[package] = importlib.metadata.version(package) or "unknown"  # None where the metadata is damaged
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            by_package[package] = "missing"
+    return by_package
 
 
 def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -79,11 +79,11 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     shared: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in OF_THE_HOST:
+        if isinstance(value, dict) and name not in HOST_OPTIONS:
             # Whole groups may be of the host, such as "task"; in others only single options are.
             shared[key] = _shared(value, f"{name}.")
-        elif name not in OF_THE_HOST:
-            shared[key] = "given" if name in PLACES and value is not None else value
+        elif name not in HOST_OPTIONS:
+            shared[key] = "given" if name in PATH_OPTIONS and value is not None else value
     return shared
 
 
@@ -102,11 +102,11 @@ def _data(config: RunConfig) -> dict[str, int]:
     if config.data.name == "digits":
         # Finds the package without importing it, which would take seconds.
         package = importlib.util.find_spec("sklearn")
-        found = [
-            Path(place, "datasets/data/digits.csv.gz")
-            for place in (package and package.submodule_search_locations) or []
+        files = [
+            Path(folder, "datasets/data/digits.csv.gz")
+            for folder in (package and package.submodule_search_locations) or []
         ]
-        return {file.name: file.stat().st_size for file in found if file.is_file()}
+        return {file.name: file.stat().st_size for file in files if file.is_file()}
     return {}  # the data of a plugin: the hash of its code is compared instead
 
 
@@ -125,23 +125,23 @@ def _differences(mine: Any, theirs: Any, path: str) -> list[Difference]:
     if mine == theirs or (path == "data" and None in (mine, theirs)):
         return []
     if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        return [Difference(path.removeprefix("config."), _shown(mine), _shown(theirs))]
-    found = []
+        return [Difference(path.removeprefix("config."), _as_text(mine), _as_text(theirs))]
+    diffs = []
     for key in sorted({*mine, *theirs}):
         name = f"{path}.{key}" if path else str(key)
         # Versions of tf2dist agree on the protocol and may still differ in their options.
-        found += _differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
-    return found
+        diffs += _differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
+    return diffs
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     # A host list may have hundreds of addresses, and the user reads all differences in one line.
     text = f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
-def explain(found: Sequence[Difference], mine_at: str, theirs_at: str) -> str:
+def explain(diffs: Sequence[Difference], mine_at: str, theirs_at: str) -> str:
     """One line, such as "versions.keras: 3.15.1 at chief-0, 3.14.0 here"."""
-    shown = [f"{one.name}: {one.mine} {mine_at}, {one.theirs} {theirs_at}" for one in found[:MAX_SHOWN]]
-    more = [f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
-    return "; ".join(shown + more)
+    texts = [f"{diff.name}: {diff.mine} {mine_at}, {diff.theirs} {theirs_at}" for diff in diffs[:MAX_SHOWN]]
+    omitted = [f"and {len(diffs) - MAX_SHOWN} more"] if len(diffs) > MAX_SHOWN else []
+    return "; ".join(texts + omitted)

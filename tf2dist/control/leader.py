@@ -20,7 +20,7 @@ from tf2dist.control.messages import (
     FromFollower,
     FromLeader,
     Go,
-    Held,
+    HoldingJob,
     Join,
     Lost,
     Process,
@@ -59,12 +59,12 @@ class Leader:
         self._members: dict[Task, Member] = {}
         cluster = membership.cluster
         # Nobody waits for an evaluator: it reads checkpoints, and may be started at any time.
-        others = [task for task in cluster.tasks if task != membership.task and task.job != "evaluator"]
-        self._dialers = {task: self._dialer(task) for task in others}
+        peers = [task for task in cluster.tasks if task != membership.task and task.job != "evaluator"]
+        self._dialers = {task: self._dialer(task) for task in peers}
         self._refused: dict[Task, str] = {}
         self._beat_at = 0.0
-        self.waiting_for = ", ".join(str(membership.task_address(task)) for task in others)
-        self.held = Held(membership.job_id, membership.task_address(membership.task), membership.process)
+        self.waiting_for = ", ".join(str(membership.task_address(task)) for task in peers)
+        self.held = HoldingJob(membership.job_id, membership.task_address(membership.task), membership.process)
 
     def _dialer(self, task: Task) -> Dialer:
         address = control_address(self._membership.cluster.address(task), self._membership.port_shift)
@@ -80,7 +80,7 @@ class Leader:
         if now - self._beat_at >= BEAT_EVERY_SECS:
             self._beat_at = now
             # Followers show the missing tasks too: a user may look at the terminal of any host.
-            self.say(Beat(self.waiting_for[:MAX_CHARACTERS]))
+            self.announce(Beat(self.waiting_for[:MAX_CHARACTERS]))
 
     def _gather(self) -> None:
         """Says go if all tasks have joined; otherwise asks which processes are at the addresses of the missing ones."""
@@ -88,19 +88,19 @@ class Leader:
         if not missing:
             self.waiting_for = ""
             self._membership.agreed.set()
-            self.say(Go())
+            self.announce(Go())
             return
         for task in missing:
             self._dialers[task].tick(task)
-        self.waiting_for = ", ".join(self._membership.missing(task, self._why(task)) for task in missing)
+        self.waiting_for = ", ".join(self._membership.describe_missing(task, self._why(task)) for task in missing)
 
     def _why(self, task: Task) -> str:
         refused = self._refused.get(task)
         return self._dialers[task].why + (f", was refused before: {refused}" if refused else "")
 
-    def say(self, message: FromLeader, but: Member | None = None) -> None:
+    def announce(self, message: FromLeader, excluding: Member | None = None) -> None:
         for member in self._members.values():
-            if member is not but:
+            if member is not excluding:
                 member.link.send(message)
 
     def on_open(self, link: Link) -> None:
@@ -122,7 +122,7 @@ class Leader:
         link.keep(FromFollower)
         link.send(answer)
         if self._membership.agreed.is_set():
-            self._membership.line(f"{task} is back, {join.process}")
+            self._membership.notify(f"{task} is back, {join.process}")
             self._membership.events.put(Back(str(task)))
             # All others have had their go; this process waits for one like every process that joins.
             link.send(Go())
@@ -131,18 +131,18 @@ class Leader:
         """Decides whether a process may hold the task that it claims."""
         membership, task = self._membership, join.caller.task
         # Compared first: with another cluster list the name of the task means something else.
-        if found := differences(membership.identity, join.identity):
-            self._refused[task] = explain(found, "here", "there")
-            return self._refuse(join, ClusterError.exit_code, self._refused[task], found)
+        if diffs := differences(membership.identity, join.identity):
+            self._refused[task] = explain(diffs, "here", "there")
+            return self._refuse(join, ClusterError.exit_code, self._refused[task], diffs)
         if task == membership.task or task not in membership.cluster.tasks:
             return self._refuse(join, ClusterError.exit_code, "held by the leader itself, or not in its list")
         # In TensorFlow a second process with the same task kills the running job or hangs, and names no reason.
         holder = self._members.get(task)
         if holder and holder.process != join.process:
             held = f"{task.job} {task.index} is already held by {holder.process}"
-            late = time.monotonic() - holder.link.heard_at
-            if late > LATE_SECS:
-                return TryAgain(f"{held}, which has been silent for {late:.0f} s", lists_differ=False)
+            silent_secs = time.monotonic() - holder.link.heard_at
+            if silent_secs > LATE_SECS:
+                return TryAgain(f"{held}, which has been silent for {silent_secs:.0f} s", lists_differ=False)
             return self._refuse(join, ClusterError.exit_code, held)
         # Only tasks without state of their own can join a running job; for any other the whole job has to start again.
         may_return = membership.cluster.can_lose(task)
@@ -151,9 +151,9 @@ class Leader:
             return self._refuse(join, TaskLostError.exit_code, why)
         return Accepted(self.held)
 
-    def _refuse(self, join: Join, code: int, why: str, found: Sequence[Difference] = ()) -> Refused:
-        self._membership.line(f"{join.caller.task} on {join.process} is refused: {why}")
-        return Refused(code, why, tuple(found))
+    def _refuse(self, join: Join, code: int, why: str, diffs: Sequence[Difference] = ()) -> Refused:
+        self._membership.notify(f"{join.caller.task} on {join.process} is refused: {why}")
+        return Refused(code, why, tuple(diffs))
 
     def on_message(self, link: Link, message: ToProbe | FromFollower) -> None:
         match message:
@@ -166,7 +166,7 @@ class Leader:
             case Stop():
                 stop = Stop(str(link.owner.task), message.signum)
                 self._membership.stopped(stop)
-                self.say(stop, but=link.owner)
+                self.announce(stop, excluding=link.owner)
             case Ended():
                 self._on_ended(link.owner, message)
 
@@ -176,9 +176,9 @@ class Leader:
         if self._membership.agreed.is_set():
             ended = Ended(str(member.task), ended.code, ended.message)
             self._membership.events.put(ended)
-            self.say(ended)
+            self.announce(ended)
         else:
-            self._membership.line(f"{member.task} has left ({member.process}): {ended.message}")
+            self._membership.notify(f"{member.task} has left ({member.process}): {ended.message}")
 
     def _on_state(self, task: Task, state: State) -> None:
         """Handles the answer of a process that listens at the address of a missing task."""
@@ -186,31 +186,31 @@ class Leader:
         # It may have joined while the answer to the probe was on its way.
         if task in self._members or membership.agreed.is_set():
             return
-        here = f"{membership.task_address(task)} ({state.process})"
+        peer = f"{membership.task_address(task)} ({state.process})"
         if state.leads:
             lists = membership.compare_lists(state.cluster)
-            membership.fail(ClusterError, f"{here} is the leader in its own list: {lists}")
+            membership.fail(ClusterError, f"{peer} is the leader in its own list: {lists}")
         elif state.held and state.held.job_id != membership.job_id:
-            self._on_held(here, dialer, state.held)
+            self._on_held(peer, dialer, state.held)
         elif list_differences(membership.identity.cluster, state.cluster):
             lists = membership.compare_lists(state.cluster)
             dialer.why = f"another cluster list there: {lists}"
-            membership.line(f"{here} has another cluster list: {lists}")
+            membership.notify(f"{peer} has another cluster list: {lists}")
         else:
             dialer.why = "is running and has not connected yet"
 
-    def _on_held(self, here: str, dialer: Dialer, held: Held) -> None:
+    def _on_held(self, peer: str, dialer: Dialer, held: HoldingJob) -> None:
         """Another job holds a task of ours.
 
         If it is an earlier job, with its leader at the same address and on the same host as ours, we wait: the
         holder will find out that its job has ended. Any other job keeps the task, so this one fails.
         """
-        mine = self.held
-        if (held.leader.address, held.process.host) == (mine.leader.address, mine.process.host):
+        own_job = self.held
+        if (held.leader.address, held.process.host) == (own_job.leader.address, own_job.process.host):
             dialer.why = f"still held by {held}"
             return
-        what = "coordinator" if self._membership.cluster.has_coordinator else "leader"
-        self._membership.fail(ClusterError, f"{here} is already held by {held}; a second {what} is refused")
+        role = "coordinator" if self._membership.cluster.has_coordinator else "leader"
+        self._membership.fail(ClusterError, f"{peer} is already held by {held}; a second {role} is refused")
 
     def on_closed(self, link: Link, why: str) -> None:
         match link.owner:
@@ -222,14 +222,14 @@ class Leader:
                     self._on_lost(member, why)
             case _:  # closed before its peer had joined or was known
                 if any(reason in why for reason in REPORTED_REASONS):
-                    self._membership.line(f"refused a connection from {link.peer}: {why}")
+                    self._membership.notify(f"refused a connection from {link.peer}: {why}")
 
     def _on_lost(self, member: Member, why: str) -> None:
         del self._members[member.task]
         if not self._membership.agreed.is_set():
-            self._membership.line(f"{member.task} is gone ({member.process}): {why}")
+            self._membership.notify(f"{member.task} is gone ({member.process}): {why}")
             return
         lost = Lost(str(member.task), why)
         self._membership.events.put(lost)
         if member.task.job != "evaluator":  # no task needs anything of an evaluator
-            self.say(lost)
+            self.announce(lost)

@@ -27,7 +27,7 @@ from tf2dist.control.messages import (
     MAX_CHARACTERS,
     Call,
     Ended,
-    Held,
+    HoldingJob,
     Identity,
     Join,
     Lost,
@@ -40,7 +40,7 @@ from tf2dist.control.messages import (
 from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
 
-TURN_SECS = 0.1
+POLL_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class Role(Protocol):
     waiting_for: str
 
     @property
-    def held(self) -> Held | None: ...
+    def held(self) -> HoldingJob | None: ...
 
     def tick(self, now: float) -> None: ...
 
-    def say(self, message: Stop | Ended) -> None:
+    def announce(self, message: Stop | Ended) -> None:
         """Sends the message to all other tasks; a follower sends it to the leader, which passes it on."""
 
     def on_open(self, link: Link) -> None: ...
@@ -132,14 +132,14 @@ class Meeting:
             Interrupted: another task was told to stop.
         """
         wait = Wait(timeout_secs, self._notify)
-        while not self._membership.agreed.wait(TURN_SECS):
+        while not self._membership.agreed.wait(POLL_SECS):
             check()
             self._pass_on_lines()
             if self._membership.failure:
                 raise self._membership.failure
             names = self._role.waiting_for
             if wait.is_over:
-                # With lists that differ a retry would wait in vain, so that is an error of the request.
+                # If the lists differ, a retry cannot succeed: that is an error of the request.
                 conflict = self._membership.conflict
                 if not conflict and self._membership.lists_differ:
                     conflict = "; the cluster lists differ"
@@ -175,7 +175,7 @@ class Meeting:
         self._pass_on_lines()
 
     def _say(self, message: Stop | Ended) -> None:
-        self._commands.put(lambda: self._role.say(message))
+        self._commands.put(lambda: self._role.announce(message))
         self._links.wake()
 
     def _pass_on_lines(self) -> None:
@@ -192,8 +192,8 @@ class Meeting:
                         return
                     command()
                 self._role.tick(time.monotonic())
-                # Never longer than TURN_SECS: the role has beats to send and silent members to find.
-                self._links.turn(TURN_SECS)
+                # Never longer than POLL_SECS: the role has beats to send and silent members to find.
+                self._links.poll(POLL_SECS)
         except Exception as error:  # a thread that ended silently would leave the other hosts unwatched
             why = f"the control connection failed: {error!r}"
             self._membership.fail(TaskLostError, why)
@@ -229,8 +229,8 @@ class Meeting:
         link.send(State(membership.process, membership.identity.cluster, membership.leads, held))
         link.finish()
         # A job that runs, or has a leader, does not end because of a process with a wrong list.
-        taken = membership.agreed.is_set() or (held and not membership.leads)
-        if taken or probe.caller.address == leader.address:
+        has_job = membership.agreed.is_set() or (held and not membership.leads)
+        if has_job or probe.caller.address == leader.address:
             return
         caller = f"{probe.caller} ({probe.process})"
         text = f"{caller} claims to lead, and here that is {leader}: {membership.compare_lists(probe.cluster)}"
@@ -238,12 +238,12 @@ class Meeting:
             membership.fail(ClusterError, text)
         else:
             membership.conflict = membership.conflict or f"; {text}"
-            membership.line(text)
+            membership.notify(text)
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:
     # Each queue has only one reader, so what it holds cannot be gone before it is taken.
-    found: list[T] = []
+    items: list[T] = []
     while not source.empty():
-        found.append(source.get_nowait())
-    return found
+        items.append(source.get_nowait())
+    return items

@@ -68,7 +68,7 @@ class Membership:
     def leads(self) -> bool:
         return self.task == self.cluster.leader
 
-    def line(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Queues a line for the user, each text only once: a process that was refused may connect again and again."""
         if text not in self.queued:
             self.queued.add(text)
@@ -103,21 +103,21 @@ class Membership:
         # A name may have been looked up wrongly, or a proxy may lead to the wrong host. That can change.
         if canonical(call.to.address) == canonical(self.cluster.address(self.task)):
             return None
-        found = list_differences(self.identity.cluster, call.cluster)
+        diffs = list_differences(self.identity.cluster, call.cluster)
         text = f"{self.task_address(self.task)} answers there, and the connection was meant for {call.to}"
-        if found:
-            text = f"{text}; {explain(found, 'there', 'here')}"
-        return TryAgain(text, lists_differ=bool(found))
+        if diffs:
+            text = f"{text}; {explain(diffs, 'there', 'here')}"
+        return TryAgain(text, lists_differ=bool(diffs))
 
     def task_address(self, task: Task) -> TaskAddress:
         return TaskAddress(task, self.cluster.address(task))
 
-    def missing(self, task: Task, why: str) -> str:
+    def describe_missing(self, task: Task, why: str) -> str:
         """Such as "worker-1 at host:2222 (connection refused, control port 3222)"."""
         port = control_address(self.cluster.address(task), self.port_shift)[1]
         return f"{self.task_address(task)} ({why}, control port {port})"
 
     def compare_lists(self, theirs: Jobs) -> str:
         """Says where our cluster list and theirs differ."""
-        found = list_differences(self.identity.cluster, theirs)
-        return explain(found, "here", "there") or "the cluster lists are equal"
+        diffs = list_differences(self.identity.cluster, theirs)
+        return explain(diffs, "here", "there") or "the cluster lists are equal"

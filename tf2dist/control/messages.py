@@ -48,7 +48,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Held:
+class HoldingJob:
     """The job that a task has joined: its leader, and the leader's process."""
 
     job_id: str
@@ -125,7 +125,7 @@ class Probe:
 class Accepted:
     """The process holds the task from now on, in this job."""
 
-    held: Held
+    held: HoldingJob
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class State:
     process: Process
     cluster: Jobs
     leads: bool
-    held: Held | None
+    held: HoldingJob | None
 
 
 # Between the leader and the followers that it has accepted. Those with the name of a task are events of a meeting, too.

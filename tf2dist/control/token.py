@@ -42,10 +42,10 @@ def _token(environ: Mapping[str, str]) -> str | None:
 
     A variable that is set and empty is an error and does not mean "no token": `$(cat missing)` leaves one.
     """
-    given = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
-    if not given:
+    variables = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
+    if not variables:
         return None
-    if len(given) == 2:
+    if len(variables) == 2:
         raise ClusterError(f"{VARIABLE} and {FILE_VARIABLE} are both set; give one of the two")
     if FILE_VARIABLE in environ:
         source, token = f"{FILE_VARIABLE} ({environ[FILE_VARIABLE]})", _read(environ[FILE_VARIABLE])

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from tf2dist.config import paths
 from tf2dist.errors import DataError
+from tf2dist.files import expand
 
 ARRAYS = ("images.npy", "labels.npy")
 HASHES = "sha256.json"
@@ -19,7 +19,7 @@ def folder_of(source: Path) -> Path | None:
     Raises:
         OSError: the file does not exist, or may not be read.
     """
-    root = paths.expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    root = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if root is None:
         return None
     # A file that was replaced gets another folder; hashing its content would take longer than the cache saves.

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tf2dist.config import choices, paths
+from tf2dist.config import choices
 from tf2dist.config.convert import to_dataclass
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError
+from tf2dist.files import expand, is_folder
 from tf2dist.interpreter import child_environment, module_command
 from tf2dist.tf_constants import LOG_LEVEL
 
@@ -29,7 +30,7 @@ def mnist_dir(config: DataConfig) -> Path:
         DataError: its path begins with ~, and this user has no home directory.
     """
     asked = config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    if folder := paths.expand(asked):
+    if folder := expand(asked):
         return folder
     raise DataError(f"data (mnist): this user has no home directory for {asked}; set TFDS_DATA_DIR or data.dir")
 
@@ -92,7 +93,7 @@ def _split_info(file: Path) -> tuple[int, int]:
 
 def check_dir(config: DataConfig) -> None:
     """Raises ConfigError if `data.dir` is given and does not exist."""
-    if config.dir is not None and not paths.is_folder(config.dir):
+    if config.dir is not None and not is_folder(config.dir):
         raise ConfigError(
             f"data.dir ({config.dir}): there is no such directory; create it, or leave the option out to use "
             "TFDS_DATA_DIR or ~/tensorflow_datasets"

@@ -10,7 +10,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, reason_of
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
-from tf2dist.launch.streams import say
+from tf2dist.launch.console import print_lines
 
 BATCH_SIZE = 256
 
@@ -30,8 +30,8 @@ def evaluate(request: Request) -> None:
     results = _results(model, name, arrays)
     width = max(map(len, results))
     for key, value in results.items():
-        say(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
-    say(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
+        print_lines(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
+    print_lines(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
     # After the figures are printed: which metric is not finite may tell the reason.
     if not math.isfinite(results["loss"]):
         raise NotFiniteError(f"the loss is {results['loss']}; look for NaN in the weights and in the data")
@@ -44,10 +44,12 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
         DataError: the data does not fit the model.
     """
     try:
-        found: dict[str, float] = model.evaluate(
+        metrics: dict[str, float] = model.evaluate(
             arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
         )
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        what = reason_of(error)
-        raise DataError(f"data ({name}): does not fit the model ({what}); choose another one with data=NAME") from None
-    return {"loss": found.pop("loss"), **found}
+        reason = reason_of(error)
+        raise DataError(
+            f"data ({name}): does not fit the model ({reason}); choose another one with data=NAME"
+        ) from None
+    return {"loss": metrics.pop("loss"), **metrics}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf2dist.errors import ConfigError, InstallationError, TrainingError, reason_of
-from tf2dist.finished.shell import Request, begin, one_of
+from tf2dist.finished.shell import Request, one_of, show_status
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ def export(request: Request) -> Path:
         TrainingError: Keras or a converter has failed.
     """
     name = one_of("format", request.options.get("format", "saved_model"), list(FORMATS))
-    made = FORMATS[name]
+    target_format = FORMATS[name]
     # All that can be refused without the model comes before TensorFlow, whose import takes seconds.
-    if made.needs and importlib.util.find_spec(made.needs) is None:
+    if target_format.needs and importlib.util.find_spec(target_format.needs) is None:
         raise InstallationError(
-            f"format ({name}): needs {made.needs}, which is not installed; pip install 'tf2dist[{name}]'"
+            f"format ({name}): needs {target_format.needs}, which is not installed; pip install 'tf2dist[{name}]'"
         )
-    out = Path(*request.operands).expanduser().absolute() if request.operands else request.run_dir / made.file
+    out = Path(*request.operands).expanduser().absolute() if request.operands else request.run_dir / target_format.file
     check_free(out)
 
-    begin(f"export: loading the model of {request.run_dir}")
+    show_status(f"export: loading the model of {request.run_dir}")
     from tf2dist.finished.opening import model_of  # imports TensorFlow
 
     model = model_of(request)
@@ -58,14 +58,14 @@ def export(request: Request) -> Path:
             model(inputs if len(inputs) > 1 else inputs[0])
         # In a folder beside OUT, so on the same file system, where moving is one atomic step.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".part-export-") as folder:
-            part = Path(folder, made.file)
-            model.export(part, format=made.in_keras, verbose=False)
+            part = Path(folder, target_format.file)
+            model.export(part, format=target_format.in_keras, verbose=False)
             part.replace(out)
     except OSError as error:
         raise ConfigError(f"OUT ({out}): cannot be written ({error.strerror or error}); name another place") from None
     except Exception as error:  # the converters raise errors of many types
-        what = f"{type(error).__name__}: {reason_of(error)}"
-        raise TrainingError(f"format ({name}): the model cannot be exported ({what}); try another format") from error
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise TrainingError(f"format ({name}): the model cannot be exported ({reason}); try another format") from error
     return out
 
 

@@ -51,9 +51,9 @@ def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
         fits = examples.ndim and tf.TensorShape(shape).is_compatible_with(examples.shape[1:])
         if fits and array.dtype.kind in "biuf":
             return np.asarray(examples, np.float32)
-    wanted = ["n", *("any" if size is None else str(size) for size in shape)]
+    dims = ["n", *("any" if size is None else str(size) for size in shape)]
     raise DataError(
-        f"{path}: is {array.dtype} {list(array.shape)}, but the model takes numbers [{', '.join(wanted)}]; save an "
+        f"{path}: is {array.dtype} {list(array.shape)}, but the model takes numbers [{', '.join(dims)}]; save an "
         "array of that shape"
     )
 
@@ -76,8 +76,8 @@ def _image(path: Path, content: bytes, shape: tuple[int | None, ...]) -> np.ndar
     # With antialias, since the strokes of a large drawing would otherwise fall between the pixels that are kept.
     if height is not None and width is not None and tuple(image.shape[:2]) != (height, width):
         image = tf.image.resize(image, [height, width], antialias=True)
-    found: np.ndarray = tf.cast(image, tf.float32).numpy()
-    return found[..., 0] if len(shape) == 2 else found
+    array: np.ndarray = tf.cast(image, tf.float32).numpy()
+    return array[..., 0] if len(shape) == 2 else array
 
 
 def _decoded(content: bytes, channels: int) -> tf.Tensor:

@@ -54,17 +54,17 @@ def load_model(
         ConfigError: there is no such folder, or the model needs a class that is not known here.
         CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
     """
-    folder, known = Path(run_dir).expanduser(), dict(custom_objects or {})
+    folder, objects = Path(run_dir).expanduser(), dict(custom_objects or {})
     if not folder.is_dir():
         raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
     # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is
     # resumed from the weights before averaging.
     if step is None and (folder / MODEL_FILE).exists():
         path = folder / MODEL_FILE
-        model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=known))
+        model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=objects))
         return model
     snapshot = _snapshot(folder, step)
-    model, names = _described(folder / DESCRIPTION, known)
+    model, names = _from_description(folder / DESCRIPTION, objects)
     try:
         fill(model, names, snapshot.arrays, snapshot.num_updates)
     except CheckpointError as error:
@@ -89,9 +89,9 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
         assert snapshot is not None, "there are checkpoints, and `newest` refuses if all are damaged"
         return snapshot
     if step not in steps:
-        more = "..., " if len(steps) > MAX_STEPS else ""
-        shown = more + ", ".join(map(str, steps[-MAX_STEPS:]))
-        raise CheckpointError(f"step ({step}): there is no such checkpoint; choose one of {shown}")
+        ellipsis = "..., " if len(steps) > MAX_STEPS else ""
+        listed = ellipsis + ", ".join(map(str, steps[-MAX_STEPS:]))
+        raise CheckpointError(f"step ({step}): there is no such checkpoint; choose one of {listed}")
     path = checkpoints.paths()[steps.index(step)]
     try:
         return read(path)
@@ -99,7 +99,7 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
         raise CheckpointError(f"step ({step}): {path} is damaged ({error}); choose another one") from None
 
 
-def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str]]:
+def _from_description(path: Path, custom_objects: dict[str, Any]) -> tuple[keras.Model, list[str]]:
     """The model that model.json describes, with initial weights and a built optimizer, and its variables' names.
 
     Raises:
@@ -109,7 +109,7 @@ def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str
     try:
         with open_to_read(path) as file:
             content = json.load(file)
-        names, described = list(map(str, content["variables"])), content["model"]
+        names, serialized = list(map(str, content["variables"])), content["model"]
     except FileNotFoundError:
         raise CheckpointError(
             f"run_dir ({path.parent}): has no {path.name}, which a run writes when it starts; the same command with "
@@ -117,7 +117,7 @@ def _described(path: Path, known: dict[str, Any]) -> tuple[keras.Model, list[str
         ) from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:  # of JSON of any content
         raise _damaged(path, error) from None
-    model = _loaded(path, lambda: keras.saving.deserialize_keras_object(described, custom_objects=known))
+    model = _loaded(path, lambda: keras.saving.deserialize_keras_object(serialized, custom_objects=custom_objects))
     if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
         raise CheckpointError(f"{path}: describes no compiled model; name another directory")
     if not model.optimizer.built:

@@ -31,18 +31,18 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
         CheckpointError: the arrays are those of another model.
     """
     here = saved_variables(model)
-    found = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
+    run_shapes = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
     if len(here) != len(names):
         raise CheckpointError(f"the model is another one: it has {len(names)} variables there and {len(here)} here")
     # Equal numbers are not enough: shapes tell a model whose layers have other sizes, or stand in another order.
-    wanted = {name: tuple(both[0].shape) for name, both in zip(names, here.values(), strict=True)}
-    if problems := differences(found, wanted):
+    shapes = {name: tuple(copies[0].shape) for name, copies in zip(names, here.values(), strict=True)}
+    if problems := differences(run_shapes, shapes):
         raise CheckpointError(f"the model is another one: {'; '.join(problems)}")
-    variables = [both[0] for both in here.values()]
+    variables = [copies[0] for copies in here.values()]
     renamed = dict(zip(here, names, strict=True))
-    named = named_variables(model, variables, [model.optimizer])
-    named = {_renamed(name, renamed): both for name, both in named.items()}
-    assign(named, {name: array for name, array in arrays.items() if name in named})
+    by_name = named_variables(model, variables, [model.optimizer])
+    by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
+    assign(by_name, {name: array for name, array in arrays.items() if name in by_name})
     counter_of(model.optimizer).assign(step)
 
 
@@ -52,8 +52,8 @@ def _renamed(name: str, renamed: dict[str, str]) -> str:
         return renamed[name]
     # A variable of the optimizer as a whole belongs to none of the model's; its name is the same everywhere.
     owner, _, attribute = name.removeprefix(OPTIMIZER).rpartition("/")
-    its = renamed.get(f"{MODEL}{owner}")
-    return f"{OPTIMIZER}{its.removeprefix(MODEL)}/{attribute}" if its else name
+    run_name = renamed.get(f"{MODEL}{owner}")
+    return f"{OPTIMIZER}{run_name.removeprefix(MODEL)}/{attribute}" if run_name else name
 
 
 def copy_names(model: keras.Model, named: keras.Model) -> None:
@@ -62,5 +62,5 @@ def copy_names(model: keras.Model, named: keras.Model) -> None:
     Raises:
         ValueError: the models have different numbers of layers.
     """
-    for mine, its in zip(layers_of(model), layers_of(named), strict=True):
-        mine.name = its.name
+    for layer, named_layer in zip(layers_of(model), layers_of(named), strict=True):
+        layer.name = named_layer.name

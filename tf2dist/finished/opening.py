@@ -45,10 +45,10 @@ def model_of(request: Request) -> keras.Model:
     try:
         return load_model(request.run_dir, request.step, code_of(request.plugins))
     except UnknownCode as error:
-        its = ", ".join(config_of(request).plugins)
+        run_plugins = ", ".join(config_of(request).plugins)
         raise ConfigError(
             f"plugins: {request.run_dir} needs {error.what}, but a run's own code is executed only if you name it; "
-            f"give plugins=[{its or 'FILE.py'}]"
+            f"give plugins=[{run_plugins or 'FILE.py'}]"
         ) from None
 
 
@@ -96,8 +96,8 @@ def code_of(plugins: list[str]) -> dict[str, Any]:
     """Runs plugins; returns the classes and functions that they define, by name."""
     # Only what a plugin defines itself, not what it imports.
     return {
-        name: found
+        name: value
         for module in registry.load_plugins(plugins)
-        for name, found in vars(module).items()
-        if isinstance(found, type | types.FunctionType) and found.__module__ == module.__name__
+        for name, value in vars(module).items()
+        if isinstance(value, type | types.FunctionType) and value.__module__ == module.__name__
     }

@@ -14,7 +14,7 @@ from tf2dist.finished.inputs import read
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
 from tf2dist.launch import plotting
-from tf2dist.launch.streams import say
+from tf2dist.launch.console import print_lines
 
 BATCH_SIZE = 256
 MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal
@@ -41,13 +41,14 @@ def predict(request: Request) -> None:
     if classifier is None:
         _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
         columns = [test.x, test.y, outputs]
-        if all(isinstance(one, np.ndarray) and one.size == len(test) for one in columns):
-            say(str(plotting.draw_regression(request.run_dir, *(one.reshape(-1) for one in columns))), sys.stdout)
+        if all(isinstance(column, np.ndarray) and column.size == len(test) for column in columns):
+            path = plotting.draw_regression(request.run_dir, *(column.reshape(-1) for column in columns))
+            print_lines(str(path), sys.stdout)
     else:
         _show(request.run_dir, test, classifier.probabilities(outputs))
 
 
-def _outputs(model: keras.Model, x: Any, where: str) -> Any:
+def _outputs(model: keras.Model, x: Any, source: str) -> Any:
     """The model's outputs, in the structure in which it returns them.
 
     Raises:
@@ -56,9 +57,9 @@ def _outputs(model: keras.Model, x: Any, where: str) -> Any:
     try:
         return model.predict(x, BATCH_SIZE, verbose=0)
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        what = reason_of(error)
+        reason = reason_of(error)
         raise DataError(
-            f"{where}: does not fit the model ({what}); give data like those that this run was trained on"
+            f"{source}: does not fit the model ({reason}); give data like those that this run was trained on"
         ) from None
 
 
@@ -67,13 +68,13 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
     if classifier:
         probabilities = classifier.probabilities(outputs)
         best = probabilities.argmax(axis=1)
-        fields = [[str(one), f"{row[one]:.4f}"] for one, row in zip(best, probabilities, strict=True)]
+        fields = [[str(index), f"{row[index]:.4f}"] for index, row in zip(best, probabilities, strict=True)]
     else:
         # Several outputs stand one after the other in a line, in the order in which Keras flattens them.
         leaves = [np.asarray(leaf).reshape(len(names), -1) for leaf in keras.tree.flatten(outputs)]
         fields = [[f"{value:.6g}" for value in row] for row in np.concatenate(leaves, axis=1)]
     for values, name in zip(fields, names, strict=True):
-        say("\t".join([*values, name]), sys.stdout)
+        print_lines("\t".join([*values, name]), sys.stdout)
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
@@ -91,10 +92,10 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
             "another one with data=NAME"
         )
     counts = confusion(true, predicted, num_classes)
-    say(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
+    print_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
     if num_classes <= MOST_CLASSES:
-        say(confusion_text(counts), sys.stdout)
-    say(str(plotting.draw_confusion(run_dir, counts)), sys.stdout)
+        print_lines(confusion_text(counts), sys.stdout)
+    print_lines(str(plotting.draw_confusion(run_dir, counts)), sys.stdout)
     if isinstance(test.x, np.ndarray) and plotting.are_images(test.x):
-        drawn = plotting.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
-        say(str(drawn), sys.stdout)
+        path = plotting.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
+        print_lines(str(path), sys.stdout)

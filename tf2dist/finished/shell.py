@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from tf2dist import signals
-from tf2dist.config.paths import settle_home
 from tf2dist.errors import ConfigError, TfDistError, nearest
+from tf2dist.files import settle_home
 from tf2dist.interpreter import import_lazily
-from tf2dist.launch.streams import prepare, say
+from tf2dist.launch.console import prepare_streams, print_lines
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
 
 # TensorFlow and Keras read it when they are imported.
@@ -62,16 +62,18 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     for argument in arguments:
         if argument.startswith("-"):
             raise ConfigError(f"{argument}: there is no such flag; see --help")
-        found = OPTION.fullmatch(argument)
-        if found is None:
+        match = OPTION.fullmatch(argument)
+        if match is None:
             operands.append(argument)
-        elif found[1] in known or f"{found[1].partition('.')[0]}." in known:
-            options[found[1]] = found[2]
-            data += [argument] if found[1].partition(".")[0] == "data" else []
+        elif match[1] in known or f"{match[1].partition('.')[0]}." in known:
+            options[match[1]] = match[2]
+            data += [argument] if match[1].partition(".")[0] == "data" else []
         else:
             # Without "data.": the options that it stands for depend on the data.
-            its = ", ".join(name for name in known if not name.endswith(".")) or "none"
-            raise ConfigError(f"{found[1]}: there is no such option; the options are {its}{nearest(found[1], known)}")
+            listed = ", ".join(name for name in known if not name.endswith(".")) or "none"
+            raise ConfigError(
+                f"{match[1]}: there is no such option; the options are {listed}{nearest(match[1], known)}"
+            )
     if not operands:
         raise ConfigError("RUN_DIR: is missing; name the directory of a run, see --help")
     run_dir = Path(operands[0]).expanduser()
@@ -83,28 +85,28 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     return Request(run_dir.absolute(), operands[1:], options, data, step, plugins)
 
 
-def one_of(name: str, given: str, known: Sequence[str]) -> str:
+def one_of(name: str, value: str, known: Sequence[str]) -> str:
     """Returns the given word, which must be one of the known ones.
 
     Raises:
         ConfigError: it is not.
     """
-    if given not in known:
-        raise ConfigError(f"{name} ({given}): must be one of {', '.join(known)}{nearest(given, known)}")
-    return given
+    if value not in known:
+        raise ConfigError(f"{name} ({value}): must be one of {', '.join(known)}{nearest(value, known)}")
+    return value
 
 
-def _step(given: str | None) -> int | None:
+def _step(text: str | None) -> int | None:
     # `int` would also take "1_000", " 7" and digits of other scripts.
-    if given is not None and not re.fullmatch(r"[0-9]{1,18}", given):
-        raise ConfigError(f"step ({given}): must be the step of a checkpoint, such as 1000")
-    return None if given is None else int(given)
+    if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ConfigError(f"step ({text}): must be the step of a checkpoint, such as 1000")
+    return None if text is None else int(text)
 
 
-def _plugins(given: str) -> list[str]:
+def _plugins(text: str) -> list[str]:
     # Brackets as in training, and without them, since a shell may take those for a pattern.
-    words = given.removeprefix("[").removesuffix("]").split(",")
-    paths = [Path(word.strip()).expanduser().absolute() for word in words if word.strip()]
+    items = text.removeprefix("[").removesuffix("]").split(",")
+    paths = [Path(item.strip()).expanduser().absolute() for item in items if item.strip()]
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"plugins ({path}): there is no such file; name one that is there")
@@ -120,28 +122,28 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     """
     # First of all: Ctrl-C while modules are imported would otherwise show a traceback.
     signals.end_at_once()
-    prepare()
+    prepare_streams()
     settle_home()
-    hide_chatter()
+    silence_stderr()
     import_lazily()
     arguments = sys.argv[1:]
     try:
         if {"--help", "-h"} & set(arguments):
-            say(usage.strip(), sys.stdout)
+            print_lines(usage.strip(), sys.stdout)
         else:
             work(arguments)
         code = 0
-    except BrokenPipeError:  # the reader of our output has left, and `say` has closed it
+    except BrokenPipeError:  # the reader of our output has left, and `print_lines` has closed it
         code = 0
     except TfDistError as error:
         # If nobody can read it any more, the exit code still tells what happened.
         with contextlib.suppress(OSError):
-            say(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
+            print_lines(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
         code = error.exit_code
     sys.exit(code)
 
 
-def hide_chatter() -> None:
+def silence_stderr() -> None:
     """Hides everything on the standard error but what this package writes.
 
     TensorFlow's C++ code writes to descriptor 2 whatever log level is set. So that one leads to /dev/null, and this
@@ -156,13 +158,13 @@ def hide_chatter() -> None:
     signals.end_at_once(descriptor)
 
 
-def begin(text: str) -> None:
+def show_status(text: str) -> None:
     """Tells the user what goes on while TensorFlow is imported, which takes seconds."""
     with contextlib.suppress(OSError):
-        say(text, sys.stderr)
+        print_lines(text, sys.stderr)
 
 
 def warn(text: str) -> None:
     """Writes a warning for the user."""
     with contextlib.suppress(OSError):
-        say(f"tf2dist: warning: {text}", sys.stderr)
+        print_lines(f"tf2dist: warning: {text}", sys.stderr)

@@ -36,10 +36,10 @@ def describe(run_dir: Path, model: keras.Model, new_optimizer: Callable[[], kera
     try:
         # Until this run ends, its newest checkpoint is the model; a file from before would be taken for it.
         (run_dir / MODEL_FILE).unlink(missing_ok=True)
-        described = keras.saving.serialize_keras_object(model)
+        config = keras.saving.serialize_keras_object(model)
         # The model of the loop is compiled for its losses and metrics; its optimizer need not be that of the run.
-        described["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
-        text = json.dumps({"variables": list(saved_variables(model)), "model": described}, indent=1)
+        config["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
+        text = json.dumps({"variables": list(saved_variables(model)), "model": config}, indent=1)
         write_whole(run_dir / DESCRIPTION, text + "\n")
     except Exception as error:  # get_config of the user's layers may raise anything
         warn(f"{DESCRIPTION} could not be written ({_reason(error)}); load_model will need the end of the run")
@@ -78,9 +78,9 @@ def write_model(
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
 
 
-def _set_rate(optimizer: keras.Optimizer, used: keras.Optimizer) -> None:
+def _set_rate(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
     """Gives an optimizer the present learning rate of another one, unless it has a schedule."""
-    rate = learning_rate_of(used)
+    rate = learning_rate_of(source)
     if isinstance(learning_rate_of(optimizer), keras.Variable) and not callable(rate):
         optimizer.learning_rate = float(rate)
 

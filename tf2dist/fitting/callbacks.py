@@ -54,7 +54,9 @@ class Callbacks:
         )
         self.history: keras.callbacks.History = mirror.model.history
         self.has_batch_hooks = any(map(_has_batch_hook, self._list.callbacks))
-        self.needs_pauses = any(_has_batch_hook(each) and not _is_read_only(each) for each in self._list.callbacks)
+        self.needs_pauses = any(
+            _has_batch_hook(callback) and not _is_read_only(callback) for callback in self._list.callbacks
+        )
         self.is_over = False
         # The state of the callbacks after `on_train_begin`: what differs from it later goes into checkpoints, and a
         # run whose tasks all start again begins from it.
@@ -69,10 +71,10 @@ class Callbacks:
 
     def ended_by(self) -> str:
         """Which callback has set `stop_training`, as far as that can be seen."""
-        own = [each for each in self._list.callbacks if not isinstance(each, HISTORY)]
+        user_callbacks = [callback for callback in self._list.callbacks if not isinstance(callback, HISTORY)]
         # Only those of Keras's kind note that it was they.
-        sure = [each for each in own if getattr(each, "stopped_epoch", 0)] or own
-        return type(sure[0]).__name__ if len(sure) == 1 else "a callback"
+        noted = [callback for callback in user_callbacks if getattr(callback, "stopped_epoch", 0)] or user_callbacks
+        return type(noted[0]).__name__ if len(noted) == 1 else "a callback"
 
     @property
     def model(self) -> keras.Model:
@@ -87,7 +89,7 @@ class Callbacks:
         """
         self._mirror.put(arrays, learning_rate, step)
         if step == 0:
-            self._mirror.keep_outside()
+            self._mirror.restore_outside()
         if self._at_begin is None:
             # A model that was trained before may still have it from a callback of that training.
             self.model.stop_training = False
@@ -112,7 +114,10 @@ class Callbacks:
             self._list.on_test_begin()
             # The cluster has validated already. Comparing all weights takes time, so it is done only for callbacks
             # that could have changed one.
-            if any(is_own_hook(each, "on_test_begin") for each in self._list.callbacks) and self._mirror.changes()[0]:
+            if (
+                any(is_own_hook(callback, "on_test_begin") for callback in self._list.callbacks)
+                and self._mirror.changes()[0]
+            ):
                 raise FitError(
                     "callbacks: on_test_begin has changed weights, but the cluster has already validated with its own; "
                     "change them in on_epoch_begin or on_epoch_end"

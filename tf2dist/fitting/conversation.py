@@ -13,7 +13,7 @@ import numpy as np
 from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
-from tf2dist.launch.run_state import Heard, Send
+from tf2dist.launch.run_state import CallerMessage, Send
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage, metrics_text
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
@@ -21,7 +21,7 @@ from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_array
 T = TypeVar("T")
 # Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that
 # the kernel gives to another thread does not end the wait of this one.
-LOOK_SECS = 0.5
+POLL_SECS = 0.5
 
 
 def _signal_of(error: BaseException) -> signal.Signals:
@@ -52,7 +52,7 @@ class Conversation(Generic[T]):
         self._console: Console | None = None
         self._stop_requests = StopRequests()
         # None says that the run has ended.
-        self._heard: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[CallerMessage | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
         self._is_pause_requested = False
         self._result: list[T] = []
@@ -68,14 +68,14 @@ class Conversation(Generic[T]):
     def connect(self, send: Send) -> None:
         self._send = send
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: CallerMessage) -> None:
         # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             text = metrics_text(dict(message.logs))
             self._console.note(f"epoch {message.epoch + 1}/{self._num_epochs}: {text}")
         if self._console and self._end and isinstance(message, HookCall) and message.kind == "end":
             self._console.note(self._end)
-        self._heard.put(message)
+        self._messages.put(message)
 
     def _run(self, run: Callable[[StopRequests], T]) -> None:
         try:
@@ -84,7 +84,7 @@ class Conversation(Generic[T]):
             # Kept for the caller's thread: raised here it would only be printed.
             self._error = error
         finally:
-            self._heard.put(None)
+            self._messages.put(None)
 
     # In the caller's thread.
 
@@ -133,7 +133,7 @@ class Conversation(Generic[T]):
     def _wait_for_end(self, thread: threading.Thread) -> None:
         while thread.is_alive():
             try:
-                thread.join(LOOK_SECS)
+                thread.join(POLL_SECS)
             except (KeyboardInterrupt, SystemExit) as error:
                 # As on the command line, a later signal asks for an end at once.
                 self._stop_requests.ask(_signal_of(error))
@@ -141,7 +141,7 @@ class Conversation(Generic[T]):
     def _answer_all(self) -> None:
         while True:
             try:
-                message = self._heard.get(timeout=LOOK_SECS)
+                message = self._messages.get(timeout=POLL_SECS)
             except queue.Empty:
                 continue
             if message is None:

@@ -12,10 +12,10 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import Load, Stream
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
+from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.request import Local, Model
 from tf2dist.fitting.result import Result
 from tf2dist.fitting.run import Run, leave_gpus_to_tasks
-from tf2dist.fitting.shown import console_of, opening_line
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -140,9 +140,11 @@ def fit(
             batch_size, len(train), steps_per_epoch, request.batches_of_a_step(config, num_workers)
         )
     else:
-        given = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+        array_arguments = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
         refusals.check_mode_of_stream(mode)
-        refusals.check_stream(data, **given, validation_split=validation_split or None, shuffle=shuffle is not True)
+        refusals.check_stream(
+            data, **array_arguments, validation_split=validation_split or None, shuffle=shuffle is not True
+        )
         config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
         # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
         leave_gpus_to_tasks()

@@ -88,7 +88,7 @@ def converted(tree: Tree, name: str) -> Tree:
 
 
 def _as_numpy(leaf: Any, name: str) -> np.ndarray:
-    # Known by their names, so that none of these packages need be installed.
+    # By their names, so that these packages need not be installed.
     package = type(leaf).__module__.partition(".")[0]
     if package == "scipy" or type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "BCOO"):
         raise FitError(f"{name}: {SPARSE}")
@@ -135,10 +135,10 @@ def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
     # pandas gives such arrays for columns of strings, and for tables whose columns are of several types. As objects
     # they could be sent only by pickle.
     flat = array.ravel()
-    if all(isinstance(each, str | bytes) for each in flat):
-        texts = [each.encode() if isinstance(each, str) else each for each in flat]
+    if all(isinstance(item, str | bytes) for item in flat):
+        texts = [item.encode() if isinstance(item, str) else item for item in flat]
         return np.array(texts, "S").reshape(array.shape)
-    if all(isinstance(each, bool | int | float | np.number | np.bool_) for each in flat):
+    if all(isinstance(item, bool | int | float | np.number | np.bool_) for item in flat):
         return array.astype(keras.config.floatx())
     raise FitError(f"{name} (object): must hold only strings or only numbers; convert it with astype")
 
@@ -183,18 +183,18 @@ def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
             f"class_weight: y is {list(y.shape)}, but must be [n], [n, 1] or [n, classes]; give sample_weight instead"
         )
     # One look-up in the dict for each class instead of one for each example.
-    known, places = np.unique(np.round(classes).astype(np.int32), return_inverse=True)
-    weights = np.array([class_weight.get(int(each), 1.0) for each in known], keras.config.floatx())
-    return weights[places]
+    labels, indices = np.unique(np.round(classes).astype(np.int32), return_inverse=True)
+    weights = np.array([class_weight.get(int(label), 1.0) for label in labels], keras.config.floatx())
+    return weights[indices]
 
 
 def _checked(examples: Arrays, name: str) -> Arrays:
     if not leaves_of(examples.x):
         raise FitError(f"{name}: contains no array; give arrays with one example in each row")
     lengths = {part: sorted({len(leaf) for leaf in leaves_of(tree)}) for part, tree in _parts(examples)}
-    if len({length for each in lengths.values() for length in each}) > 1:
-        shown = ", ".join(f"{part} {' and '.join(map(str, each))}" for part, each in lengths.items() if each)
-        raise FitError(f"{name}: the arrays must have the same number of examples, but have {shown}")
+    if len({length for part_lengths in lengths.values() for length in part_lengths}) > 1:
+        listed = ", ".join(f"{part} {' and '.join(map(str, sizes))}" for part, sizes in lengths.items() if sizes)
+        raise FitError(f"{name}: the arrays must have the same number of examples, but have {listed}")
     if not len(examples):
         raise FitError(f"{name}: has no examples")
     return examples
@@ -238,7 +238,7 @@ def _stored(tree: Tree, folder: Path, name: str, paths: dict[int, str]) -> Any:
         return {"dict": [[key, _stored(tree[key], folder, f"{name}-{n}", paths)] for n, key in enumerate(tree)]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [_stored(each, folder, f"{name}-{n}", paths) for n, each in enumerate(tree)]}
+        return {kind: [_stored(item, folder, f"{name}-{n}", paths) for n, item in enumerate(tree)]}
     if id(tree) not in paths:
         paths[id(tree)] = mapped_file(tree) or _written(folder / f"{name}.npy", tree)
     return {"file": paths[id(tree)]}
@@ -258,16 +258,14 @@ def mapped_file(array: np.ndarray) -> str:
         return ""
     # A view of a part is a memmap too, and has the name of the file: only an equal layout in memory makes it the whole.
     try:
-        found = np.load(array.filename, mmap_mode="r", allow_pickle=False)
+        whole = np.load(array.filename, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return ""
-    same = isinstance(found, np.memmap) and (found.shape, found.dtype, found.strides, found.offset) == (
-        array.shape,
-        array.dtype,
-        array.strides,
-        array.offset,
-    )
-    return str(Path(array.filename).absolute()) if same else ""
+    if not isinstance(whole, np.memmap):
+        return ""
+    layout = (whole.shape, whole.dtype, whole.strides, whole.offset)
+    is_whole = layout == (array.shape, array.dtype, array.strides, array.offset)
+    return str(Path(array.filename).absolute()) if is_whole else ""
 
 
 def load(stored: dict[str, Any]) -> Arrays:
@@ -286,5 +284,5 @@ def _loaded(stored: Any) -> Tree:
     if kind == "file":
         return np.load(content, mmap_mode="r", allow_pickle=False)
     if kind == "dict":
-        return {key: _loaded(each) for key, each in content}
+        return {key: _loaded(item) for key, item in content}
     return [*map(_loaded, content)] if kind == "list" else tuple(map(_loaded, content))

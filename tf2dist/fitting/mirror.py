@@ -76,20 +76,20 @@ class Mirror:
         self._cluster_arrays = self._values()
         self._cluster_rate = self._learning_rate()
 
-    def keep_outside(self) -> None:
+    def restore_outside(self) -> None:
         """Gives the variables that are not the model's what they held in this process before the training."""
         # A task that imports the user's module creates its own, and does not know what the user has assigned since.
         for name, array in self._outside_values.items():
             self._outside[name].assign(array)
 
-    def _find_outside(self, layout: Layout, wanted: dict[str, tuple[int, ...]]) -> None:
-        """Finds the variables that a step reads and that are not the model's; `wanted`: the shapes in the tasks."""
+    def _find_outside(self, layout: Layout, in_tasks: dict[str, tuple[int, ...]]) -> None:
+        """Finds the variables that a step reads and that are not the model's; `in_tasks`: the shapes in the tasks."""
         self._outside = outside_of(self.model, layout)
-        found = {name: tuple(variable.shape) for name, variable in self._outside.items()}
-        if found != wanted:
+        shapes = {name: tuple(variable.shape) for name, variable in self._outside.items()}
+        if shapes != in_tasks:
             paths = ", ".join(variable.path for variable in self._outside.values()) or "none"
             raise FitError(
-                f"model: its steps read {len(wanted)} variables in the tasks that are not its own, and other ones in "
+                f"model: its steps read {len(in_tasks)} variables in the tasks that are not its own, and other ones in "
                 f"this process ({paths}); make them its own, as with model.beta = beta, in a function that builds it"
             )
         self._outside_values = {name: _value(variable) for name, variable in self._outside.items()}
@@ -102,14 +102,14 @@ class Mirror:
             FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule, or
                 which variables are trained.
         """
-        if (found := int(self._counter.numpy())) != self._cluster_step:
+        if (count := int(self._counter.numpy())) != self._cluster_step:
             raise FitError(
-                f"callbacks: optimizer.iterations was {self._cluster_step} and is {found} now, but only the cluster "
+                f"callbacks: optimizer.iterations was {self._cluster_step} and is {count} now, but only the cluster "
                 "counts updates; do not assign it in a callback"
             )
         trainable = {id(variable): variable.path for variable in self.model.trainable_variables}
-        if odd := trainable.keys() ^ self._trainable.keys():
-            path = next(path for one, path in (self._trainable | trainable).items() if one in odd)
+        if changed := trainable.keys() ^ self._trainable.keys():
+            path = next(path for key, path in (self._trainable | trainable).items() if key in changed)
             raise FitError(
                 f"callbacks: whether {path} is trained was changed, but the steps of the tasks are made "
                 "already; set `trainable` before the model is compiled, and call fit once for each choice"
@@ -120,11 +120,15 @@ class Mirror:
                     f"callbacks: {variable.name} was changed, which the schedule of the learning rate reads, but the "
                     "tasks have schedules of their own; give the optimizer a number, and assign its learning_rate"
                 )
-        now, before = self._values(), self._cluster_arrays
+        arrays, cluster_arrays = self._values(), self._cluster_arrays
         # Without equal_nan a weight that is NaN would differ from itself and be sent back after every call.
-        changed = {name: now[name] for name in now if not np.array_equal(now[name], before[name], equal_nan=True)}
+        changes = {
+            name: array
+            for name, array in arrays.items()
+            if not np.array_equal(array, cluster_arrays[name], equal_nan=True)
+        }
         rate = self._learning_rate()
-        return changed, rate if rate != self._cluster_rate else None
+        return changes, rate if rate != self._cluster_rate else None
 
     def _values(self) -> NamedArrays:
         return {name: _value(variable) for name, variable in self._named.items()}
@@ -156,15 +160,15 @@ def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
 def _named(model: keras.Model, worker_model: keras.Model) -> dict[str, keras.Variable]:
     """The variables of the model and its optimizer, by the names that those of `worker_model` have in checkpoints."""
     # An optimizer makes its variables only when it is built. If both models are one object, it is built once.
-    for each in {id(model): model, id(worker_model): worker_model}.values():
-        if not each.optimizer.built:
-            each.optimizer.build(each.trainable_variables)
+    for model_copy in {id(model): model, id(worker_model): worker_model}.values():
+        if not model_copy.optimizer.built:
+            model_copy.optimizer.build(model_copy.trainable_variables)
     named = named_variables(worker_model, worker_model.weights, [worker_model.optimizer])
-    theirs = {id(variables[0]): name for name, variables in named.items()}
+    names = {id(variables[0]): name for name, variables in named.items()}
     # Paired by position: Keras numbers unnamed layers separately in each process, so only the order is the same.
     pairs = [*zip(worker_model.weights, model.weights, strict=True)]
     pairs += zip(worker_model.optimizer.variables, model.optimizer.variables, strict=True)
-    return {theirs[id(one)]: other for one, other in pairs if id(one) in theirs}
+    return {names[id(source)]: variable for source, variable in pairs if id(source) in names}
 
 
 def _value(variable: keras.Variable) -> np.ndarray:
@@ -203,15 +207,17 @@ def _build_optimizer(model: keras.Model, name: str) -> None:
     optimizer = model.optimizer
     if not isinstance(optimizer, keras.Optimizer):  # compiled without one, which is refused later
         return
-    what = f"model ({name}): its optimizer {type(optimizer).__name__}"
+    prefix = f"model ({name}): its optimizer {type(optimizer).__name__}"
     try:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     except Exception as error:  # the user's `build` may raise anything
-        raise FitError(f"{what} cannot be built ({reason_of(error)}{users_place(error)}); correct it") from error
-    known = set(map(id, trained_variables(optimizer)))
-    if unknown := [variable.path for variable in model.trainable_variables if id(variable) not in known]:
-        raise FitError(f"{what} was built for other variables, without {unknown[0]}; compile the model with a new one")
+        raise FitError(f"{prefix} cannot be built ({reason_of(error)}{users_place(error)}); correct it") from error
+    owned = set(map(id, trained_variables(optimizer)))
+    if unknown := [variable.path for variable in model.trainable_variables if id(variable) not in owned]:
+        raise FitError(
+            f"{prefix} was built for other variables, without {unknown[0]}; compile the model with a new one"
+        )
 
 
 def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:

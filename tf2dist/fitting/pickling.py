@@ -23,7 +23,7 @@ from tf2dist.errors import FitError, reason_of
 from tf2dist.files import write_whole
 
 # Packages that every task has: their classes and functions in a model need not be sent.
-OURS = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
+TASK_PACKAGES = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
 
 
 class Pickler(cloudpickle.Pickler):
@@ -47,20 +47,20 @@ class Pickler(cloudpickle.Pickler):
 
 def _loaded(load: Callable[..., Any], arguments: tuple[Any, ...], custom: dict[str, bytes]) -> Any:
     with keras.saving.custom_object_scope(unpickled(custom)):
-        made = load(*arguments)
+        loaded = load(*arguments)
     # It makes its last layers when it is first called, which in a graph of tf.data is too late.
-    if isinstance(made, keras.utils.FeatureSpace):
-        made.get_inputs()
-    return made
+    if isinstance(loaded, keras.utils.FeatureSpace):
+        loaded.get_inputs()
+    return loaded
 
 
-def send_function(folder: Path, function: Callable[..., Any], file: str, what: str) -> dict[str, str]:
+def send_function(folder: Path, function: Callable[..., Any], file: str, argument: str) -> dict[str, str]:
     """Sends a function; returns what `load_function` needs, as a value of JSON.
 
     Args:
         folder: that of the job.
         file: the name of the file in it, for a function that tasks cannot import.
-        what: the argument of `fit` that it is, for messages.
+        argument: the name of the argument of `fit`, for messages.
 
     Raises:
         FitError: it cannot be sent.
@@ -70,7 +70,7 @@ def send_function(folder: Path, function: Callable[..., Any], file: str, what: s
     # The name must lead to this very object: a decorator or a second definition may have replaced what it stands for.
     if module and is_importable(module) and _attribute(sys.modules[module], name) is function:
         return {"import": f"{module}:{name}"}
-    write_whole(folder / file, pickled(function, what))
+    write_whole(folder / file, pickled(function, argument))
     return {"pickle": file}
 
 
@@ -96,7 +96,7 @@ def _attribute(owner: Any, name: str) -> Any:
         return None
 
 
-def pickled(value: Any, what: str) -> bytes:
+def pickled(value: Any, argument: str) -> bytes:
     """The user's function or class, pickled by value if tasks cannot import its module.
 
     Raises:
@@ -114,7 +114,7 @@ def pickled(value: Any, what: str) -> bytes:
             return file.getvalue()
     except Exception as error:  # whatever an object of the user's raises when it is pickled
         raise FitError(
-            f"{what}: cannot be sent to the tasks ({reason_of(error)}); move the function into a module that can "
+            f"{argument}: cannot be sent to the tasks ({reason_of(error)}); move the function into a module that can "
             "be imported, or remove the object to which it refers"
         ) from None
 
@@ -142,10 +142,10 @@ def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]
     # registered name of some and for the plain name of others.
     objects: dict[str, Any] = {}
     pickles: dict[str, bytes] = {}
-    for each in _users_own(model):
+    for code in _users_own(model):
         with contextlib.suppress(FitError):
-            data, names = pickled(each, "model"), (each.__name__, keras.saving.get_registered_name(each))
-            objects |= dict.fromkeys(names, each)
+            data, names = pickled(code, "model"), (code.__name__, keras.saving.get_registered_name(code))
+            objects |= dict.fromkeys(names, code)
             pickles |= dict.fromkeys(names, data)
     return objects, pickles
 
@@ -158,31 +158,31 @@ def unpickled(custom: dict[str, bytes]) -> dict[str, Any]:
 def _users_own(model: keras.Model) -> Iterator[Any]:
     """The user's own classes and functions to which a model refers, directly or through its attributes."""
     # The values keep the objects alive: the `id` of one that is gone could be given to another.
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     # A list instead of recursion, since layers refer to each other in long chains and in circles.
-    waiting: list[Any] = [model]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+    queue: list[Any] = [model]
+    while queue:
+        value = queue.pop()
+        if id(value) in visited:
             continue
-        seen[id(one)] = one
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set):
-            waiting += one
+        visited[id(value)] = value
+        if isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, list | tuple | set):
+            queue += value
         # A lambda has no name by which Keras could ask for it; Keras saves its code itself.
-        elif isinstance(one, types.FunctionType | type):
-            if _is_users(one) and one.__name__ != "<lambda>":
-                yield one
-        elif not _is_users(type(one)) or hasattr(one, "get_config"):
-            waiting.append(type(one))
+        elif isinstance(value, types.FunctionType | type):
+            if _is_users(value) and value.__name__ != "<lambda>":
+                yield value
+        elif not _is_users(type(value)) or hasattr(value, "get_config"):
+            queue.append(type(value))
             # Into the attributes of Keras's objects and of what Keras can save; not into all the user's data.
-            if type(one).__module__.partition(".")[0] == "keras" or hasattr(one, "get_config"):
-                waiting += vars(one).values() if hasattr(one, "__dict__") else ()
+            if type(value).__module__.partition(".")[0] == "keras" or hasattr(value, "get_config"):
+                queue += vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _is_users(code: Any) -> bool:
-    return (getattr(code, "__module__", None) or "builtins").partition(".")[0] not in OURS
+    return (getattr(code, "__module__", None) or "builtins").partition(".")[0] not in TASK_PACKAGES
 
 
 def is_importable(module: str) -> bool:
@@ -209,8 +209,8 @@ def is_importable(module: str) -> bool:
     return spec is not None and (file is None or spec.origin is None or _same_file(file, spec.origin))
 
 
-def _same_file(one: str, other: str) -> bool:
+def _same_file(path: str, other_path: str) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other_path)
     except OSError:
         return False

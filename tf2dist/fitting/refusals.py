@@ -25,7 +25,7 @@ ARGUMENT_OF = {
     "train.until_secs": "callbacks",
 }
 # What the function of `data=load` does instead of these arguments.
-INSTEAD = {
+ALTERNATIVES = {
     "x": "its batches are (x, y) or (x, y, sample_weight)",
     "y": "its batches are (x, y) or (x, y, sample_weight)",
     "sample_weight": "give batches (x, y, sample_weight)",
@@ -35,16 +35,16 @@ INSTEAD = {
 }
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 # Options by which the command line chooses what `fit` is given as Python objects.
-OF_THE_COMMAND = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
+COMMAND_LINE_ONLY = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
 
 
-def check_numbers(**given: Any) -> None:
+def check_numbers(**values: Any) -> None:
     """Refuses values that are neither whole numbers of at least 1 nor None.
 
     Raises:
         FitError: naming the first.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         # Python's bool is an int, and True for a number is a mistake.
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FitError(f"{name} ({value}): must be a whole number of at least 1")
@@ -72,20 +72,20 @@ def check_data(x: Any, name: str) -> None:
         raise FitError(f"{name}: is a function; give {ways}")
 
 
-def check_stream(load: Any, **others: Any) -> None:
+def check_stream(load: Any, **array_arguments: Any) -> None:
     """Refuses arguments that need arrays when `data=load` is given.
 
     Args:
-        others: those arguments by name; None or False for one that is not given.
+        array_arguments: their values by name; None or False for one that is not given.
 
     Raises:
         FitError: naming the first.
     """
     if not callable(load):
         raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that returns a tf.data.Dataset")
-    for name, value in others.items():
+    for name, value in array_arguments.items():
         if value is not None and value is not False:
-            raise FitError(f"{name}: cannot be given together with data; {INSTEAD[name]}")
+            raise FitError(f"{name}: cannot be given together with data; {ALTERNATIVES[name]}")
 
 
 def check_mode_of_stream(mode: str) -> None:
@@ -130,23 +130,25 @@ def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
     # Keras takes nested lists, single callbacks and its own CallbackList.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    found: list[Any] = keras.tree.flatten(callbacks) if callbacks else []
-    for each in found:
-        if not isinstance(each, keras.callbacks.Callback):
-            raise FitError(f"callbacks: has {kind_of(each)}; give objects of subclasses of keras.callbacks.Callback")
-        if isinstance(each, keras.callbacks.BackupAndRestore):
+    flat: list[Any] = keras.tree.flatten(callbacks) if callbacks else []
+    for callback in flat:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise FitError(
+                f"callbacks: has {kind_of(callback)}; give objects of subclasses of keras.callbacks.Callback"
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise FitError("callbacks: BackupAndRestore is not needed; give run_dir, and the same call resumes the run")
-        if isinstance(each, keras.callbacks.SwapEMAWeights):
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
             raise FitError(
                 "callbacks: SwapEMAWeights swaps the weights for a validation, but the cluster validates with its own; "
                 "leave it out: with use_ema=True in the optimizer the finished model has the averages"
             )
-        if own := [name for name in BATCH_HOOKS_OF_TEST if is_own_hook(each, name)]:
+        if user_hooks := [name for name in BATCH_HOOKS_OF_TEST if is_own_hook(callback, name)]:
             raise FitError(
-                f"callbacks: {kind_of(each)} has {own[0]}, which would not be called, since all workers validate at "
-                "once; use on_test_begin and on_test_end"
+                f"callbacks: {kind_of(callback)} has {user_hooks[0]}, which would not be called, since all workers "
+                "validate at once; use on_test_begin and on_test_end"
             )
-    return found
+    return flat
 
 
 def is_own_hook(callback: keras.callbacks.Callback, name: str) -> bool:
@@ -164,7 +166,7 @@ def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
     Raises:
         FitError: it is something else.
     """
-    if isinstance(freq, list | tuple | set | range) and all(isinstance(one, int) for one in freq):
+    if isinstance(freq, list | tuple | set | range) and all(isinstance(epoch, int) for epoch in freq):
         return tuple(sorted(freq))
     check_numbers(validation_freq=freq)
     if freq is None:
@@ -217,7 +219,7 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
         name = override.lstrip("+").partition("=")[0]
         if name in ARGUMENT_OF:
             raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
-        if name.partition(".")[0] in OF_THE_COMMAND:
+        if name.partition(".")[0] in COMMAND_LINE_ONLY:
             raise FitError(
                 f"options: {name} belongs to the command line; give fit the model, the data and the settings themselves"
             )
@@ -235,4 +237,4 @@ def _text(value: Any) -> str:
 
 def has_terminator(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
     """Whether a loss that is not finite ends the training without an error, as in Keras with `TerminateOnNaN`."""
-    return any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
+    return any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)

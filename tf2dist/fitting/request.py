@@ -120,13 +120,13 @@ def validation_set(
     return train, _with_ones(validation, train) if validation.sample_weight is None else validation
 
 
-def _with_ones(examples: Arrays, other: Arrays) -> Arrays:
+def _with_ones(examples: Arrays, weighted: Arrays) -> Arrays:
     """The examples with weights of 1, which change nothing, where others have weights: one graph serves both."""
 
     def ones(weights: np.ndarray) -> np.ndarray:
         return np.ones((len(examples), *weights.shape[1:]), weights.dtype)
 
-    weights = other.sample_weight
+    weights = weighted.sample_weight
     return replace(examples, sample_weight=None if weights is None else keras.tree.map_structure(ones, weights))
 
 
@@ -147,9 +147,9 @@ def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
             raise FitError("validation_data: has a y, and the training data has none; give x alone")
         raise FitError("validation_data: has no y, and the training data has one; give (x, y) or (x, y, sample_weight)")
     # Sample weights come last, and one of the two sets may have them without the other.
-    known = min(len(layout.specs), len(validation.leaves))
+    num_compared = min(len(layout.specs), len(validation.leaves))
     same_trees = have_same_structure((train_x, train_y), (validation.x, validation.y))
-    if not same_trees or validation.layout.specs[:known] != layout.specs[:known]:
+    if not same_trees or validation.layout.specs[:num_compared] != layout.specs[:num_compared]:
         raise FitError(
             f"validation_data: is {validation.layout}, but the training data is {layout}; give arrays of the same "
             "types and shapes, in the same dicts and lists"
@@ -209,12 +209,16 @@ def configuration(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FitError(f"seed ({seed}): must be a whole number")
     tf_config = os.environ.get("TF_CONFIG")
-    given = [f"mode={mode}", f"seed={seed}"]
+    arguments = [f"mode={mode}", f"seed={seed}"]
     if cluster or not tf_config:
         cluster = cluster or Local()
         refusals.check_numbers(workers=cluster.workers)
-        given += ["cluster=local", f"cluster.num_workers={cluster.workers}", f"cluster.num_ps={cluster.ps}"]
-    config = load([*given, *overrides], tf_config)
+        arguments += [
+            "cluster=local",
+            f"cluster.num_workers={cluster.workers}",
+            f"cluster.num_ps={cluster.ps}",
+        ]
+    config = load([*arguments, *overrides], tf_config)
     # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
     config.run_dir = None if run_dir is None else os.fspath(run_dir)
     place = find_place(config, os.environ)

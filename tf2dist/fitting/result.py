@@ -41,8 +41,8 @@ class Result:
     def __repr__(self) -> str:
         """The result in a few lines, as the command prints it, with the numbers of the last epoch."""
         lines = result_lines(self.summary, "").splitlines() if self.summary else []
-        last = {name: values[-1] for name, values in self.history.items() if values}
-        lines += [f"last epoch: {metrics_text(last)}"] if last else []
+        last_epoch = {name: values[-1] for name, values in self.history.items() if values}
+        lines += [f"last epoch: {metrics_text(last_epoch)}"] if last_epoch else []
         return "\n".join(["tf2dist.Result", *lines, str(self.run_dir)])
 
     @property

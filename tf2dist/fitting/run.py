@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -71,23 +71,23 @@ class Run:
             check_share(len(self.splits.train), self.num_workers)
         # Before the model exists: its variables make TensorFlow take the GPUs.
         leave_gpus_to_tasks()
-        own = local_model(self.model, self.splits.layout)
+        model = local_model(self.model, self.splits.layout)
         name = name_of(self.model)
-        refusals.check_model(name, own, self.config.mode)
-        set_model_options(self.config, own, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
+        refusals.check_model(name, model, self.config.mode)
+        set_model_options(self.config, model, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         # The tasks copy the optimizer. After the options, since with a policy that is refused there Keras has wrapped
         # it in one that scales the loss.
-        copies_of(own, name)
+        copies_of(model, name)
         with private_folder() as job:
             copy = shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.place.leads:
-                return self._lead(own, copy, job)
+                return self._lead(model, copy, job)
             return self._follow(job)
 
-    def _lead(self, own: keras.Model, copy: keras.Model | None, job: Path) -> Result:
+    def _lead(self, model: keras.Model, copy: keras.Model | None, job: Path) -> Result:
         steps = self.plan.steps_per_epoch or self._steps_per_pass()
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
-        mirror_of_own = Mirror(own, copy, self.splits.layout)
+        mirror_of_own = Mirror(model, copy, self.splits.layout)
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
         conversation = self._conversation(job, callbacks)
         try:
@@ -100,7 +100,7 @@ class Run:
             self.console.note(f"TerminateOnNaN ended the run: {failure}")
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
-        return Result(History(callbacks.history.history), summary, folder, own)
+        return Result(History(callbacks.history.history), summary, folder, model)
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
@@ -110,10 +110,10 @@ class Run:
     def _warn_of_repeated_data(self, console: Console) -> None:
         """Tells where Keras would end an epoch early, since the arrays are used up."""
         steps = self.plan.steps_per_epoch
-        if steps and not self.splits.stream and (given := self._steps_per_pass()) % steps:
+        if steps and not self.splits.stream and (pass_steps := self._steps_per_pass()) % steps:
             console.warn(
-                f"steps_per_epoch ({steps}): one pass over the data has {given} steps; keras.Model.fit would end an "
-                f"epoch with the data, here the data begin again and every epoch has {steps} steps"
+                f"steps_per_epoch ({steps}): one pass over the data has {pass_steps} steps; keras.Model.fit would end "
+                f"an epoch with the data, here the data begin again and every epoch has {steps} steps"
             )
 
     def _follow(self, job: Path) -> Result:
@@ -122,8 +122,8 @@ class Run:
         except TaskFailure as failure:
             raise as_public_error(failure) from None
         leader = self.place.cluster.leader
-        where = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
-        return Result(History(), summary, folder, None, where)
+        location = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
+        return Result(History(), summary, folder, None, location)
 
     def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
         identity = identity_of(self.splits, self.plan)
@@ -136,7 +136,7 @@ class Run:
         self._warn_of_repeated_data(console)
         if self.place.has_peers:
             check_place(self.config, *self.place, console)
-            if text := exposure(*self.place):
+            if text := exposure_warning(*self.place):
                 console.warn(text)
 
         def run(requests: StopRequests) -> Outcome:
@@ -180,10 +180,10 @@ def local_model(model: Model, layout: Layout) -> keras.Model:
 def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
     """What must be equal in the calls of all hosts, in a form that people can read."""
     # The number of examples, types and shapes stand for the arrays: hashing gigabytes would delay every start.
-    described = {"train": str(splits.stream or splits.train)}
+    identity = {"train": str(splits.stream or splits.train)}
     if splits.validation:
-        described["validation"] = str(splits.validation)
-    return {**described, **asdict(plan)}
+        identity["validation"] = str(splits.validation)
+    return {**identity, **asdict(plan)}
 
 
 def as_public_error(failure: TaskFailure) -> TfDistError:

@@ -134,7 +134,7 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
 # In the tasks.
 
 
-class Shipped:
+class ShippedSource:
     """The model and the data of a job, in a task's process; see `model.source.Source`.
 
     Args:
@@ -226,6 +226,6 @@ def check_private(folder: Path) -> None:
     """
     # `lstat`, since a link could be pointed at another folder after this check.
     status = folder.lstat()
-    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others:
+    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
         raise TrainingError(f"{folder}: the job's folder must belong to this user alone")

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from tf2dist.config.paths import settle_home
 from tf2dist.errors import Interrupted, RequestError, TfDistError, printable
-from tf2dist.launch.console import DRAIN_SECS
-from tf2dist.launch.streams import prepare
+from tf2dist.files import settle_home
+from tf2dist.launch.console import DRAIN_SECS, prepare_streams
 from tf2dist.launch.unblocked import Unblocked
 from tf2dist.signals import Signals
 
@@ -26,7 +25,7 @@ def run_command(run: Run, argv: list[str] | None = None) -> NoReturn:
         argv: None for those of this process.
     """
     started_at = time.time()
-    prepare()
+    prepare_streams()
     arguments = sys.argv[1:] if argv is None else argv
     settle_home()
     with Signals() as signals:

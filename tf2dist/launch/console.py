@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
 from typing import Any, Self, TextIO, cast
@@ -66,10 +67,10 @@ class Console:
             self._print_last_line()
             self._print(text)
 
-    def whole(self, done: float, total: int, text: str) -> None:
-        """On a terminal: shows how far several runs are together, of which `done` are done, and what goes on."""
+    def overall(self, completed: float, total: int, text: str) -> None:
+        """On a terminal: shows how far several runs are together, of which `completed` are done, and what goes on."""
         if self._live:
-            self._live.update(self._task, total=total, completed=done, description=printable(text))
+            self._live.update(self._task, total=total, completed=completed, description=printable(text))
 
     def note(self, text: str) -> None:
         """Prints a line that stays visible, on a terminal too."""
@@ -113,6 +114,37 @@ class Console:
                 print(text, file=self._stream, flush=True)
 
 
+def prepare_streams() -> None:
+    """Makes sure that stdin, stdout and stderr exist and take every character.
+
+    If a stream was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the
+    terminal ends up there. On an ASCII terminal other characters are spelled out.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def print_lines(text: str, stream: TextIO) -> None:
+    """Prints lines, with control characters spelled out.
+
+    Raises:
+        OSError: they cannot be written; the stream discards everything from then on.
+    """
+    try:
+        print(printable(text), file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python tries again when it exits
+        raise
+
+
 def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> str:
     """For example ``step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left``."""
     line = f"step {step:,}/{target_step:,}" + ("" if math.isnan(loss) else f"  loss {loss:.4f}")
@@ -128,9 +160,9 @@ def rate_text(per_sec: float) -> str:
     return f"{per_sec:,.0f}" if per_sec >= 9.95 else f"{per_sec:.2g}"
 
 
-def number_of(count: int, what: str) -> str:
+def number_of(count: int, noun: str) -> str:
     """For example ``1 worker`` or ``3 workers``."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def cluster_text(num_workers: int, num_ps: int) -> str:
@@ -144,12 +176,13 @@ def result_lines(summary: dict[str, Any], run_dir: str) -> str:
     staleness = summary.get("staleness")
     stale = f", staleness {staleness['mean']:.2f} (at most {staleness['max']})" if staleness else ""
     delayed = ", with simulated delays" if "simulated" in summary else ""
-    how = f" ({algorithm})" if (algorithm := summary.get("algorithm", "plain")) != "plain" else ""
+    name = summary.get("algorithm", "plain")
+    algorithm = "" if name == "plain" else f" ({name})"
     rate = ""
     if summary["steps_per_sec"]:
         rate = f" at {rate_text(summary['steps_per_sec'])}/s ({rate_text(summary['examples_per_sec'])} examples/s)"
     return (
-        f"{summary['mode']}{how} {summary['model']} on {data}: {cluster_text(cluster['worker'], cluster['ps'])}, "
+        f"{summary['mode']}{algorithm} {summary['model']} on {data}: {cluster_text(cluster['worker'], cluster['ps'])}, "
         f"{number_of(summary['global_step'], 'step')}{rate}{stale}{delayed}\n"
         f"{last_evaluation(summary)}{run_dir}"
     )
@@ -160,6 +193,6 @@ def last_evaluation(summary: dict[str, Any]) -> str:
     split = next((split for split in ("test", "validation") if f"{split}_examples" in summary), None)
     if split is None:
         return ""
-    found = {name.removeprefix(f"{split}_"): value for name, value in summary.items() if name.startswith(f"{split}_")}
-    num_examples = found.pop("examples")
-    return f"{split} {metrics_text(found)} over {num_examples:,} examples\n"
+    metrics = {name.removeprefix(f"{split}_"): value for name, value in summary.items() if name.startswith(f"{split}_")}
+    num_examples = metrics.pop("examples")
+    return f"{split} {metrics_text(metrics)} over {num_examples:,} examples\n"

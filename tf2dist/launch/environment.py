@@ -28,17 +28,17 @@ KEPT_PRIMITIVES = (PRIMITIVE_MEMORY, "0")
 def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
     onednn = completed(config.devices, _known_kernels(config.model)).onednn
-    found = ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
+    variables = ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
     name, value = KEPT_PRIMITIVES
-    return found if name in os.environ else found | {name: value}
+    return variables if name in os.environ else variables | {name: value}
 
 
 def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
     """The weights between the hidden layers of model=dnn; other models are not known before they are built."""
     units = model.get("hidden_units")
     # A plugin may have another model of this name.
-    if model["name"] == "dnn" and isinstance(units, list) and all(isinstance(each, int) for each in units):
-        yield from (before * after for before, after in itertools.pairwise(units))
+    if model["name"] == "dnn" and isinstance(units, list) and all(isinstance(size, int) for size in units):
+        yield from (num_inputs * num_outputs for num_inputs, num_outputs in itertools.pairwise(units))
 
 
 def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesConfig:

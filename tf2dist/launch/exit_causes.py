@@ -58,19 +58,19 @@ def error_line(log: str) -> str:
 
 
 class OomKills:
-    """Whether the kernel has killed a process to free memory since the last look, in this control group or, if there
+    """Whether the kernel has killed a process to free memory since the last call, in this control group or, if there
     is no count of that, on this host."""
 
     def __init__(self) -> None:
         # The kernel's count never goes back, so what happened before this run is subtracted.
-        self._seen = _oom_kills()
+        self._last_count = _oom_kills()
 
     def has_more(self) -> bool:
-        before, self._seen = self._seen, _oom_kills()
-        return self._seen > before
+        previous, self._last_count = self._last_count, _oom_kills()
+        return self._last_count > previous
 
 
-def of_fork_server(code: int | None, log: str, path: Path, oom_kills: OomKills) -> TfDistError:
+def fork_server_error(code: int | None, log: str, path: Path, oom_kills: OomKills) -> TfDistError:
     """The error that the user reads when the fork server has ended.
 
     Args:
@@ -83,10 +83,10 @@ def of_fork_server(code: int | None, log: str, path: Path, oom_kills: OomKills) 
     reached = limit_reached(code, log)
     if code >= 0:
         return TrainingError(f"the fork server failed: {error_line(log)}; {reached or f'see {path}'}")
-    what = f"the fork server was killed by {signal_name(-code)}"
+    message = f"the fork server was killed by {signal_name(-code)}"
     if reached:
-        return TrainingError(f"{what}: {reached}")
-    return TaskLostError(f"{what}: out of memory" if code == -signal.SIGKILL and oom_kills.has_more() else what)
+        return TrainingError(f"{message}: {reached}")
+    return TaskLostError(f"{message}: out of memory" if code == -signal.SIGKILL and oom_kills.has_more() else message)
 
 
 def _oom_kills() -> int:

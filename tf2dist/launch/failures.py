@@ -41,36 +41,36 @@ class FailureReader:
         if record:
             return record
         if code == 0:  # some library or the user's code has ended the process
-            what = "ended with exit code 0 before the end of the run"
-            return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
+            message = "ended with exit code 0 before the end of the run"
+            return FailureRecord(task, exited.time, TaskLostError.exit_code, message, by_signal=True)
         # A task writes a record of every Python exception. Without one the disk is full, or a library called exit().
         if code > 0:
             return FailureRecord(task, exited.time, code, f"ended with exit code {code}", self._tail(task))
-        what = f"was killed by {signal_name(-code)}"
+        message = f"was killed by {signal_name(-code)}"
         if reached := limit_reached(code, self._tail(task)):
-            return FailureRecord(task, exited.time, TrainingError.exit_code, f"{what}: {reached}", by_signal=True)
+            return FailureRecord(task, exited.time, TrainingError.exit_code, f"{message}: {reached}", by_signal=True)
         # The kernel's out-of-memory killer sends SIGKILL, and the process can leave no word about it.
         if -code == signal.SIGKILL and self._oom_kills.has_more():
-            what = f"{what}: out of memory"
-        return FailureRecord(task, exited.time, TaskLostError.exit_code, what, by_signal=True)
+            message = f"{message}: out of memory"
+        return FailureRecord(task, exited.time, TaskLostError.exit_code, message, by_signal=True)
 
     def _tail(self, task: str) -> str:
         return "\n".join(self._log_of(task).splitlines()[-TAIL_LINES:])
 
 
-def is_echo(failure: FailureRecord) -> bool:
+def is_secondary(failure: FailureRecord) -> bool:
     """Whether the task failed only because it lost another one."""
     return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
 
 
 def blames_another(task: str, message: str) -> bool:
     """Whether the message from a task's launching process begins with another task's name, as in `TaskFailure`."""
-    named = re.match(r"([a-z]+-\d+): ", message)
-    return named is not None and named[1] != task
+    match = re.match(r"([a-z]+-\d+): ", message)
+    return match is not None and match[1] != task
 
 
 def cause_order(failure: FailureRecord) -> tuple[int, float]:
-    """Sorts the cause before its echoes: survivors often report first."""
-    # What was killed is not a consequence of another failure, and an echo always is. An error of the training code
-    # stands between them: it may follow from a kill.
-    return (0 if failure.by_signal else 2 if is_echo(failure) else 1, failure.time)
+    """Sorts the cause before its consequences: survivors often report first."""
+    # What was killed is not a consequence of another failure, and a secondary failure always is. An error of the
+    # training code stands between them: it may follow from a kill.
+    return (0 if failure.by_signal else 2 if is_secondary(failure) else 1, failure.time)

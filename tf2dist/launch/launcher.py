@@ -76,13 +76,13 @@ class Launcher:
         self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [str(theirs.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
-        with theirs, self._open_log(SERVER) as log:
+        self._sock, server_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [str(server_sock.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
+        with server_sock, self._open_log(SERVER) as log:
             try:
                 self._server = subprocess.Popen(
                     module_command("tf2dist.launch.forkserver", *arguments),
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[server_sock.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -215,7 +215,7 @@ class Launcher:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
             code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
-        raise exit_causes.of_fork_server(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
+        raise exit_causes.fork_server_error(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
     def send_to_task(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs.

@@ -64,11 +64,11 @@ def versions() -> Iterator[Finding]:
             yield Finding("fail", "versions", f"{package} is not installed", "install tf2dist with its requirements")
 
 
-def _version(name: str, there: str, allowed: SpecifierSet) -> Finding:
+def _version(name: str, installed: str, allowed: SpecifierSet) -> Finding:
     # By default a specifier matches no pre-release, not even one of a tested version.
-    if allowed.contains(there, prereleases=True):
-        return Finding("ok", "versions", f"{name} {there}")
-    return Finding("fail", "versions", f"{name} {there} is not {allowed}", f"install {name}{allowed}")
+    if allowed.contains(installed, prereleases=True):
+        return Finding("ok", "versions", f"{name} {installed}")
+    return Finding("fail", "versions", f"{name} {installed} is not {allowed}", f"install {name}{allowed}")
 
 
 def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
@@ -76,12 +76,12 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
     # Those that this process may use: a container or taskset may allow fewer than the machine has.
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} cores for {num_training} tasks that compute"
-    few = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
-    yield few if num_training > cores else Finding("ok", "cores", text)
+    warning = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
+    yield warning if num_training > cores else Finding("ok", "cores", text)
     free, needed = _free_memory_mb(), MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
     text = f"{free:,} MB free, about {needed:,} MB needed by {num_tasks} tasks"
-    little = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
-    yield little if free < needed else Finding("ok", "memory", text)
+    warning = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
+    yield warning if free < needed else Finding("ok", "memory", text)
 
 
 def _free_memory_mb() -> int:
@@ -103,19 +103,19 @@ def _text(path: str) -> str:
 
 def run_folder(run_dir: str | None) -> Iterator[Finding]:
     """Whether the run's directory could be made, without making it."""
-    wanted = Path(run_dir or "outputs").expanduser().absolute()
+    target = Path(run_dir or "outputs").expanduser().absolute()
     # The nearest folder that exists; a broken link counts, since no directory can be made in its place.
-    there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
-    if not there.is_dir():
-        yield Finding("fail", "run_dir", f"{there} is not a directory", "name another directory with run_dir=")
+    existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        yield Finding("fail", "run_dir", f"{existing} is not a directory", "name another directory with run_dir=")
         return
-    if not os.access(there, os.W_OK | os.X_OK):
-        yield Finding("fail", "run_dir", f"{there} cannot be written", "name another directory with run_dir=")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield Finding("fail", "run_dir", f"{existing} cannot be written", "name another directory with run_dir=")
         return
-    free = shutil.disk_usage(there).free >> 20
-    text = f"{wanted} can be written, {free:,} MB free"
-    full = Finding("warn", "run_dir", text, "make room, or name another directory with run_dir=")
-    yield full if free < RUN_DIR_MB else Finding("ok", "run_dir", text)
+    free = shutil.disk_usage(existing).free >> 20
+    text = f"{target} can be written, {free:,} MB free"
+    warning = Finding("warn", "run_dir", text, "make room, or name another directory with run_dir=")
+    yield warning if free < RUN_DIR_MB else Finding("ok", "run_dir", text)
 
 
 def training_data(config: DataConfig) -> Iterator[Finding]:
@@ -157,8 +157,10 @@ def isolation() -> Iterator[Finding]:
     """Whether a local cluster gets a network of its own."""
     command = code_command(TRY_ISOLATION)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS, env=child_environment())
-        private = done.returncode == 0
+        completed = subprocess.run(
+            command, capture_output=True, timeout=ISOLATION_TIMEOUT_SECS, env=child_environment()
+        )
+        private = completed.returncode == 0
     except (OSError, subprocess.SubprocessError):
         private = False
     if private:

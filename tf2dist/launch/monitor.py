@@ -10,20 +10,20 @@ from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
 from tf2dist.launch.console import Console
-from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_echo
+from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_secondary
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Event, Exited
 from tf2dist.launch.restarts import RestartDecision, RestartPolicy
-from tf2dist.launch.run_state import Attempt, Caller, Clock, Heard, Phase, Tasks
+from tf2dist.launch.run_state import Attempt, Caller, CallerMessage, Clock, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
 from tf2dist.messages import Began, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
-ECHO_SECS = 1.0  # the failure that caused the others may be reported after them
+SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after them
 CAUSE_SECS = 3.0  # the same if it is on another host
-LEAVE_SECS = 15.0  # for the other tasks to end, once the leader is done
+EXIT_SECS = 15.0  # for the other tasks to end, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
 
 
@@ -56,7 +56,7 @@ class Monitor:
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._attempt = Attempt()
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`
-        self._gone: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
+        self._lost_peers: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
 
     def run(self, tasks: Tasks) -> dict[str, Any]:
@@ -74,15 +74,15 @@ class Monitor:
         while self._launcher.tasks or (self._attempt.failures and self._phase() is not Phase.DONE):
             self._step()
             self._answer()
-            self._limit_leaving()
-            if self._phase() is Phase.DONE and (self._shutdown.is_signalled or self._is_time_to_leave):
+            self._set_exit_deadline()
+            if self._phase() is Phase.DONE and (self._shutdown.is_signalled or self._is_past_exit_deadline):
                 break  # the result is complete; leaving the launcher's block kills the tasks that are left
         return self._attempt.summary
 
     def _phase(self) -> Phase:
         if self._attempt.summary:
             return Phase.DONE
-        return Phase.STOPPING if self._shutdown.is_asked else Phase.RUNNING
+        return Phase.STOPPING if self._shutdown.is_requested else Phase.RUNNING
 
     def _step(self) -> None:
         """Handles the messages of the next `POLL_SECS`, and looks for tasks that are lost or stuck."""
@@ -91,7 +91,7 @@ class Monitor:
             self._on_event(event)
         for news in self._meeting.events() if self._meeting else ():
             self._on_meeting(news)
-        self._watchdog.look(self._phase() is Phase.DONE, self._gone)
+        self._watchdog.check(self._phase() is Phase.DONE, self._lost_peers)
 
     def _answer(self) -> None:
         """Goes on with the stop, or deals with new failures.
@@ -101,13 +101,13 @@ class Monitor:
             Interrupted: the stop is over.
         """
         if self._phase() is Phase.STOPPING:
-            signum = self._shutdown.go_on(self._tasks.names, self._tasks.leader)
+            signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
             if signum and (self._launcher.tasks or self._attempt.failures):  # otherwise all were done before it came
                 raise self._shutdown.outcome(signum, self._tasks.leader, self._attempt.failures)
         elif self._phase() is Phase.RUNNING and self._attempt.failures:
             self._restart_or_fail()
 
-    def _limit_leaving(self) -> None:
+    def _set_exit_deadline(self) -> None:
         """Sets the time by which the other tasks must end, once the leader has ended.
 
         Raises:
@@ -116,18 +116,18 @@ class Monitor:
         leader = self._tasks.leader
         if self._tasks.has_leader:
             if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
-                self._attempt.leave_by = min(self._attempt.leave_by, self._clock.monotonic() + LEAVE_SECS)
-        elif self._is_time_to_leave:
-            ended = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
-            raise TaskLostError(f"{ended}, and {self._tasks.names[0]} has not ended")
+                self._attempt.exit_deadline = min(self._attempt.exit_deadline, self._clock.monotonic() + EXIT_SECS)
+        elif self._is_past_exit_deadline:
+            reason = f"{leader} finished {FOLLOW_END_SECS:.0f} s ago"
+            raise TaskLostError(f"{reason}, and {self._tasks.names[0]} has not ended")
 
     @property
-    def _is_time_to_leave(self) -> bool:
-        return self._clock.monotonic() > self._attempt.leave_by
+    def _is_past_exit_deadline(self) -> bool:
+        return self._clock.monotonic() > self._attempt.exit_deadline
 
     def _on_event(self, event: Event) -> None:
-        self._watchdog.heard(event)
-        if self._caller and isinstance(event, Heard):
+        self._watchdog.on_message(event)
+        if self._caller and isinstance(event, CallerMessage):
             self._caller.hear(event)
         match event:
             case ProgressMessage():
@@ -164,9 +164,9 @@ class Monitor:
         """Handles news of a task on another host."""
         match event:
             case control.Stop():
-                self._shutdown.asked_by_peer(event.signum)
+                self._shutdown.request_from_peer(event.signum)
             case control.Back():
-                self._gone.pop(event.task, None)
+                self._lost_peers.pop(event.task, None)
             case control.Lost(task, why):
                 self._on_end_elsewhere(task, TaskLostError.exit_code, why, was_lost=True)
             case control.Ended(task, code, message):
@@ -175,23 +175,25 @@ class Monitor:
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
         if code == 0 and task == self._tasks.leader:
             self._leader_is_done = True
-            self._attempt.leave_by = self._clock.monotonic() + FOLLOW_END_SECS
+            self._attempt.exit_deadline = self._clock.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._phase() is Phase.DONE:
             pass
-        elif self._may_be_missed(task, code) and not blames_another(task, why):
+        elif self._can_lose(task, code) and not blames_another(task, why):
             self._go_on_without(task, why)
-        elif not (self._attempt.failures and blames_another(task, why)):  # an echo of a known failure
-            what = f"is gone ({why})" if was_lost else why
-            self._attempt.failures.append(FailureRecord(task, self._clock.time(), code, what, by_signal=was_lost))
+        elif not (self._attempt.failures and blames_another(task, why)):  # a consequence of a known failure
+            message_text = f"is gone ({why})" if was_lost else why
+            self._attempt.failures.append(
+                FailureRecord(task, self._clock.time(), code, message_text, by_signal=was_lost)
+            )
 
     def _go_on_without(self, task: str, why: str) -> None:
-        self._gone[task] = why
+        self._lost_peers[task] = why
         if not self._attempt.failures:
             self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
-        for own in self._launcher.tasks:  # any of them may wait in a call to the lost task
-            self._launcher.send_to_task(own, PeerGone(task))
+        for local_task in self._launcher.tasks:  # any of them may wait in a call to the lost task
+            self._launcher.send_to_task(local_task, PeerGone(task))
 
-    def _may_be_missed(self, task: str, code: int) -> bool:
+    def _can_lose(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
         # A worker that failed by an error of its own would fail again. An evaluator only reads checkpoints, so nothing
         # depends on it.
@@ -204,24 +206,24 @@ class Monitor:
         Raises:
             TaskFailure: no restart helps.
         """
-        self._await_cause()
+        self._wait_for_root_failure()
         failures = self._attempt.failures
         if self._phase() is not Phase.RUNNING:
             return  # a stop or the result has come meanwhile
-        if self._leader_is_done and all(map(is_echo, failures)):
+        if self._leader_is_done and all(map(is_secondary, failures)):
             failures.clear()  # the run is over: this task was started again too late to meet the others
             return
-        verdict = self._policy.judge(failures[0])
-        if verdict is RestartDecision.FAIL and not self._meeting:
-            self._collect_echoes()
-            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_echo(failures[0])):
+        decision = self._policy.decide(failures[0])
+        if decision is RestartDecision.FAIL and not self._meeting:
+            self._collect_secondary_failures()
+            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_secondary(failures[0])):
                 return
-            verdict = self._policy.judge(failures[0])  # now perhaps another one, since they were sorted again
-        if verdict is RestartDecision.FAIL:
+            decision = self._policy.decide(failures[0])  # now perhaps another one, since they were sorted again
+        if decision is RestartDecision.FAIL:
             self._fail()
         lost = failures.pop(0)
-        self._watchdog.excuse_all()
-        if verdict is RestartDecision.RESTART_TASK:
+        self._watchdog.restart_timers()
+        if decision is RestartDecision.RESTART_TASK:
             self._console.warn(f"{lost.task} {lost.message}; starting it again")
             self._start(lost.task)
         else:
@@ -232,7 +234,7 @@ class Monitor:
         for failure in self._attempt.failures:
             if (signum := failure.exit_code - 128) in NAMES:  # another host has got a signal
                 raise self._shutdown.interrupted(signum)
-        used_up = f"after {self._policy.restarts} restarts" if self._policy.is_used_up else ""
+        used_up = f"after {self._policy.restarts} restarts" if self._policy.is_exhausted else ""
         raise TaskFailure(self._attempt.failures, used_up)
 
     def _restart_all(self, lost: FailureRecord) -> None:
@@ -241,11 +243,11 @@ class Monitor:
             if isinstance(event, Saved):
                 self._shutdown.leader_saved(event.step, stopping=False)
         self._watchdog.clear()
-        self._shutdown.all_start_again()
+        self._shutdown.on_restart_of_all()
         self._attempt = Attempt()
         step = self._shutdown.saved_step
-        where = "" if step is None else f" from the checkpoint at step {step}"
-        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{where}")
+        origin = "" if step is None else f" from the checkpoint at step {step}"
+        self._console.warn(f"{lost.task} {lost.message}; starting all tasks again{origin}")
         self._num_restarts_of_all += 1
         self._start_all()
 
@@ -257,19 +259,19 @@ class Monitor:
         self._tasks.start(task, self._num_restarts_of_all)
         self._watchdog.started(task)
 
-    def _await_cause(self) -> None:
+    def _wait_for_root_failure(self) -> None:
         """Waits for the root failure: survivors often report first, and a frozen task is only found after a while."""
-        deadline = self._clock.monotonic() + (CAUSE_SECS if self._meeting else ECHO_SECS)
-        while all(map(is_echo, self._attempt.failures)) and (self._meeting or self._launcher.tasks):
+        deadline = self._clock.monotonic() + (CAUSE_SECS if self._meeting else SECONDARY_SECS)
+        while all(map(is_secondary, self._attempt.failures)) and (self._meeting or self._launcher.tasks):
             is_late = self._clock.monotonic() > deadline and not self._watchdog.has_suspects
             if self._phase() is not Phase.RUNNING or is_late:
                 break
             self._step()
         self._attempt.failures.sort(key=cause_order)
 
-    def _collect_echoes(self) -> None:
+    def _collect_secondary_failures(self) -> None:
         """Collects secondary failures for the report."""
-        deadline = self._clock.monotonic() + ECHO_SECS
+        deadline = self._clock.monotonic() + SECONDARY_SECS
         while self._launcher.tasks and self._clock.monotonic() < deadline:
             self._step()
         self._attempt.failures.sort(key=cause_order)

@@ -65,20 +65,20 @@ SeriesByName = dict[str, Series]
 def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
     """The series by name, from the rows of metrics.jsonl in order."""
     series: SeriesByName = {}
-    now = earlier_secs = 0.0
+    elapsed_secs = earlier_secs = 0.0
     for row in rows:
         step, secs, task = row.get("step"), row.get("secs"), row.get("task")
         if not isinstance(step, int | float) or not isinstance(secs, int | float) or not isinstance(task, str):
             continue
         # The evaluator's command began at another time than the leader's, so its rows get the time of the leader's.
         if not task.startswith("evaluator"):
-            if earlier_secs + secs < now:  # a new command, which counts from its own beginning
-                earlier_secs = now
-            now = earlier_secs + secs
+            if earlier_secs + secs < elapsed_secs:  # a new command, which counts from its own beginning
+                earlier_secs = elapsed_secs
+            elapsed_secs = earlier_secs + secs
         for name, value in row.items():
             if name not in COLUMNS and (value is None or isinstance(value, int | float)):
                 # JSON has no NaN: the file has null for it.
-                series.setdefault(name, Series()).add(step, now, np.nan if value is None else value)
+                series.setdefault(name, Series()).add(step, elapsed_secs, np.nan if value is None else value)
     return series
 
 
@@ -98,10 +98,12 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def metrics_of(series: SeriesByName) -> list[str]:
     """The names to draw: the loss, and the model's metrics, accuracies first; those with a number at least."""
-    with_numbers = [name for name, one in series.items() if len(one.finite())]
-    own = [name for name in with_numbers if name not in NO_METRICS and not name.startswith(("validation_", "test_"))]
-    own.sort(key=lambda name: "accuracy" not in name)
-    return [name for name in ("loss",) if name in with_numbers] + own[:MAX_METRICS]
+    with_numbers = [name for name, curve in series.items() if len(curve.finite())]
+    metric_names = [
+        name for name in with_numbers if name not in NO_METRICS and not name.startswith(("validation_", "test_"))
+    ]
+    metric_names.sort(key=lambda name: "accuracy" not in name)
+    return [name for name in ("loss",) if name in with_numbers] + metric_names[:MAX_METRICS]
 
 
 def draw_run(run_dir: Path) -> Path | None:
@@ -126,8 +128,8 @@ def _result(run_dir: Path, series: SeriesByName) -> tuple[list[str], list[int]]:
         with open_to_read(run_dir / "summary.json") as file:
             summary = json.load(file)
         return result_lines(summary, "").splitlines(), summary.get("staleness_counts", [])
-    last = max(one.steps[-1] for one in series.values())
-    return [f"{run_dir.name}: not finished, step {last:,.0f}"], []
+    last_step = max(curve.steps[-1] for curve in series.values())
+    return [f"{run_dir.name}: not finished, step {last_step:,.0f}"], []
 
 
 def training_figure(series: SeriesByName, lines: Sequence[str], staleness: Sequence[int]) -> Figure:
@@ -135,18 +137,18 @@ def training_figure(series: SeriesByName, lines: Sequence[str], staleness: Seque
     names = metrics_of(series)
     num_rows = len(names) + bool(sum(staleness))
     figure, legend_y = _figure([part for line in lines for part in textwrap.wrap(line, LINE_CHARS)], num_rows)
-    secs_per, unit = _unit(max(one.secs[-1] for one in series.values()))
+    secs_per, unit = _unit(max(curve.secs[-1] for curve in series.values()))
     grid = figure.add_gridspec(num_rows, 2)
     for row, name in enumerate(names):
         by_step, by_time = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
-        drawn = _draw_metric(by_step, series, name, 0.0)
+        values = _draw_metric(by_step, series, name, 0.0)
         _draw_metric(by_time, series, name, secs_per)
         by_step.set_ylabel(name, parse_math=False)
         by_step.set_xlabel("global step")
         by_time.set_xlabel(f"wall time ({unit})")
         _set_axes(by_step, by_time)
         training = series[name].finite()
-        ratio = drawn.max() / drawn.min() if drawn.min() > 0 else 0.0
+        ratio = values.max() / values.min() if values.min() > 0 else 0.0
         # An accuracy that grows stays linear.
         if ratio >= LOG_FROM and (name == "loss" or training[0] > training[-1]):
             _set_log(by_step, ratio)
@@ -177,12 +179,12 @@ def _figure(lines: list[str], num_rows: int) -> tuple[Figure, float]:
         wspace=0.06,
         hspace=GAP_INCHES / ROW_HEIGHT,
     )
-    for inches, text, look in (
+    for inches, text, style in (
         (0.15, "Training", {"fontsize": 15, "weight": "bold"}),
         (0.5, "\n".join(lines), {"fontsize": 9, "color": "#444444", "linespacing": 1.35}),
     ):
         # A name of the user's with dollar signs is no formula.
-        figure.text(0.02, 1 - inches / total, text, ha="left", va="top", parse_math=False).set(**look)
+        figure.text(0.02, 1 - inches / total, text, ha="left", va="top", parse_math=False).set(**style)
     return figure, 1 - head / total
 
 
@@ -197,13 +199,13 @@ def _draw_metric(axes: Axes, series: SeriesByName, name: str, secs_per: float) -
     Returns:
         All finite values that were drawn.
     """
-    found = []
+    finite_values = []
     for split, color in (("", TRAINING), *SPLITS.items()):
-        one = series.get(f"{split}_{name}" if split else name)
-        if one is None or not len(one.finite()):
+        curve = series.get(f"{split}_{name}" if split else name)
+        if curve is None or not len(curve.finite()):
             continue
-        found.append(one.finite())
-        x, y = np.array(one.secs) / secs_per if secs_per else np.array(one.steps), np.array(one.values)
+        finite_values.append(curve.finite())
+        x, y = np.array(curve.secs) / secs_per if secs_per else np.array(curve.steps), np.array(curve.values)
         style = "o-" if len(x) <= FEW_POINTS else "-"
         if split:
             # In front of the training, which has more points.
@@ -213,7 +215,7 @@ def _draw_metric(axes: Axes, series: SeriesByName, name: str, secs_per: float) -
             axes.plot(*_moving_mean(x, y), lw=1.6, color=color, label="training", zorder=3)
         else:
             axes.plot(x, y, style, ms=3, lw=1.6, color=color, label="training")
-    return np.concatenate(found)
+    return np.concatenate(finite_values)
 
 
 def _moving_mean(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -225,7 +227,7 @@ def _moving_mean(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _set_axes(by_step: Axes, by_time: Axes) -> None:
     for axes in (by_step, by_time):
-        _set_look(axes)
+        _set_style(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4 if axes is by_step else 6, integer=axes is by_step))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}" if axes is by_time else "{x:,.0f}"))
         axes.yaxis.set_major_locator(MaxNLocator(6))
@@ -239,7 +241,7 @@ def _set_log(axes: Axes, ratio: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _set_look(axes: Axes) -> None:
+def _set_style(axes: Axes) -> None:
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -248,7 +250,7 @@ def _set_look(axes: Axes) -> None:
 
 def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
     """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones."""
-    _set_look(axes)
+    _set_style(axes)
     axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=TRAINING, baseline=0.7)
     axes.set_yscale("log")
     axes.set_ylim(0.7, counts.max() * 1.6)

@@ -30,7 +30,7 @@ class RestartPolicy:
         self._mode, self._max_restarts, self._whole_cluster = mode, max_restarts, whole_cluster
         self.restarts = 0
 
-    def judge(self, failure: FailureRecord) -> RestartDecision:
+    def decide(self, failure: FailureRecord) -> RestartDecision:
         """What to do about a failure; counts the restart, if it is one."""
         # An error of the training code or of the request, or a loss that is not finite, would come back.
         if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
@@ -38,14 +38,14 @@ class RestartPolicy:
         job = Task.parse(failure.task).job
         # A worker that reports the loss of another task is not lost itself: starting it again would not help.
         if job == "worker" and can_lose(self._mode, job) and failure.by_signal:
-            verdict = RestartDecision.RESTART_TASK
+            decision = RestartDecision.RESTART_TASK
         elif self._whole_cluster:
-            verdict = RestartDecision.RESTART_ALL
+            decision = RestartDecision.RESTART_ALL
         else:
             return RestartDecision.FAIL
         self.restarts += 1
-        return verdict
+        return decision
 
     @property
-    def is_used_up(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self._max_restarts > 0 and self.restarts >= self._max_restarts

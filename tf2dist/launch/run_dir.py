@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from tf2dist import files
-from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.files import is_path
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
 FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline")
@@ -28,22 +28,22 @@ def make_run_dir(config: RunConfig) -> Path:
     Raises:
         ConfigError: it cannot be created or used.
     """
-    given = config.run_dir or "outputs"
+    name = config.run_dir or "outputs"
     try:
         run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else _new_default_dir(config)
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
         # Every run makes `logs`, so a config.yaml without it belongs to some other program.
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
-            raise ConfigError(f"run_dir ({given}): has a config.yaml of something else; name another directory")
+            raise ConfigError(f"run_dir ({name}): has a config.yaml of something else; name another directory")
         files.make_private(run_dir)
-        _check_access(run_dir, given)
+        _check_access(run_dir, name)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         # If nothing can be written here, the user should learn it now and not at the first checkpoint.
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"run_dir ({given}): cannot be written ({reason}); name another directory") from None
+        raise ConfigError(f"run_dir ({name}): cannot be written ({reason}); name another directory") from None
     return run_dir
 
 
@@ -61,7 +61,7 @@ def _new_default_dir(config: RunConfig) -> Path:
     return run_dir
 
 
-def _check_access(run_dir: Path, given: str) -> None:
+def _check_access(run_dir: Path, name: str) -> None:
     """Checks that this user may write to what another run has left, which may have been of root in a container.
 
     Raises:
@@ -72,7 +72,7 @@ def _check_access(run_dir: Path, given: str) -> None:
         # By default `access` asks for the real user, and files are opened as the effective one.
         if path.exists() and not os.access(path, access, effective_ids=True):
             raise ConfigError(
-                f"run_dir ({given}): {path.name} in it cannot be read and written by this user; remove it, or name "
+                f"run_dir ({name}): {path.name} in it cannot be read and written by this user; remove it, or name "
                 "another directory"
             )
 

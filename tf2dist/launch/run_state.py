@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 
-Heard = HookCall | ProgressMessage
+CallerMessage = HookCall | ProgressMessage
 Send = Callable[[HookAnswer | PauseWanted], None]
 
 
@@ -46,12 +46,12 @@ class Attempt:
 
     Attributes:
         summary: the leader's result; empty until it comes.
-        leave_by: when the tasks that are left must have ended, in seconds of the monotonic clock.
+        exit_deadline: when the tasks that are left must have ended, in seconds of the monotonic clock.
         failures: those that no restart has answered yet, in order.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)
-    leave_by: float = float("inf")
+    exit_deadline: float = float("inf")
     failures: list[FailureRecord] = field(default_factory=list)
 
 
@@ -124,5 +124,5 @@ class Caller(Protocol):
     def connect(self, send: Send) -> None:
         """Takes the function that sends a message to the leader, from any thread."""
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: CallerMessage) -> None:
         """Takes a message of the leader; must not wait."""

@@ -40,14 +40,14 @@ class Shutdown:
     ) -> None:
         self._launcher, self._meeting, self._received = launcher, meeting, received
         self._grace_secs, self._notify, self._clock = grace_secs, notify, clock
-        self._until: float | None = None
+        self._deadline: float | None = None
         self._peer_signum = 0  # the signal that another host has got; 0 for none
         self._has_begun = False  # the leader trains; stays False if it is on another host
         self._has_saved = False  # since it was asked to stop
         self.saved_step: int | None = None
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         return self.is_signalled or bool(self._peer_signum)
 
     @property
@@ -55,7 +55,7 @@ class Shutdown:
         """Whether this process itself has got a signal."""
         return bool(self._received)
 
-    def asked_by_peer(self, signum: int) -> None:
+    def request_from_peer(self, signum: int) -> None:
         self._peer_signum = signum
 
     def leader_began(self, step: int) -> None:
@@ -72,20 +72,20 @@ class Shutdown:
         self._has_saved = stopping
         self.saved_step = step
 
-    def all_start_again(self) -> None:
+    def on_restart_of_all(self) -> None:
         self._has_begun = False
 
-    def go_on(self, tasks: list[str], leader: str) -> int:
+    def advance(self, tasks: list[str], leader: str) -> int:
         """Begins the stop, or goes on with it; returns the signal when it is over, 0 before.
 
         It is over when the leader or all tasks of this host have ended, when its time is up, or with a second signal.
         """
-        if self._until is None:
+        if self._deadline is None:
             # Fixed once, even if the leader begins to train afterwards: it may have missed the signal.
-            self._until = self._clock.monotonic() + self._patience(leads=leader in tasks)
-            self._begin()
+            self._deadline = self._clock.monotonic() + self._timeout_secs(leads=leader in tasks)
+            self._start()
         leader_ended = leader in tasks and leader not in self._launcher.tasks
-        in_time = self._clock.monotonic() < self._until
+        in_time = self._clock.monotonic() < self._deadline
         if leader_ended or not in_time or len(self._received) > 1 or not self._launcher.tasks:
             return (self._received or [self._peer_signum])[0]
         return 0
@@ -105,13 +105,13 @@ class Shutdown:
         saved = "saved at" if self._has_saved else "not saved since"
         return Interrupted(signum, f"; {saved} step {self.saved_step}")
 
-    def _patience(self, leads: bool) -> float:
+    def _timeout_secs(self, leads: bool) -> float:
         """Seconds for the stop. The leader saves, so hosts without it wait longer."""
         if not leads:
             return self._grace_secs + FOLLOW_SECS
         return self._grace_secs if self._has_begun else min(self._grace_secs, START_SECS)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._notify("stopping")
         if self._meeting and not self._peer_signum:
             self._meeting.stop(self._received[0])

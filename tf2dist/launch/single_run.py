@@ -15,22 +15,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from tf2dist.cluster.addresses import exposure
+from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Place
 from tf2dist.config import keras_settings
-from tf2dist.config.compose import ERRORS, Loader, setting, what_hydra_says
+from tf2dist.config.compose import ERRORS, Loader, hydra_message, setting
 from tf2dist.config.load import to_config
-from tf2dist.config.paths import is_path
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import as_written
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, RequestError, TfDistError
+from tf2dist.files import is_path
 from tf2dist.launch.command import report
-from tf2dist.launch.console import Console, result_lines
+from tf2dist.launch.console import Console, print_lines, result_lines
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.launch.start import check_alone, check_place, draw_training, run_in_folder
-from tf2dist.launch.streams import say
 from tf2dist.signals import Signals
 
 
@@ -69,7 +68,7 @@ def start_run(
         if begun:
             raise
         if not isinstance(error, OSError):  # of a callback, for example
-            raise ConfigError(what_hydra_says(error)) from None
+            raise ConfigError(hydra_message(error)) from None
         raise ConfigError(
             f"run_dir ({run_dir}): .hydra in it cannot be written ({error.strerror}); make room, or name another"
         ) from None
@@ -85,12 +84,16 @@ def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
     """
     if as_written(composed.hydra.run)["dir"] == "${run_dir}":
         return config.run_dir
-    its = setting(composed, "hydra.run.dir")
-    if config.run_dir not in (None, its):
-        raise ConfigError(f"hydra.run.dir ({its}): is another name of run_dir, which is {config.run_dir}; give one")
-    if not is_path(its):
-        raise ConfigError(f"hydra.run.dir ({its}): is not a valid name of a directory; leave it out for the default")
-    return its
+    hydra_dir = setting(composed, "hydra.run.dir")
+    if config.run_dir not in (None, hydra_dir):
+        raise ConfigError(
+            f"hydra.run.dir ({hydra_dir}): is another name of run_dir, which is {config.run_dir}; give one"
+        )
+    if not is_path(hydra_dir):
+        raise ConfigError(
+            f"hydra.run.dir ({hydra_dir}): is not a valid name of a directory; leave it out for the default"
+        )
+    return hydra_dir
 
 
 def rerun(pickled: str, started_at: float, signals: Signals) -> None:
@@ -100,9 +103,9 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
         try:
             composed, run_dir = unpickled(pickled)
         except Exception as error:  # unpickling may raise anything
-            why = what_hydra_says(error)
+            reason = hydra_message(error)
             raise ConfigError(
-                f"--experimental-rerun ({pickled}): cannot be read ({why}); name a config.pickle"
+                f"--experimental-rerun ({pickled}): cannot be read ({reason}); name a config.pickle"
             ) from None
     config, place = checked(composed, os.environ)
     config.run_dir = run_dir
@@ -114,19 +117,19 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
 
 def unpickled(path: str) -> tuple[DictConfig, str]:
     """The configuration and the directory of a run."""
-    found = []
+    runs = []
 
     def take(composed: DictConfig) -> None:
-        found.append((composed, str(HydraConfig.get().runtime.output_dir)))
+        runs.append((composed, str(HydraConfig.get().runtime.output_dir)))
 
     setup_globals()  # Hydra's resolvers, which it does not make known here
-    before = sys.argv
-    sys.argv = [before[0], f"--experimental-rerun={path}"]  # where Hydra reads it
+    argv = sys.argv
+    sys.argv = [argv[0], f"--experimental-rerun={path}"]  # where Hydra reads it
     try:
         hydra_main(version_base="1.3", config_path=None)(take)()
     finally:
-        sys.argv = before
-    return found[0]
+        sys.argv = argv
+    return runs[0]
 
 
 def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig, Place]:
@@ -149,7 +152,7 @@ def prepare(config: RunConfig, place: Place, console: Console) -> None:
         check_place(config, *place, console)
     for text in keras_settings.notes(config.keras):
         console.note(text)
-    if place.has_peers and (text := exposure(*place)):
+    if place.has_peers and (text := exposure_warning(*place)):
         console.warn(text)
     # Each command sees its host's data only. Either all fall back to other data or none does, so none may.
     if not place.cluster.is_managed:
@@ -182,7 +185,7 @@ def train(
 
 def show_result(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
     try:
-        say(result_lines(summary, str(run_dir)), sys.stdout)
+        print_lines(result_lines(summary, str(run_dir)), sys.stdout)
     except BrokenPipeError:
         pass  # the reader has left; the run has ended well all the same
     except OSError as error:

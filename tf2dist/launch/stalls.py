@@ -25,7 +25,7 @@ class Stalls:
         self._long_calls_since = 0.0
         self._stalled_since = 0.0
 
-    def heard(self, message: LongCall, now: float) -> None:
+    def add(self, message: LongCall, now: float) -> None:
         # The times are those of the first reports: if every report renewed them, nothing would ever be shown.
         if isinstance(message, Stalled):
             self._stalled_since = self._stalled_since if self._stalled else now
@@ -42,7 +42,7 @@ class Stalls:
         self._long_calls.clear()
         self._stalled.clear()
 
-    def look(self, now: float) -> list[Stalled]:
+    def pop_blamed(self, now: float) -> list[Stalled]:
         """Shows the user where tasks are; returns the stalled tasks that are to blame, as soon as that is clear."""
         if self._long_calls and now - self._long_calls_since > GATHER_SECS:
             self._notify_long_calls()

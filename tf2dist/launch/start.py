@@ -28,7 +28,7 @@ from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
-SILENT_SECS = 3.0  # of drawing, after which the user is told; usually it takes one
+SILENT_SECS = 3.0  # of drawing, after which a line says so; usually it takes one
 
 
 def run_in_folder(
@@ -56,8 +56,8 @@ def run_in_folder(
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
         if not has_checkpoints(run_dir):
             raise
-        more = f"{error.more}; {how_to_go_on(run_dir, in_python=caller is not None)} to go on"
-        raise Interrupted(error.signum, more) from None
+        advice = f"{error.more}; {how_to_go_on(run_dir, in_python=caller is not None)} to go on"
+        raise Interrupted(error.signum, advice) from None
 
 
 def check_alone(config: RunConfig, place: Place) -> None:
@@ -81,9 +81,9 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
     names = [str(task) for task in cluster.training_tasks]
     delays, pause = config.simulate.delay_secs, config.simulate.parsed_pause
     if delays and len(delays) != len(names):
-        shown = f"[{','.join(f'{secs:g}' for secs in delays)}]"
+        listed = f"[{','.join(f'{secs:g}' for secs in delays)}]"
         raise ConfigError(
-            f"simulate.delay_secs ({shown}): has {len(delays)} numbers for {len(names)} workers; give each worker one"
+            f"simulate.delay_secs ({listed}): has {len(delays)} numbers for {len(names)} workers; give each worker one"
         )
     if pause and pause.task not in names:
         raise ConfigError(

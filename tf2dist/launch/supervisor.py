@@ -26,7 +26,7 @@ from tf2dist.signals import StopRequests
 
 
 def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluster:
-    """A managed cluster with the ports that it has after so many restarts of all tasks.
+    """A managed cluster with the ports that it has after this number of restarts of all tasks.
 
     In a private network no other program can take a port. Elsewhere one may have done so since the ports were
     found to be free, so a restart uses others.
@@ -63,13 +63,13 @@ def supervise(
         Interrupted: by a signal; everything has been saved and stopped in order.
     """
     launcher = Launcher(run_dir / "logs", isolate=place.cluster.is_managed, env=environment_of(config))
-    with contextlib.ExitStack() as whole:
+    with contextlib.ExitStack() as stack:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = whole.enter_context(locked(run_dir)) if place.leads else None
+        lock = stack.enter_context(locked(run_dir)) if place.leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
-        received = whole.enter_context(signals.held())
-        whole.enter_context(console)
+        received = stack.enter_context(signals.deferred())
+        stack.enter_context(console)
         with launcher:
             return run_tasks(config, run_dir, place, launcher, lock, console, started_at, received, caller)
 
@@ -106,8 +106,8 @@ def run_tasks(
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
         if caller:
             caller.connect(functools.partial(launcher.send_to_task, tasks.leader))
-        where = f" at {place.cluster.address(place.task)}" if place.has_peers else ""
-        console.status(f"starting {', '.join(tasks.names)}{where}")
+        at_address = f" at {place.cluster.address(place.task)}" if place.has_peers else ""
+        console.status(f"starting {', '.join(tasks.names)}{at_address}")
         summary = monitor.run(tasks)
         if summary:
             write_summary(run_dir, lock, summary)
@@ -128,8 +128,8 @@ def tasks_of(
 
     def start(name: str, restarts: int) -> None:
         # Fixed at each start: a managed cluster uses other ports after a restart.
-        now = on_free_ports(cluster, launcher, restarts) if cluster.is_managed else cluster
-        payload = payload_of(config, now, Task.parse(name), run_dir, started_at, caller)
+        current = on_free_ports(cluster, launcher, restarts) if cluster.is_managed else cluster
+        payload = payload_of(config, current, Task.parse(name), run_dir, started_at, caller)
         launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
 
     tasks = cluster.tasks if cluster.is_managed else [place.task]
@@ -213,5 +213,5 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
         write_whole(run_dir / "summary.json", text + "\n")
     except (OSError, TrainingError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"{run_dir / 'summary.json'}: could not be written ({reason}); its content would be"
-        raise TrainingError(f"{what}\n{as_json(summary)}") from None
+        message = f"{run_dir / 'summary.json'}: could not be written ({reason}); its content would be"
+        raise TrainingError(f"{message}\n{as_json(summary)}") from None

@@ -14,12 +14,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from tf2dist import files
-from tf2dist.config.compose import in_quotes, setting, what_hydra_says
-from tf2dist.config.paths import expand, is_path
+from tf2dist.config.compose import hydra_message, in_quotes, setting
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, is_basic, jobs_of
 from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
+from tf2dist.files import expand, is_path
 from tf2dist.launch.command import report
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary
@@ -38,10 +38,10 @@ class JobsFailed(TfDistError):
 
     def __init__(self, rows: "list[Row]", folder: Path) -> None:
         failed = [row for row in rows if row.state == "failed"]
-        which = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
-        which += ", ..." if len(failed) > MAX_NAMED else ""
+        listed = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
+        listed += ", ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
-            f"{len(failed)} of {len(rows)} jobs failed: {which}; "
+            f"{len(failed)} of {len(rows)} jobs failed: {listed}; "
             f"the same command with {OPTION}={folder} tries them again"
         )
         self.exit_code = failed[0].exit_code or 1
@@ -75,7 +75,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
 def launch(
     hydra: Hydra, name: str, composed: DictConfig, overrides: list[str], folder: Path, signals: Signals
 ) -> int | None:
-    """Runs the jobs to the end of the last one, or of those that run when a signal comes; returns that signal.
+    """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal.
 
     Raises:
         ConfigError: the launcher or the sweeper fails before a job does.
@@ -93,8 +93,8 @@ def launch(
         number = stop.args[0] if stop.args else signals.received[0]
     except Exception as error:  # of a launcher or a sweeper
         if not any(row.state == "failed" for row in read_rows(folder)):
-            raise ConfigError(f"--multirun: {what_hydra_says(error)}") from error
-        Console().warn(f"the sweeper gave up: {what_hydra_says(error)}")
+            raise ConfigError(f"--multirun: {hydra_message(error)}") from error
+        Console().warn(f"the sweeper gave up: {hydra_message(error)}")
     Callbacks(composed).on_multirun_end(config=composed, config_name=name)  # Hydra itself calls it only without errors
     return number
 
@@ -148,12 +148,12 @@ def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> N
     """
     try:
         with files.open_to_read(run_dir / "config.yaml") as file:
-            before = from_yaml(file.read(1 << 24).decode())  # a file that is not ours must not fill the memory
+            existing = from_yaml(file.read(1 << 24).decode())  # a file that is not ours must not fill the memory
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError, ConfigError):
         raise ConfigError(f"{name} has a config.yaml that cannot be read; name another directory") from None
-    old, new = _leaves(before.as_tree()), _leaves(config.as_tree())
+    old, new = _leaves(existing.as_tree()), _leaves(config.as_tree())
     for key in [*new, *old]:
         # The folder may have been moved or be named in another way.
         is_compared = key != "run_dir" and (has_data or not key.startswith("data."))
@@ -165,10 +165,10 @@ def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> N
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 _stopped_by: list[int] = []  # the signal that has stopped a job of this process, which then begins no other

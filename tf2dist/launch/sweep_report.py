@@ -23,9 +23,8 @@ from omegaconf import DictConfig
 from tf2dist import files
 from tf2dist.config.compose import overrides_of
 from tf2dist.config.sweeps import plain
-from tf2dist.launch.console import Console, rate_text
+from tf2dist.launch.console import Console, print_lines, rate_text
 from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.streams import say
 
 RECORDS = ".jobs"  # in the folder of the sweep
 RESULTS = ("test_accuracy", "test_loss", "steps_per_sec", "wall_secs")
@@ -76,8 +75,8 @@ class Row:
 
 def read_rows(sweep_dir: Path) -> list[Row]:
     """The jobs of a sweep so far, in their order."""
-    found = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep_dir / RECORDS).glob("*.json")]
-    return sorted(found, key=lambda row: row.number)
+    rows = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in (sweep_dir / RECORDS).glob("*.json")]
+    return sorted(rows, key=lambda row: row.number)
 
 
 class SweepReport(Callback):
@@ -88,7 +87,7 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         parsed = OverridesParser.create().parse_overrides(overrides_of(config))
-        self._fixed = {each.get_key_element() for each in parsed if not each.is_sweep_override()}
+        self._fixed = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         if config.hydra.mode != RunMode.MULTIRUN:
@@ -122,7 +121,7 @@ class SweepReport(Callback):
         sweep_dir = Path(config.hydra.sweep.dir).absolute()
         rows = read_rows(sweep_dir)
         for row in rows:
-            if row.state == "running":  # and its end was not told: a signal came
+            if row.state == "running":  # its end was not reported: a signal came
                 row.state = "stopped"
                 row.write(sweep_dir)
         write_csv(sweep_dir)
@@ -130,7 +129,7 @@ class SweepReport(Callback):
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         try:
-            say(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
+            print_lines(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
         except BrokenPipeError:
             pass  # the reader has left; the exit code still says how the jobs went
         except OSError as error:
@@ -180,7 +179,8 @@ def as_table(rows: list[Row], width: int | None) -> str:
     names = _names(rows)
     head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
     cells = [
-        [str(row.number), *(row.varying.get(name, "-") for name in names), *_shown(row), row.outcome] for row in rows
+        [str(row.number), *(row.varying.get(name, "-") for name in names), *_formatted(row), row.outcome]
+        for row in rows
     ]
     widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
@@ -194,7 +194,7 @@ def as_table(rows: list[Row], width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _shown(row: Row) -> list[str]:
+def _formatted(row: Row) -> list[str]:
     """The results, rounded for the screen."""
     # A loss that has diverged may have thirty digits before the point.
     formats: dict[str, Callable[[float], str]] = {
@@ -204,12 +204,12 @@ def _shown(row: Row) -> list[str]:
         "wall_secs": lambda value: f"{value:.1f}",
     }
     results = row.results or {}
-    return ["-" if (value := results.get(name)) is None else shown(value) for name, shown in formats.items()]
+    return ["-" if (value := results.get(name)) is None else form(value) for name, form in formats.items()]
 
 
 def _stanza(row: Row, width: int) -> list[str]:
     """One job in lines of at most `width` columns, as far as they can be broken."""
-    accuracy, loss, rate, secs = _shown(row)
+    accuracy, loss, rate, secs = _formatted(row)
     values = " ".join(f"{name}={value}" for name, value in row.varying.items())
     result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
     # A long value stays whole and sticks out of the line, so that it can still be copied.

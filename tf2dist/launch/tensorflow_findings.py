@@ -64,28 +64,28 @@ WITHOUT_GPUS = {
 
 
 def _run(
-    code: str, *arguments: str, timeout_secs: float, more: dict[str, str]
+    code: str, *arguments: str, timeout_secs: float, variables: dict[str, str]
 ) -> tuple[Any, subprocess.CompletedProcess[str]]:
     """Runs code that imports TensorFlow; returns what it has found, None if it did not come to that, and its end.
 
     Args:
-        more: environment variables.
+        variables: of the environment.
 
     Raises:
         subprocess.TimeoutExpired: it has not ended in time.
     """
-    environment = {**child_environment(), LOG_LEVEL: "3", **more}
+    environment = {**child_environment(), LOG_LEVEL: "3", **variables}
     command = code_command(ENDS_WITH_DOCTOR + code, *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
     try:
-        return json.loads(done.stdout.strip().splitlines()[-1]), done  # libraries and plugins may print before it
+        return json.loads(process.stdout.strip().splitlines()[-1]), process  # libraries and plugins may print before it
     except (ValueError, IndexError):
-        return None, done
+        return None, process
 
 
-def _why(done: subprocess.CompletedProcess[str]) -> str:
+def _why(process: subprocess.CompletedProcess[str]) -> str:
     """The exception with which a process has ended."""
-    return (done.stderr.strip().splitlines() or ["no output"])[-1][:150]
+    return (process.stderr.strip().splitlines() or ["no output"])[-1][:150]
 
 
 def gpus(num_local_workers: int = 0) -> Iterator[Finding]:
@@ -95,17 +95,17 @@ def gpus(num_local_workers: int = 0) -> Iterator[Finding]:
         num_local_workers: the workers of a local cluster, which share them; 0 for another cluster.
     """
     # TensorFlow leaves out GPUs whose CUDA libraries it cannot load, and only its log says so.
-    seen = _driver_gpus()
+    num_gpus = _driver_gpus()
     try:
-        names, done = _run(LIST_GPUS, timeout_secs=GPU_TIMEOUT_SECS, more={})
+        names, process = _run(LIST_GPUS, timeout_secs=GPU_TIMEOUT_SECS, variables={})
     except subprocess.TimeoutExpired:
         text = f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "gpu", text, "try again when this machine is idle")
         return
     if names is None:
-        yield Finding("fail", "gpu", f"TensorFlow cannot be imported ({_why(done)})", "install tf2dist again")
-    elif seen and not names:
-        text = f"the driver has {seen} GPUs and TensorFlow sees none"
+        yield Finding("fail", "gpu", f"TensorFlow cannot be imported ({_why(process)})", "install tf2dist again")
+    elif num_gpus and not names:
+        text = f"the driver has {num_gpus} GPUs and TensorFlow sees none"
         yield Finding("warn", "gpu", text, "pip install -e '.[gpu]', and look at CUDA_VISIBLE_DEVICES")
     else:
         text = f"TensorFlow sees {len(names)}" if names else "none; the CPUs do the work"
@@ -137,13 +137,13 @@ def internals() -> Iterator[Finding]:
     if not (packages := " and ".join(untested(["tensorflow", "keras"]))):
         return
     try:
-        missing, done = _run(TRY_INTERNALS, timeout_secs=INTERNALS_TIMEOUT_SECS, more=WITHOUT_GPUS)
+        missing, process = _run(TRY_INTERNALS, timeout_secs=INTERNALS_TIMEOUT_SECS, variables=WITHOUT_GPUS)
     except subprocess.TimeoutExpired:
         text = f"{packages} could not be checked within {INTERNALS_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "versions", text, "try again when this machine is idle")
         return
     if missing is None:
-        yield Finding("fail", "versions", f"{packages} cannot be used ({_why(done)})", "install a tested version")
+        yield Finding("fail", "versions", f"{packages} cannot be used ({_why(process)})", "install a tested version")
         return
     # Each line is an error message: the text, a semicolon, the way out.
     for line in missing:
@@ -156,20 +156,24 @@ def internals() -> Iterator[Finding]:
 def plugins(config: RunConfig) -> Iterator[Finding]:
     """Whether the plugins can be loaded and register what is chosen; they run."""
     try:
-        printed, done = _run(LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS, more=WITHOUT_GPUS)
+        printed, process = _run(
+            LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS, variables=WITHOUT_GPUS
+        )
     except subprocess.TimeoutExpired:
         text = f"not loaded within {PLUGINS_TIMEOUT_SECS:.0f} s"
         yield Finding("warn", "plugins", text, "move slow code into the registered functions")
         return
     if printed is None:
-        yield Finding("fail", "plugins", f"loading them ends the process, exit code {done.returncode}", "correct them")
+        yield Finding(
+            "fail", "plugins", f"loading them ends the process, exit code {process.returncode}", "correct them"
+        )
         return
     if "why" in printed:
         yield Finding("fail", "plugins", f"{printed['path']}: {printed['why'][0]}", printed["why"][1])
         return
     # Without this a misspelt name would only be found after TensorFlow has started on every task.
-    chosen = {"model": config.model["name"], "data": config.data.name, "optimizer": config.optimizer["name"]}
-    for group, name in chosen.items():
+    names = {"model": config.model["name"], "data": config.data.name, "optimizer": config.optimizer["name"]}
+    for group, name in names.items():
         if name not in printed[group]:
             yield Finding(
                 "fail",

@@ -78,11 +78,11 @@ class Unblocked(io.TextIOBase):
 @contextlib.contextmanager
 def _never_waiting(number: int) -> Iterator[int]:
     """A descriptor for writes that do not block: a new one for a terminal, since the flag of the old one is shared."""
-    own = -1
+    terminal = -1
     with contextlib.suppress(OSError):  # not a terminal, or one of another namespace, which has no name here
-        own = os.open(os.ttyname(number), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        terminal = os.open(os.ttyname(number), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        yield number if own < 0 else own
+        yield number if terminal < 0 else terminal
     finally:
-        if own >= 0:
-            os.close(own)
+        if terminal >= 0:
+            os.close(terminal)

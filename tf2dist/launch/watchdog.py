@@ -39,7 +39,7 @@ class Watchdog:
         now = self._clock.monotonic()
         self.records[task] = TaskRecord(heard_at=now, ran_at=now)
 
-    def excuse_all(self) -> None:
+    def restart_timers(self) -> None:
         """Excuses all tasks for a while: one of them is started again, and the others wait for it."""
         self._restarted_at = self._clock.monotonic()
 
@@ -48,20 +48,20 @@ class Watchdog:
         self.records.clear()
         self._stalls.clear()
 
-    def heard(self, message: Event) -> None:
+    def on_message(self, message: Event) -> None:
         """Handles every message of a task or about one."""
         # When an `Exited` comes here its task is no longer in `launcher.tasks`; see `exited`.
         if isinstance(message, Ready) or message.task not in self._launcher.tasks:
             return
         now = self._clock.monotonic()
         if isinstance(message, Silence):
-            self._liveness.announced(message.task, now, message.secs)
+            self._liveness.note_silence(message.task, now, message.secs)
         else:
-            self._liveness.heard(message.task, now)
+            self._liveness.note_heartbeat(message.task, now)
         record = self.records[message.task]
         match message:
             case LongCall():
-                self._stalls.heard(message, now)
+                self._stalls.add(message, now)
             case Started() if record.kill:
                 self._launcher.signal(message.task, signal.SIGKILL)  # it was killed before its process was known
             case Done():
@@ -83,12 +83,12 @@ class Watchdog:
     def _is_killing(self) -> bool:
         return any(record.kill and not record.has_exited for record in self.records.values())
 
-    def look(self, is_over: bool, gone: Mapping[str, str]) -> None:
+    def check(self, is_over: bool, lost_peers: Mapping[str, str]) -> None:
         """Kills the tasks that are lost or stuck; to be called several times a second.
 
         Args:
             is_over: whether the run has its result: then a killed task that does not end does not matter.
-            gone: the tasks of other hosts that are gone, and why.
+            lost_peers: the tasks of other hosts that are gone, and why.
 
         Raises:
             TaskLostError: a killed task does not end.
@@ -96,10 +96,10 @@ class Watchdog:
         self._kill_lost()
         if not is_over:
             self._give_up_on_the_unkillable()
-        self._kill_stalled(is_over, gone)
+        self._kill_stalled(is_over, lost_peers)
 
     def _kill_lost(self) -> None:
-        for task in self._liveness.lost(self._clock.monotonic()):
+        for task in self._liveness.find_lost(self._clock.monotonic()):
             # Only a process that runs can write its stacks before it is killed.
             if self._launcher.runs(task):
                 self._launcher.signal(task, STACKS_SIGNAL, alone=True)
@@ -113,17 +113,17 @@ class Watchdog:
             if self._clock.monotonic() - record.kill.at > KILL_TIMEOUT_SECS:
                 self._launcher.give_up_on(task)
 
-    def _kill_stalled(self, is_over: bool, gone: Mapping[str, str]) -> None:
+    def _kill_stalled(self, is_over: bool, lost_peers: Mapping[str, str]) -> None:
         """Kills the tasks that stalled by their own fault; those spared now report again if they stay stalled."""
         now = self._clock.monotonic()
         # A report may date from a time in which a task that the others need was being started, or in which this process
         # was suspended.
         excused = now - max(self._restarted_at, self._liveness.awake_since) < self._watchdog_secs
-        for message in self._stalls.look(now):
+        for message in self._stalls.pop_blamed(now):
             if not (excused or (self._is_killing and not is_over) or self._liveness.any_silent):
                 # The user's own code would stall there again.
                 code = (TrainingError if message.is_users else TaskLostError).exit_code
-                self._kill(message.task, why_stalled(message, gone), code)
+                self._kill(message.task, why_stalled(message, lost_peers), code)
 
     def _kill(self, task: str, why: str, exit_code: int) -> None:
         if task in self._launcher.tasks:  # it may have ended since then
@@ -131,9 +131,9 @@ class Watchdog:
             self._launcher.signal(task, signal.SIGKILL)
 
 
-def why_stalled(message: Stalled, gone: Mapping[str, str]) -> str:
+def why_stalled(message: Stalled, lost_peers: Mapping[str, str]) -> str:
     """The message about a stalled task, with the tasks that are gone: a coordinator can do nothing without workers."""
-    names = ", ".join(f"{task} is gone ({why})" for task, why in gone.items())
+    names = ", ".join(f"{task} is gone ({why})" for task, why in lost_peers.items())
     while_gone = f" while {names}" if names else ""
     where = f" in {message.where}" if message.where else ""
     return f"made no progress for {message.secs} s{where}{while_gone}, see the stacks in its log"

@@ -19,7 +19,7 @@ TOLERANCE = 1e-3  # relative
 
 
 def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
-    """Whether a loss that a layer adds is for a whole batch other than the mean of those of its examples.
+    """Whether a loss that a layer adds for a whole batch is not the mean over its examples.
 
     Of one that depends on random numbers, as in a variational autoencoder, it cannot be known: False.
     """
@@ -31,40 +31,42 @@ def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
 
     # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
     # training alone.
-    found = _on_trial(of_penalties(False), step, splits)
-    if found is not None and len(found[0]) != 2 * len(step.trace.penalties):
-        found = _on_trial(of_penalties(True), step, splits)
-    if found is None:
+    penalties = _on_trial(of_penalties(False), step, splits)
+    if penalties is not None and len(penalties[0]) != 2 * len(step.trace.penalties):
+        penalties = _on_trial(of_penalties(True), step, splits)
+    if penalties is None:
         return False
-    one, other, whole, again = (np.array(part) for part in (*found, found[-1][len(found[-1]) // 2 :]))
-    count = len(again)
-    agrees = np.isclose(whole[:count], _mean(one, other)[:count], TOLERANCE, 1e-7)
-    return not np.all(agrees | (whole[:count] != again))
+    first, second, whole = map(np.array, penalties)
+    # Each penalty was computed twice, with other random numbers.
+    whole, repeated = np.split(whole, 2)
+    count = len(whole)
+    agrees = np.isclose(whole, _mean(first, second)[:count], TOLERANCE, 1e-7)
+    return not np.all(agrees | (whole != repeated))
 
 
 def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:
     """The variables without an aggregation to which a step adds up something of each example."""
-    chosen = [v for v in step.trace.from_batch if v.aggregation == "none"]
-    if not chosen:
+    variables = [v for v in step.trace.from_batch if v.aggregation == "none"]
+    if not variables:
         return []
 
     def of_state(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
         terms = step.parts(leaves, True)[1]
-        return [terms[id(variable)] for variable in chosen]
+        return [terms[id(variable)] for variable in variables]
 
-    found = _on_trial(of_state, step, splits)
-    if found is None:
+    terms = _on_trial(of_state, step, splits)
+    if terms is None:
         return []
     # By the nearer one: what dropout and normalization make of a batch depends on the batch a little.
     return [
         variable
-        for variable, one, other, whole in zip(chosen, *found, strict=True)
-        if np.linalg.norm(whole - (one + other)) < np.linalg.norm(whole - _mean(one, other))
+        for variable, first, second, whole in zip(variables, *terms, strict=True)
+        if np.linalg.norm(whole - (first + second)) < np.linalg.norm(whole - _mean(first, second))
     ]
 
 
-def _mean(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.average([one, other], 0, SIZES)
+def _mean(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.average([first, second], 0, SIZES)
 
 
 def _on_trial(
@@ -78,9 +80,9 @@ def _on_trial(
     cuts = slice(0, SIZES[0]), slice(SIZES[0], sum(SIZES)), slice(0, sum(SIZES))
     traced = tf.function(function, autograph=False, input_signature=[step.layout.batched(None)])
     with contextlib.suppress(Exception):  # operations of the model raise errors of many types
-        found = [[np.array(one, np.float64) for one in traced([leaf[cut] for leaf in leaves])] for cut in cuts]
-        if all(np.isfinite(one).all() for part in found for one in part):
-            return found
+        results = [[np.array(tensor, np.float64) for tensor in traced([leaf[cut] for leaf in leaves])] for cut in cuts]
+        if all(np.isfinite(array).all() for arrays in results for array in arrays):
+            return results
     return None
 
 

@@ -13,27 +13,27 @@ from tf2dist.process.parts import keras_variable, parts_of
 @contextlib.contextmanager
 def recording(losses: list[keras.losses.Loss]) -> Iterator[list[tuple[keras.losses.Loss, tf.Tensor]]]:
     """Records what the losses return in the block, before Keras reduces it to a number."""
-    found: list[tuple[keras.losses.Loss, tf.Tensor]] = []
+    values: list[tuple[keras.losses.Loss, tf.Tensor]] = []
 
-    def recorded(loss: keras.losses.Loss) -> Any:
+    def record_call(loss: keras.losses.Loss) -> Any:
         call = loss.call
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             value = call(*args, **kwargs)
-            found.append((loss, value))
+            values.append((loss, value))
             return value
 
         return wrapper
 
     # One object may serve several outputs; wrapped twice, it would be recorded twice.
-    each = {id(loss): loss for loss in losses}.values()
-    for loss in each:
+    unique_losses = {id(loss): loss for loss in losses}.values()
+    for loss in unique_losses:
         # Python looks up `call` on the object first, but `__call__`, which reduces the values, on the class alone.
-        loss.call = recorded(loss)
+        loss.call = record_call(loss)
     try:
-        yield found
+        yield values
     finally:
-        for loss in each:
+        for loss in unique_losses:
             del loss.call  # the method of the class shows again
 
 
@@ -67,7 +67,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Keras calls this in place of each read; None for a variable whose own value is meant."""
-        if id(variable) not in self._known and all(variable is not one for one in self.outside):
+        if id(variable) not in self._known and all(variable is not outside for outside in self.outside):
             self.outside.append(variable)
         return super().get_current_value(variable)
 
@@ -94,6 +94,7 @@ def read_directly(traced: Any, known: Sequence[keras.Variable]) -> list[keras.Va
     """
     of_known = {id(part.value.handle) for variable in known for part in parts_of(variable)}
     # What a function reads it has as an argument more; its list of variables is in no order.
-    place = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
-    found = [variable for variable in traced.variables if id(variable.handle) not in of_known]
-    return [keras_variable(each) for each in sorted(found, key=lambda each: place.get(id(each.handle), len(place)))]
+    order = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
+    variables = [variable for variable in traced.variables if id(variable.handle) not in of_known]
+    variables.sort(key=lambda variable: order.get(id(variable.handle), len(order)))
+    return [keras_variable(variable) for variable in variables]

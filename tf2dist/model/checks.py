@@ -50,11 +50,11 @@ def check_model(name: str, model: Any) -> None:
             f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
         )
     # A step of tf2dist's own takes their place: training without them would succeed and be wrong.
-    own = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
-    if own:
+    overridden = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
+    if overridden:
         raise ConfigError(
-            f"model ({name}): has {' and '.join(own)} of its own, which would not be used; leave that out, and give "
-            "losses and metrics to compile, or with add_loss"
+            f"model ({name}): has {' and '.join(overridden)} of its own, which would not be used; leave that out, and "
+            "give losses and metrics to compile, or with add_loss"
         )
 
 
@@ -63,18 +63,18 @@ def check_inputs(name: str, model: keras.Model, layout: Layout) -> None:
     inputs = getattr(model, "inputs", None)
     if inputs is None:  # a subclass of keras.Model declares no inputs; its first call shows what fits
         return
-    given = leaves_of(layout.symbolic()[0])
-    if len(inputs) != len(given):
-        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and x of the data has {len(given)}")
-    if len(given) > 1:
+    data_inputs = leaves_of(layout.symbolic()[0])
+    if len(inputs) != len(data_inputs):
+        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and x of the data has {len(data_inputs)}")
+    if len(data_inputs) > 1:
         return
-    shape = list(given[0].shape[1:])
-    wanted = list(inputs[0].shape[1:])
+    shape = list(data_inputs[0].shape[1:])
+    expected = list(inputs[0].shape[1:])
     # Keras itself adds or removes a last dimension of 1.
-    fits = (wanted, [*wanted, 1], wanted[:-1] if wanted[-1:] == [1] else wanted)
-    if not any(tf.TensorShape(each).is_compatible_with(shape) for each in fits):
+    fits = (expected, [*expected, 1], expected[:-1] if expected[-1:] == [1] else expected)
+    if not any(tf.TensorShape(accepted).is_compatible_with(shape) for accepted in fits):
         raise ConfigError(
-            f"model ({name}): takes inputs of {wanted}, and the data has {shape}; begin with keras.Input(input_shape)"
+            f"model ({name}): takes inputs of {expected}, and the data has {shape}; begin with keras.Input(input_shape)"
         )
 
 
@@ -82,9 +82,9 @@ def check_trainable(name: str, model: keras.Model) -> None:
     """Refuses a model with nothing to train, or with variables that are not trained by gradients."""
     if not model.trainable_variables:
         raise ConfigError(f"model ({name}): has no trainable variables")
-    if odd := [v.path for v in model.trainable_variables if v.overwrite_with_gradient]:
+    if overwritten := [v.path for v in model.trainable_variables if v.overwrite_with_gradient]:
         raise ConfigError(
-            f"model ({name}): {odd[0]} takes its gradient as its value, as in float8 training; use "
+            f"model ({name}): {overwritten[0]} takes its gradient as its value, as in float8 training; use "
             "devices.precision=bfloat16"
         )
 
@@ -121,9 +121,9 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
             f"model ({name}): has a compute_loss of its own, and several synchronous workers cannot know how to add up "
             "its parts; use add_loss, or mode=async"
         )
-    if odd := kinds - {*MEANS, "sum"}:
+    if unknown := kinds - {*MEANS, "sum"}:
         raise ConfigError(
-            f"model ({name}): the loss has reduction={odd.pop()}, whose divisor no synchronous worker knows alone; "
+            f"model ({name}): the loss has reduction={unknown.pop()}, whose divisor no synchronous worker knows alone; "
             "use sum_over_batch_size, or mode=async"
         )
     # A mean is weighted by the replica's share of the step, a sum is not: their total cannot be treated as either.
@@ -148,14 +148,14 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
 
 def check_metrics(name: str, step: ModelStep) -> None:
     """Refuses metrics whose variables are not sums over the examples."""
-    odd = list(step.trace.not_additive)
+    not_sums = list(step.trace.not_additive)
     # A step begins with zeros in all of these (see `Metrics`), so a metric must, too.
     step.model.reset_metrics()
-    odd += [v for v in step.metrics.variables if np.any(v.numpy())]
-    if odd:
+    not_sums += [v for v in step.metrics.variables if np.any(v.numpy())]
+    if not_sums:
         raise ConfigError(
-            f"model ({name}): the metric variable {odd[0].path} is no sum over the examples, so several workers cannot "
-            "add it up; leave the metric out, and compute it with the trained model"
+            f"model ({name}): the metric variable {not_sums[0].path} is no sum over the examples, so several workers "
+            "cannot add it up; leave the metric out, and compute it with the trained model"
         )
 
 
@@ -181,11 +181,11 @@ def check_assigned(name: str, trace: Trace) -> None:
 def check_state(name: str, state: list[keras.Variable]) -> None:
     """Refuses, for mode=sync, state whose change has no mean over the workers."""
     # What workers add up are differences, new value less old value, and these types have no negative ones.
-    odd = [variable for variable in state if variable.dtype == "bool" or variable.dtype.startswith("uint")]
-    if odd:
+    unsigned = [variable for variable in state if variable.dtype == "bool" or variable.dtype.startswith("uint")]
+    if unsigned:
         raise ConfigError(
-            f"model ({name}): {odd[0].path} is of type {odd[0].dtype}, and its changes on several workers have no "
-            "mean; make it float32 or int32, or use mode=async"
+            f"model ({name}): {unsigned[0].path} is of type {unsigned[0].dtype}, and its changes on several workers "
+            "have no mean; make it float32 or int32, or use mode=async"
         )
 
 
@@ -211,10 +211,10 @@ def check_aggregation(name: str, step: ModelStep, option: str) -> None:
         option: the choice by which they take the mean.
     """
     changed = [v for v in step.state if id(v) in step.trace.decays]
-    if odd := [v for v in changed if v.aggregation not in ("none", "mean")]:
+    if not_means := [v for v in changed if v.aggregation not in ("none", "mean")]:
         raise ConfigError(
-            f"model ({name}): {odd[0].path} has aggregation='{odd[0].aggregation}', and with {option} the workers take "
-            "the mean of their changes; use mode=sync with algorithm=plain, or mode=async"
+            f"model ({name}): {not_means[0].path} has aggregation='{not_means[0].aggregation}', and with {option} the "
+            "workers take the mean of their changes; use mode=sync with algorithm=plain, or mode=async"
         )
 
 

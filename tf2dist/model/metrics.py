@@ -63,8 +63,8 @@ class Metrics:
         ]
         # The metric computes its result from these values; its own variables stay as they are.
         with keras.StatelessScope(mapping):
-            found = self._model.get_metrics_result()
-        return {name: _plain(value) for name, value in sorted(found.items())}
+            results = self._model.get_metrics_result()
+        return {name: _plain(value) for name, value in sorted(results.items())}
 
 
 def _plain(value: Any) -> Any:

@@ -75,13 +75,13 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
         ConfigError: unknown name or argument.
     """
     name, function = arguments["name"], look_up(MODELS, "model", arguments["name"])
-    given = {key: value for key, value in arguments.items() if key != "name"}
+    options = {key: value for key, value in arguments.items() if key != "name"}
     fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
     checks.check_builder(name, function, fixed)
     # A user's model may fit any data, and a plugin may have replaced a model under one of these names.
     if function in (softmax, dnn, cnn):
         checks.check_images(name, splits)
-    model: keras.Model = call("model", name, function, given, fixed)
+    model: keras.Model = call("model", name, function, options, fixed)
     return model
 
 

@@ -41,25 +41,25 @@ def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], kera
     """Refuses an optimizer of a user's own whose copies fail, or have other settings than it has itself."""
     kind, way_out = type(optimizer).__name__, "give it a get_config with all arguments of its __init__"
     try:
-        made = vars(copy(1))
+        copied = vars(copy(1))
     except Exception as error:  # the user's __init__ may raise anything
         raise ConfigError(
             f"optimizer ({name}): {kind} cannot be made again from its configuration ({reason_of(error)}); {way_out}"
         ) from error
     # An argument that `get_config` leaves out would have its default in the copy, without a word.
     settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
-    if lost := [key for key, value in settings.items() if key not in made or made[key] != value]:
-        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {lost[0]}; {way_out}")
+    if omitted := [key for key, value in settings.items() if key not in copied or copied[key] != value]:
+        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {omitted[0]}; {way_out}")
 
 
 def check_own_apply(name: str, optimizer: keras.Optimizer, num_ps: int) -> None:
     """Refuses an optimizer of a user's own that may look at all gradients, of which each ps has only a part."""
     methods = ("apply", "apply_gradients", "stateless_apply")
-    own = [method for method in methods if not getattr(type(optimizer), method).__module__.startswith("keras.")]
-    if own and num_ps > 1:
+    overridden = [method for method in methods if not getattr(type(optimizer), method).__module__.startswith("keras.")]
+    if overridden and num_ps > 1:
         raise ConfigError(
-            f"optimizer ({name}): {type(optimizer).__name__} has {own[0]} of its own, and would get only the variables "
-            "of one ps there; use one ps, or mode=sync"
+            f"optimizer ({name}): {type(optimizer).__name__} has {overridden[0]} of its own, and would get only the "
+            "variables of one ps there; use one ps, or mode=sync"
         )
 
 
@@ -78,16 +78,16 @@ def check_parts(name: str, optimizer: keras.Optimizer, variables: list[keras.Var
     if not parts:
         return
     way_out = "use cluster.placement=balanced"
-    what = f"with cluster.placement=partitioned {parts[0].path} is cut over several ps, and"
+    subject = f"with cluster.placement=partitioned {parts[0].path} is cut over several ps, and"
     # The exact type: a subclass may have another update.
     if type(optimizer) not in ELEMENTWISE:
         raise ConfigError(
-            f"optimizer ({name}): {what} {type(optimizer).__name__} may need the whole of it in an update; {way_out}"
+            f"optimizer ({name}): {subject} {type(optimizer).__name__} may need the whole of it in an update; {way_out}"
         )
     if optimizer.clipnorm:
-        raise ConfigError(f"optimizer ({name}): {what} clipnorm needs the norm of its whole gradient; {way_out}")
+        raise ConfigError(f"optimizer ({name}): {subject} clipnorm needs the norm of its whole gradient; {way_out}")
     if constrained := [part.path for part in parts if part.constraint is not None]:
-        raise ConfigError(f"model: {what} the constraint of {constrained[0]} needs the whole of it; {way_out}")
+        raise ConfigError(f"model: {subject} the constraint of {constrained[0]} needs the whole of it; {way_out}")
 
 
 def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:

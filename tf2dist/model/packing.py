@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-# Two copies of so many bytes take about as long as a call, a few tenths of a millisecond.
+# Two copies of this size take about as long as a call, a few tenths of a millisecond.
 LARGE_BYTES = 1 << 20
 
 
@@ -16,9 +16,9 @@ class Shaped(Protocol):
     dtype: Any
 
 
-def is_large(one: Shaped) -> bool:
+def is_large(tensor: Shaped) -> bool:
     """Whether a tensor like this one travels alone."""
-    return bool(tf.TensorShape(one.shape).num_elements() * tf.as_dtype(one.dtype).size >= LARGE_BYTES)
+    return bool(tf.TensorShape(tensor.shape).num_elements() * tf.as_dtype(tensor.dtype).size >= LARGE_BYTES)
 
 
 def narrow_dtype(name: str) -> tf.DType | None:
@@ -35,16 +35,16 @@ class Packing:
         self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
         self.size = sum(self.sizes)
 
-    def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> tf.Tensor:
-        """One vector: the `size` elements of the tensors, followed by the vectors `more`."""
+    def pack(self, tensors: list[tf.Tensor], *vectors: tf.Tensor) -> tf.Tensor:
+        """One vector: the `size` elements of the tensors, followed by the vectors."""
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-        return tf.concat([*flat, *more], axis=0)
+        return tf.concat([*flat, *vectors], axis=0)
 
-    def unpack(self, vector: tf.Tensor, *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The tensors in their shapes and types, and the vectors of `more` elements each that follow."""
-        parts = tf.split(vector, [*self.sizes, *more])
-        own, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
-        shaped = zip(own, self._shapes, self._dtypes, strict=True)
+    def unpack(self, vector: tf.Tensor, *sizes: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The tensors in their shapes and types, and the vectors of `sizes` elements that follow."""
+        parts = tf.split(vector, [*self.sizes, *sizes])
+        tensor_parts, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
+        shaped = zip(tensor_parts, self._shapes, self._dtypes, strict=True)
         return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
 
 
@@ -74,28 +74,32 @@ class Buckets:
         large = [v for v, alone in zip(variables, self._is_large, strict=True) if alone]
         self._large_dtypes = [tf.as_dtype(variable.dtype) for variable in large]
 
-        def travels_as(own: tf.DType) -> tf.DType:
-            return narrow if narrow and own.is_floating and own.size > narrow.size else dtype or own
+        def sent_dtype(variable_dtype: tf.DType) -> tf.DType:
+            is_wider = narrow and variable_dtype.is_floating and variable_dtype.size > narrow.size
+            return narrow if is_wider else dtype or variable_dtype
 
-        travelling = [tf.TensorSpec(v.shape, travels_as(own)) for v, own in zip(large, self._large_dtypes, strict=True)]
-        self.specs = [tf.TensorSpec([self._packing.size + num_more], tf.float32), *travelling]
+        sent = [
+            tf.TensorSpec(variable.shape, sent_dtype(variable_dtype))
+            for variable, variable_dtype in zip(large, self._large_dtypes, strict=True)
+        ]
+        self.specs = [tf.TensorSpec([self._packing.size + num_more], tf.float32), *sent]
 
-    def pack(self, tensors: list[tf.Tensor], *more: tf.Tensor) -> list[tf.Tensor]:
-        """The buckets; `more`: the vectors that follow in the first one."""
+    def pack(self, tensors: list[tf.Tensor], *vectors: tf.Tensor) -> list[tf.Tensor]:
+        """The buckets; `vectors`: those that follow in the first one."""
         pairs = list(zip(tensors, self._is_large, strict=True))
         # The gradient of a look-up in a table may come as those rows alone that are not 0, and that of a function
         # outside of TensorFlow without a shape.
         large = [tf.convert_to_tensor(tensor) for tensor, is_large in pairs if is_large]
         specs = zip(large, self.specs[1:], strict=True)
         travelling = [tf.cast(tf.ensure_shape(tensor, spec.shape), spec.dtype) for tensor, spec in specs]
-        return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *more), *travelling]
+        return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *vectors), *travelling]
 
-    def unpack(self, buckets: list[tf.Tensor], *more: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The tensors, and the vectors of `more` elements each that followed in the first bucket."""
+    def unpack(self, buckets: list[tf.Tensor], *sizes: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The tensors, and the vectors of `sizes` elements that followed in the first bucket."""
         first, *rest = buckets
         # The identity copies nothing. In the branch of a condition Keras' optimizers take only what was made there.
         large = [tf.identity(_to(dtype, bucket)) for dtype, bucket in zip(self._large_dtypes, rest, strict=True)]
-        small, others = self._packing.unpack(first, *more)
+        small, others = self._packing.unpack(first, *sizes)
         return [large.pop(0) if is_large else small.pop(0) for is_large in self._is_large], others
 
 

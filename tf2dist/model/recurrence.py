@@ -65,10 +65,10 @@ def _decay(new: tf.Tensor, shares: dict[str, float]) -> float:
 
 def reached_from(*tensors: tf.Tensor) -> set[str]:
     """The names of all tensors that depend on one of these, and their own."""
-    reached, waiting = {tensor.name for tensor in tensors}, list(tensors)
-    while waiting:
-        outputs = [output for consumer in waiting.pop().consumers() for output in consumer.outputs]
-        waiting += [output for output in outputs if output.name not in reached]
+    reached, queue = {tensor.name for tensor in tensors}, list(tensors)
+    while queue:
+        outputs = [output for consumer in queue.pop().consumers() for output in consumer.outputs]
+        queue += [output for output in outputs if output.name not in reached]
         reached.update(output.name for output in outputs)
     return reached
 
@@ -81,9 +81,9 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
             is then filled in.
     """
     # What does not depend on the old state, and so is not among them, has none of it.
-    known = shares.get(tensor.name, 0.0)
-    if not math.isnan(known):
-        return known
+    stored = shares.get(tensor.name, 0.0)
+    if not math.isnan(stored):
+        return stored
     operation, inputs = tensor.op, list(tensor.op.inputs)
     share = math.nan
     # A cast from a float to an integer rounds, so a cast keeps the factor only within one kind of numbers.
@@ -96,8 +96,8 @@ def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
     elif operation.type == "Neg":
         share = -_share(inputs[0], shares)
     elif operation.type == "Mul":
-        one, other = inputs if tf.get_static_value(inputs[1]) is not None else inputs[::-1]
-        share = _share(one, shares) * _constant(other)
+        variable, factor = inputs if tf.get_static_value(inputs[1]) is not None else inputs[::-1]
+        share = _share(variable, shares) * _constant(factor)
     elif operation.type == "RealDiv":
         share = _share(inputs[0], shares) / _constant(inputs[1])
     # Any other operation, such as a maximum, leaves NaN: the old value has no constant factor there.
@@ -120,7 +120,7 @@ def _rest(tensor: tf.Tensor, shares: dict[str, float], rests: dict[str, tf.Tenso
     if tensor.name not in shares or tf.get_static_value(tensor) is not None:
         return tensor
     if tensor.name not in rests:
-        rests[tensor.name] = _combined(tensor, [_rest(one, shares, rests) for one in tensor.op.inputs])
+        rests[tensor.name] = _combined(tensor, [_rest(term, shares, rests) for term in tensor.op.inputs])
     return rests[tensor.name]
 
 

@@ -40,7 +40,7 @@ class Source(Protocol):
         """A new model, compiled or not; with equal weights in every process that has set the same random seed."""
 
 
-class Registered:
+class RegisteredSource:
     """What the options `model` and `data` name."""
 
     plan: EpochPlan | None = None
@@ -109,7 +109,7 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
 def make_variables(model: keras.Model, layout: Layout) -> None:
     """Makes the variables of a subclass of `keras.Model` and of its layers, as its first call does."""
     x, _, _ = layout.symbolic()
-    model(keras.tree.map_structure(lambda each: keras.Input(each.shape[1:], dtype=each.dtype), x))
+    model(keras.tree.map_structure(lambda spec: keras.Input(spec.shape[1:], dtype=spec.dtype), x))
 
 
 def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callable[[], keras.Optimizer]) -> keras.Model:
@@ -150,15 +150,15 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     optimizer = model.optimizer
     check_optimizer(name, optimizer)
     config = config_of(optimizer)
-    undecayed_ones = undecayed(optimizer, model.trainable_variables)
-    excluded = all_parts([model.trainable_variables[index] for index in undecayed_ones])
+    undecayed_indices = undecayed(optimizer, model.trainable_variables)
+    excluded = all_parts([model.trainable_variables[index] for index in undecayed_indices])
 
     def copy(total_steps: int) -> keras.Optimizer:
         # A copy of the configuration, since `from_config` may replace entries of the one that it is given.
-        made = type(optimizer).from_config(dict(config))
+        new = type(optimizer).from_config(dict(config))
         if excluded:
-            made.exclude_from_weight_decay(var_list=excluded)
-        return made
+            new.exclude_from_weight_decay(var_list=excluded)
+        return new
 
     check_copy(name, optimizer, copy)
     return copy

@@ -136,7 +136,7 @@ class ModelStep:
         return [*self.trainable, *self.state[: len(self.state) - len(self.trace.assigned)]]
 
     def random_states(self, step: int) -> dict[str, np.ndarray]:
-        """The states of the random generators after so many steps, as in plain Keras; named as in `generators`."""
+        """The states of the random generators after `step` steps, as in plain Keras; named as in `generators`."""
         values = {
             id(v): value + np.array([0, step * draws], value.dtype)
             for v, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True)
@@ -245,12 +245,12 @@ class ModelStep:
         if not self._seeds:
             return {}
         worker, step = tf.unstack(place)
-        found = {}
+        states = {}
         for variable, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True):
             # Another seed for each worker, or all would drop the same units; Keras adds 1 to the count for each draw.
-            before = tf.cast(tf.stack([worker * WORKER_STRIDE, step * draws]), variable.dtype)
-            found[id(variable)] = tf.constant(value, variable.dtype) + before
-        return found
+            offset = tf.cast(tf.stack([worker * WORKER_STRIDE, step * draws]), variable.dtype)
+            states[id(variable)] = tf.constant(value, variable.dtype) + offset
+        return states
 
     def _forward(self, leaves: list[tf.Tensor], training: bool) -> ForwardPass:
         """Calls the model on a batch, and computes the loss as Keras does in a single process."""
@@ -276,13 +276,13 @@ class ModelStep:
         """The gradients of the loss, each summed over a variable's value before the call and the assigned ones."""
         leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
         # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
-        found = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in found]
+        gradient_parts = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in gradient_parts]
         return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
 
     def _trace(self) -> Trace:
         """Traces one step, to see what the model returns, assigns and draws, and what its metrics do."""
-        found: list[Trace] = []
+        traces: list[Trace] = []
 
         # The values come as arguments of a graph, in which `decay_of` can follow what becomes of the metrics'.
         def call(
@@ -297,20 +297,20 @@ class ModelStep:
                 self._update_metrics(forward, forward.loss)
                 penalties = list(self.model.losses)
                 maskable = [*leaves_of(forward.outputs), *(value for _, value in loss_values)]
-                news = [scope.get_current_value(v) for v in self.metrics.variables]
+                new_values = [scope.get_current_value(v) for v in self.metrics.variables]
                 changed = self._changed_by_users(scope, state)
             reached = reached_from(*leaves)
-            kept = zip(self.metrics.variables, metrics, news, strict=True)
-            found.append(
+            metric_changes = zip(self.metrics.variables, metrics, new_values, strict=True)
+            traces.append(
                 Trace(
                     outputs=forward.outputs,
                     assigned=[v for v in self.trainable if id(v) in scope.assigned],
                     draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
-                    not_additive=[v for v, old, new in kept if new is not old and decay_of(new, old) != 1],
+                    not_additive=[v for v, old, new in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
                     scalar_losses=[loss.name for loss, value in loss_values if not value.shape.rank],
-                    is_masked=any(mask_of(each) is not None for each in maskable),
+                    is_masked=any(mask_of(tensor) is not None for tensor in maskable),
                     penalties=penalties,
                     penalizes_batch=any(penalty.name in reached for penalty in penalties),
                     decays={id(v): decay_of(new, old) for v, new, old in changed},
@@ -320,10 +320,10 @@ class ModelStep:
 
         signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
         traced = tf.function(call, autograph=False).get_concrete_function(*signature)
-        outside = found[0].outside
+        outside = traces[0].outside
         known = [*self.trainable, *self._others, *self.metrics.variables, *outside]
         outside.extend(read_directly(traced, known))
-        return found[0]
+        return traces[0]
 
     def _changed_by_users(
         self, scope: CallScope, state: list[tf.Tensor]

@@ -33,8 +33,8 @@ def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool = 
     if cluster.shares_host or cluster.has_coordinator or num_gpus < count:
         return [number % num_gpus]
     # Synchronous workers need equally many.
-    each = num_gpus // count
-    return list(range(number * each, (number + 1) * each))
+    gpus_per_task = num_gpus // count
+    return list(range(number * gpus_per_task, (number + 1) * gpus_per_task))
 
 
 def _neighbours(cluster: Cluster, task: Task) -> list[Task]:
@@ -81,24 +81,24 @@ def claim_gpus(config: DevicesConfig, cluster: Cluster, task: Task, server_confi
     """
     gpus = tf.config.list_physical_devices("GPU")
     divided = cluster.shares_host or VISIBLE not in os.environ
-    mine = choose_gpus(len(gpus), cluster, task, divided=divided)
-    tf.config.set_visible_devices([gpus[number] for number in mine], "GPU")
+    chosen = choose_gpus(len(gpus), cluster, task, divided=divided)
+    tf.config.set_visible_devices([gpus[number] for number in chosen], "GPU")
     options = server_config.gpu_options
-    options.visible_device_list = ",".join(map(str, mine))
+    options.visible_device_list = ",".join(map(str, chosen))
     # An empty list of visible devices means all of them, so a task without GPUs gets a device count of 0.
-    if not mine:
+    if not chosen:
         server_config.device_count["GPU"] = 0
     elif config.gpu_memory_fraction is None:
         # By default TensorFlow reserves nearly all memory of a GPU at once, so a second worker would find none.
         options.allow_growth = True
-        for number in mine:
+        for number in chosen:
             tf.config.experimental.set_memory_growth(gpus[number], True)
     else:
         options.per_process_gpu_memory_fraction = config.gpu_memory_fraction
         check_fraction(config.gpu_memory_fraction, len(gpus), cluster, task, divided=divided)
         limit_gpu_memory(config.gpu_memory_fraction)
-    if mine:
-        print(f"computes on {', '.join(f'GPU {name}' for name in names_of(mine))}", flush=True)
+    if chosen:
+        print(f"computes on {', '.join(f'GPU {name}' for name in names_of(chosen))}", flush=True)
     return len(gpus)
 
 
@@ -116,12 +116,12 @@ def advice_on_gpus(cluster: Cluster, task: Task) -> str:
 def check_fraction(fraction: float, num_gpus: int, cluster: Cluster, task: Task, *, divided: bool) -> None:
     """Raises ConfigError if the tasks on this task's GPU would together take more memory than it has."""
 
-    def chosen(other: Task) -> list[int]:
+    def gpus_of(other: Task) -> list[int]:
         return choose_gpus(num_gpus, cluster, other, divided=divided)
 
     # What shares a GPU by the user's own choice is not known here.
     neighbours = _neighbours(cluster, task) if divided else [task]
-    sharing = [other for other in neighbours if set(chosen(other)) & set(chosen(task))]
+    sharing = [other for other in neighbours if set(gpus_of(other)) & set(gpus_of(task))]
     if fraction * len(sharing) > 1:
         raise ConfigError(
             f"devices.gpu_memory_fraction ({fraction}): {len(sharing)} workers share a GPU, so it must be at most "
@@ -138,8 +138,8 @@ def names_of(gpus: Sequence[int]) -> list[str]:
 def own_gpus() -> list[str]:
     """The GPUs that this process uses, each by a name that no other GPU of the cluster has."""
     # A container that has a GPU for itself sees it as number 0, and has a host name of its own.
-    all_of_them = tf.config.list_physical_devices("GPU")
-    numbers = [all_of_them.index(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    devices = tf.config.list_physical_devices("GPU")
+    numbers = [devices.index(gpu) for gpu in tf.config.get_visible_devices("GPU")]
     return [f"{socket.gethostname()}/{name}" for name in names_of(numbers)]
 
 

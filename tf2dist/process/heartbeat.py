@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from tf2dist.messages import ToLauncher
-from tf2dist.process.whereabouts import whereabouts
+from tf2dist.process.current_function import current_function
 
 STACKS_SIGNAL = signal.SIGUSR1  # writes the stacks of all threads, even while one keeps Python's lock
 LOG = 2  # a file descriptor, since a plugin may have replaced sys.stderr
@@ -94,10 +94,10 @@ def _report(to_launcher: ToLauncher, every_secs: float) -> None:
         if now > _deadline:
             _write_stacks(secs)
             _set_deadline()  # so that the next report comes after a full period instead of every second
-            to_launcher.stalled(secs, *whereabouts())
+            to_launcher.stalled(secs, *current_function())
         elif now - max(reported_at, _progress_at) >= LONG_CALL_EVERY_SECS:
             reported_at = now
-            to_launcher.long_call(secs, *whereabouts())
+            to_launcher.long_call(secs, *current_function())
         else:
             to_launcher.alive()
         time.sleep(every_secs)

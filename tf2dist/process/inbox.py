@@ -45,8 +45,8 @@ def listen(cluster: Cluster) -> Inbox:
     """
     copy = os.dup(0)
     # Code of the user's that reads standard input finds its end there, and takes no message away from the thread.
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as devnull:
+        os.dup2(devnull.fileno(), 0)
     inbox = Inbox()
     threading.Thread(target=_listen, args=(cluster, copy, inbox), name="inbox", daemon=True).start()
     return inbox
@@ -63,39 +63,39 @@ def _listen(cluster: Cluster, pipe: int, inbox: Inbox) -> None:
                 address = cluster.address(Task.parse(gone))
                 # Before the cut: the calls that it fails may be repeated at once, and the watchdog must know.
                 heartbeat.extend_deadline(RECONNECT_SECS)
-                print(f"{gone} is gone: {sever(address)} connections to {address} are cut", flush=True)
+                print(f"{gone} is gone: {shut_down_connections(address)} connections to {address} are cut", flush=True)
 
 
 def _lines(pipe: int) -> Iterator[bytes]:
-    rest = b""
+    partial = b""
     # A pipe delivers bytes and not lines: one read may hold several of them, or a part of one. An empty read means
     # that the launcher has closed its end, after which no message can come.
     while block := os.read(pipe, 4096):
-        *lines, rest = (rest + block).split(b"\n")
+        *lines, partial = (partial + block).split(b"\n")
         yield from lines
 
 
-def sever(address: str) -> int:
+def shut_down_connections(address: str) -> int:
     """Shuts down this process's connections to "host:port", so that calls in flight fail; returns how many."""
     host, port = split(address)
     try:
-        wanted = {(as_ipv4(ip_of(found)), port) for _, (found, _) in resolve(host, port)}
+        peers = {(as_ipv4(ip_of(ip)), port) for _, (ip, _) in resolve(host, port)}
     except OSError:
         return 0
     # TensorFlow has no call that closes a connection, and gRPC does not expose its sockets: so all descriptors of this
     # process are searched.
-    return sum(_shut_down(int(name), wanted) for name in os.listdir("/proc/self/fd"))
+    return sum(_shut_down(int(name), peers) for name in os.listdir("/proc/self/fd"))
 
 
-def _shut_down(number: int, wanted: set[tuple[Ip, int]]) -> bool:
+def _shut_down(number: int, peers: set[tuple[Ip, int]]) -> bool:
     """Ends the connection behind a file descriptor, if it is one to a wanted peer."""
     with contextlib.suppress(OSError):  # not connected, or just closed
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             # Of a copy, since leaving the block closes it, and gRPC still owns the original: the number of a closed
             # descriptor could be reused for a file while gRPC goes on writing to it.
-            with socket.socket(fileno=os.dup(number)) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and _peer(found) in wanted:
-                    found.shutdown(socket.SHUT_RDWR)  # acts on the connection itself, through any descriptor of it
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and _peer(connection) in peers:
+                    connection.shutdown(socket.SHUT_RDWR)  # acts on the connection itself, through any descriptor of it
                     return True
     return False
 

@@ -70,21 +70,21 @@ def keras_variable(value: tf.Variable) -> keras.Variable:
 
 def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
     """In a graph: the values of whole variables from those of their parts."""
-    found = []
+    joined_values = []
     for variable in variables:
         first, *others = [values[id(part)] for part in parts_of(variable)]
-        found.append(tf.concat([first, *others], 0) if others else first)
-    return found
+        joined_values.append(tf.concat([first, *others], 0) if others else first)
+    return joined_values
 
 
 def cut(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
     """In a graph: tensors in the shapes of whole variables, such as gradients, cut for the parts."""
-    found: Values = {}
+    values: Values = {}
     for variable, tensor in zip(variables, tensors, strict=True):
         parts = parts_of(variable)
         cuts = tf.split(tensor, [part.shape[0] for part in parts]) if len(parts) > 1 else [tensor]
-        found.update({id(part): each for part, each in zip(parts, cuts, strict=True)})
-    return found
+        values.update({id(part): piece for part, piece in zip(parts, cuts, strict=True)})
+    return values
 
 
 @contextlib.contextmanager
@@ -94,6 +94,6 @@ def _over(value: tf.Variable | PartitionedVariable) -> Iterator[None]:
         yield
 
 
-def _unused(*arguments: Any, **more: Any) -> tf.Tensor:
+def _unused(*arguments: Any, **options: Any) -> tf.Tensor:
     """The initializer of a variable that gets none."""
     raise AssertionError("a Keras variable has made a value of its own")

@@ -45,7 +45,7 @@ class _Balance:
 
     def __init__(self, num_ps: int) -> None:
         self._loads = [0] * num_ps
-        self._chosen: int | None = None
+        self._chosen_ps: int | None = None
 
     def least_loaded(self, number: int) -> list[int]:
         """So many ps, or all of them."""
@@ -54,14 +54,14 @@ class _Balance:
     @contextlib.contextmanager
     def choosing(self, ps: int) -> Iterator[None]:
         """In the block, variables go to this ps."""
-        self._chosen = ps
+        self._chosen_ps = ps
         try:
             yield
         finally:
-            self._chosen = None
+            self._chosen_ps = None
 
     def place(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
-        ps = self.least_loaded(1)[0] if self._chosen is None else self._chosen
+        ps = self.least_loaded(1)[0] if self._chosen_ps is None else self._chosen_ps
         with tf.device(f"/job:ps/task:{ps}/device:CPU:0"):
             variable = next_creator(**kwargs)
         self._loads[ps] += _bytes_of(variable)
@@ -84,19 +84,19 @@ class _Partitioner:
         # Once for all parts, since an initializer may draw other numbers the next time. On a CPU, as on the ps.
         with tf.device("CPU:0"):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-        chosen = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
-        ends = ends_of_parts(value.shape, len(chosen))
+        servers = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
+        ends = ends_of_parts(value.shape, len(servers))
         if len(ends) < 2:
             return next_creator(**kwargs | {"initial_value": value})
         parts = []
-        for ps, first, last in zip(chosen, [0, *ends], ends, strict=False):
+        for ps, first, last in zip(servers, [0, *ends], ends, strict=False):
             with self._balance.choosing(ps):
                 shape = [last - first, *value.shape[1:]]
                 parts.append(next_creator(**kwargs | {"initial_value": value[first:last], "shape": shape}))
         return PartitionedVariable(parts)
 
 
-def ends_of_parts(shape: tf.TensorShape, wanted: int) -> list[int]:
+def ends_of_parts(shape: tf.TensorShape, max_parts: int) -> list[int]:
     """The row after the last one of each part, for as many parts as wanted, or fewer.
 
     Each part but the last has a multiple of `PACKET` elements. TensorFlow's kernels compute an array packet by packet,
@@ -107,7 +107,7 @@ def ends_of_parts(shape: tf.TensorShape, wanted: int) -> list[int]:
         return []
     rows_at_once = PACKET // math.gcd(PACKET, shape[1:].num_elements())
     groups = -(-shape[0] // rows_at_once)
-    number = min(wanted, groups)
+    number = min(max_parts, groups)
     return [min(shape[0], groups * part // number * rows_at_once) for part in range(1, number + 1)]
 
 
@@ -121,17 +121,17 @@ def print_bytes(variables: list[keras.Variable], optimizers: list[keras.Optimize
     of_model = _bytes_of_each(all_parts(variables))
     of_optimizers = _bytes_of_each([slot for optimizer in optimizers for slot in optimizer.variables])
     for ps in range(num_ps):
-        own = of_model.get(ps, 0)
-        total = own + of_optimizers.get(ps, 0)
-        print(f"ps-{ps}: {own:,} bytes of the model, {total:,} with the optimizer's state", flush=True)
+        model_bytes = of_model.get(ps, 0)
+        total = model_bytes + of_optimizers.get(ps, 0)
+        print(f"ps-{ps}: {model_bytes:,} bytes of the model, {total:,} with the optimizer's state", flush=True)
 
 
 def _bytes_of_each(variables: list[keras.Variable]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    by_ps: dict[int, int] = {}
     for variable in variables:
         ps = tf.DeviceSpec.from_string(variable.value.device).task
-        found[ps] = found.get(ps, 0) + _bytes_of(variable.value)
-    return found
+        by_ps[ps] = by_ps.get(ps, 0) + _bytes_of(variable.value)
+    return by_ps
 
 
 def _bytes_of(variable: tf.Variable | tf.Tensor) -> int:

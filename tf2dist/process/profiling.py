@@ -36,8 +36,8 @@ def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], No
     """
     ended = threading.Event()
     # Synchronous workers all do the same work, so the leader's profile stands for them.
-    others = [Task("worker", 0), Task("ps", 0)] if cluster.has_coordinator else []
-    arguments = (others, folder_of(run_dir, task), ended, warn)
+    profiled = [Task("worker", 0), Task("ps", 0)] if cluster.has_coordinator else []
+    arguments = (profiled, folder_of(run_dir, task), ended, warn)
     # In a thread, since the training must go on meanwhile.
     thread = threading.Thread(target=_run, args=arguments, name="profile", daemon=True)
     thread.start()
@@ -48,11 +48,11 @@ def of_run(cluster: Cluster, task: Task, run_dir: Path, warn: Callable[[str], No
         thread.join(JOIN_SECS)
 
 
-def _run(others: list[Task], folder: Path, ended: threading.Event, warn: Callable[[str], None]) -> None:
+def _run(profiled: list[Task], folder: Path, ended: threading.Event, warn: Callable[[str], None]) -> None:
     if ended.wait(AFTER_SECS):
         warn(f"profile: not made, since the training took less than {AFTER_SECS:.0f} s")
         return
-    for other in others:
+    for other in profiled:
         try:
             # The operation runs in the process of that task, so it writes into the memory there.
             with tf.device(f"/job:{other.job}/replica:0/task:{other.index}/device:CPU:0"):

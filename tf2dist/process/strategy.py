@@ -57,11 +57,11 @@ def _make_room_for_copies(number: int) -> None:
     """
 
     @tf.function(autograph=False, input_signature=[])
-    def nothing() -> None:
+    def no_op() -> None:
         with tf.device("/job:ps/task:0/device:CPU:0"):
             tf.no_op()
 
-    concrete = nothing.get_concrete_function()
+    concrete = no_op.get_concrete_function()
     for version in range((1 << number.bit_length()) + 1):
         config = tf.compat.v1.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True  # it takes most of the time
@@ -110,21 +110,21 @@ def _check_equal_gpus(cluster: Cluster, task: Task, timeout_secs: float) -> None
         return
     barrier("gpus are compared", timeout_secs)  # a worker that ended earlier would look lost to the others
     if task == cluster.leader:  # the others read from the service that it hosts
-        others = [other for other in cluster.training_tasks if other != task]
-        reachability.wait_until_gone(cluster, others, LEAVE_TIMEOUT_SECS)
-    each = ", ".join(f"{other} has {count}" for other, count in zip(cluster.training_tasks, counts, strict=True))
+        workers = [other for other in cluster.training_tasks if other != task]
+        reachability.wait_until_gone(cluster, workers, LEAVE_TIMEOUT_SECS)
+    listed = ", ".join(f"{other} has {count}" for other, count in zip(cluster.training_tasks, counts, strict=True))
     raise ConfigError(
-        f"devices (GPUs): {each}; synchronous workers need equally many: choose them by CUDA_VISIBLE_DEVICES on each "
+        f"devices (GPUs): {listed}; synchronous workers need equally many: choose them by CUDA_VISIBLE_DEVICES on each "
         "host, which hides all if it is empty"
     )
 
 
-def from_all(name: str, own: str, cluster: Cluster, task: Task, timeout_secs: float) -> list[str]:
+def from_all(name: str, text: str, cluster: Cluster, task: Task, timeout_secs: float) -> list[str]:
     """The texts of all synchronous workers in order, each of which passes its own; no collective is needed."""
     # The service takes each name once. All workers count alike, since all of them call this in the same order.
     name, names = f"{next(_calls)}-{name}", [str(other) for other in cluster.training_tasks]
     with heartbeat.announce_silence(timeout_secs):
-        return tf_internals.exchange(name, own, str(task), names, timeout_secs)
+        return tf_internals.exchange(name, text, str(task), names, timeout_secs)
 
 
 def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:
@@ -153,11 +153,11 @@ def sum_over_workers(
     # A worker with several GPUs has as many replicas, all with the same values; only its first one contributes.
     replicas_per_worker = strategy.num_replicas_in_sync // num_workers
 
-    def mine(tensor: tf.Tensor) -> tf.Tensor:
+    def of_first_replica(tensor: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tf.where(tf.cast(replica, tf.int32) % replicas_per_worker == 0, tensor, tf.zeros_like(tensor))
 
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(mine, (values,)), None)
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(of_first_replica, (values,)), None)
 
 
 def barrier(name: str, timeout_secs: float) -> None:

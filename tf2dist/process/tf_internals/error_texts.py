@@ -65,8 +65,8 @@ def port_is_taken(text: str) -> bool:
 
 def data_error(text: str) -> str:
     """The message of a `DataError` that one of our functions raised inside of a graph; empty if there is none."""
-    found = DATA_ERROR.search(NODES.sub("", text))
-    return found[1] if found else ""
+    match = DATA_ERROR.search(NODES.sub("", text))
+    return match[1] if match else ""
 
 
 def unknown_code(text: str) -> tuple[str, str] | None:

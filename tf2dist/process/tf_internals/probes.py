@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf2dist.config import keras_settings
 from tf2dist.errors import DataError, InstallationError, first_line, reason_of
+from tf2dist.process.current_function import CALLS_PYTHON
 from tf2dist.process.tf_internals import error_texts
 from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 from tf2dist.process.tf_internals.of_keras import (
@@ -54,7 +55,6 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     use_coordination_service,
 )
 from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
-from tf2dist.process.whereabouts import CALLS_PYTHON
 from tf2dist.tf_constants import (
     AUTOGRAPH_FILE,
     KERAS_DEFAULTS,

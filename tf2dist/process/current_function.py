@@ -9,13 +9,13 @@ from types import FrameType
 
 from tf2dist.tf_constants import AUTOGRAPH_FILE, PYTHON_FUNCTIONS
 
-OURS = str(Path(__file__).parents[1])  # the whole package
+PACKAGE = str(Path(__file__).parents[1])  # the whole package
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 CALLS_PYTHON = f"{PYTHON_FUNCTIONS.replace('.', '/')}.py"
 
 
-def whereabouts() -> tuple[str, bool]:
+def current_function() -> tuple[str, bool]:
     """The function, such as "load (mine.py:12)", and whether it is the user's own code.
 
     This is the innermost function of the user's in the main thread, or else in a thread in which TensorFlow calls
@@ -29,8 +29,8 @@ def whereabouts() -> tuple[str, bool]:
         for frame in _outwards(stack):
             if _is_users(frame.f_code.co_filename):
                 return _name(frame), True
-    ours = [frame for frame in _outwards(main) if frame.f_code.co_filename.startswith(OURS)]
-    return (_name(ours[0]) if ours else "the start"), False
+    package_frames = [frame for frame in _outwards(main) if frame.f_code.co_filename.startswith(PACKAGE)]
+    return (_name(package_frames[0]) if package_frames else "the start"), False
 
 
 def _works_for_tensorflow(stack: FrameType) -> bool:
@@ -45,12 +45,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(("<", OURS, STANDARD)) or AUTOGRAPH_FILE in file:
+    if file.startswith(("<", PACKAGE, STANDARD)) or AUTOGRAPH_FILE in file:
         return False
     return not set(INSTALLED) & set(Path(file).parts)
 
 
 def _name(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
-    file = f"tf2dist/{path.relative_to(OURS)}" if str(path).startswith(OURS) else path.name
+    file = f"tf2dist/{path.relative_to(PACKAGE)}" if str(path).startswith(PACKAGE) else path.name
     return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"

@@ -62,34 +62,34 @@ def _folded(text: str, chars: int) -> str:
     return "\n".join(lines[:3])
 
 
-def set_legend(figure: Figure, drawn: Axes | Sequence[Patch], is_narrow: bool) -> None:
+def set_legend(figure: Figure, source: Axes | Sequence[Patch], is_narrow: bool) -> None:
     """The legend of one of the axes, or of patches with labels, below all axes, where it covers nothing."""
-    handles: Sequence[Artist] = drawn.get_legend_handles_labels()[0] if isinstance(drawn, Axes) else drawn
+    handles: Sequence[Artist] = source.get_legend_handles_labels()[0] if isinstance(source, Axes) else source
     labels = [str(handle.get_label()) for handle in handles]
-    found = figure.legend(
+    legend = figure.legend(
         handles, labels, loc="outside lower left", ncols=1 if is_narrow else 3, frameon=False, fontsize=9
     )
-    for text in found.get_texts():
+    for text in legend.get_texts():
         text.set(color=INK, parse_math=False)
 
 
 def as_svgs(draw: Draw) -> dict[str, bytes]:
     """The figure as SVG, wide and narrow, light and dark; its letters are shapes, since a phone has other fonts."""
-    found = {}
+    svgs = {}
     # The same on every machine and at each time, whatever the user's matplotlibrc says.
     matplotlib.rcdefaults()
     for name, is_narrow in (("wide", False), ("narrow", True)):
         with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"}), io.BytesIO() as buffer:
             draw(is_narrow).savefig(buffer, format="svg", metadata={"Date": None})
-            found[f"{name} light"] = buffer.getvalue()
-        found[f"{name} dark"] = _darkened(found[f"{name} light"])
-    return found
+            svgs[f"{name} light"] = buffer.getvalue()
+        svgs[f"{name} dark"] = _darkened(svgs[f"{name} light"])
+    return svgs
 
 
 def _darkened(svg: bytes) -> bytes:
     """The same figure in dark colours: drawing it again would take ten times as long."""
     changes = {light.encode(): dark.encode() for light, dark in IN_THE_DARK.items()}
-    return re.sub(rb"#[0-9a-f]{6}", lambda found: changes.get(found[0], found[0]), svg)
+    return re.sub(rb"#[0-9a-f]{6}", lambda match: changes.get(match[0], match[0]), svg)
 
 
 def as_png(draw: Draw) -> bytes:

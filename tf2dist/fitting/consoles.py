@@ -70,8 +70,8 @@ class NotebookConsole(Console):
         print(printable(text), flush=True)
 
     def _show_progress(self, step: int, target_step: int, line: str) -> None:
-        done = WIDE_BAR * step // max(target_step, 1)
-        self._show(f"{'━' * done}{'─' * (WIDE_BAR - done)} {line}")
+        filled = WIDE_BAR * step // max(target_step, 1)
+        self._show(f"{'━' * filled}{'─' * (WIDE_BAR - filled)} {line}")
 
     def _show(self, text: str) -> None:
         from IPython.display import display
