@@ -267,7 +267,7 @@ class WorkerStep(abc.ABC):
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         local_step, global_step = self._position(after)
-        epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_epoch
+        epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_pass
         numbers = {"worker": call.worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
