@@ -169,7 +169,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler.function, args=(*loop._scheduler.source, tf.constant(300, tf.int64))
+                loop._scheduler.function, args=(*loop._scheduler.iterators, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:
