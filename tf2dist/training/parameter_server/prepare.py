@@ -21,8 +21,8 @@ from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.parameter_server.counters import PsOrigin
+from tf2dist.training.parameter_server.graphs import GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.schedule import Scheduler
-from tf2dist.training.parameter_server.step import StepSpec, WorkerStep
 from tf2dist.training.sharding import sharding_of
 
 
@@ -34,7 +34,7 @@ class UpdateRule(abc.ABC):
         scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, num_workers, grace_secs)``.
     """
 
-    graphs: Callable[..., WorkerStep]
+    graphs: Callable[..., PsGraphs]
     scheduler: Callable[..., Scheduler]
 
     @abc.abstractmethod
@@ -60,7 +60,7 @@ class PsRun(PreparedRun):
     coordinator: tf.distribute.coordinator.ClusterCoordinator
     scheduler: Scheduler
     origin: PsOrigin
-    graphs: WorkerStep
+    graphs: PsGraphs
 
 
 def prepare(
@@ -99,7 +99,7 @@ def prepare(
     rule.check_model(source.name, step, splits)
     origin = rule.origin(resumed, sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
-    spec = StepSpec(
+    spec = GraphsSpec(
         config=config,
         step=step,
         make_optimizer=make_optimizer,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.parameter_server.calls import counts_of, cut, quiet_secs, wait_for_calls
-from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
+from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 CUT_SECS = 0.2  # all ps are told where to stop in less time than this
@@ -29,12 +29,12 @@ class Scheduler(abc.ABC):
         grace_secs: the time that a whole stop may take.
     """
 
-    graphs: WorkerStep
+    graphs: PsGraphs
 
     def __init__(
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        graphs: WorkerStep,
+        graphs: PsGraphs,
         num_workers: int,
         grace_secs: float,
     ) -> None:
@@ -75,7 +75,7 @@ class Scheduler(abc.ABC):
 class AsyncScheduler(Scheduler):
     """See `Scheduler`: as many steps are in flight as the workers can take, whichever of them takes them."""
 
-    graphs: AsyncStep
+    graphs: AsyncGraphs
 
     def begin(self, until_step: int) -> None:
         """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""

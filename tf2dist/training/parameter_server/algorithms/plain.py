@@ -14,9 +14,9 @@ from tf2dist.data.passes import Sharding
 from tf2dist.model.checks import check_assigned, check_losses
 from tf2dist.model.step import ModelStep
 from tf2dist.training.parameter_server.counters import AsyncOrigin
+from tf2dist.training.parameter_server.graphs import AsyncGraphs
 from tf2dist.training.parameter_server.prepare import UpdateRule
 from tf2dist.training.parameter_server.schedule import AsyncScheduler
-from tf2dist.training.parameter_server.step import AsyncStep
 
 
 class Algorithm(UpdateRule):
@@ -29,7 +29,7 @@ class Algorithm(UpdateRule):
         runs_alone: whether a ps may apply only one update at a time, even if the optimizer does not need that.
     """
 
-    graphs, scheduler = AsyncStep, AsyncScheduler
+    graphs, scheduler = AsyncGraphs, AsyncScheduler
     needs_pulled_values = False
     runs_alone = False
 

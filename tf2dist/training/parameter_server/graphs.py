@@ -43,7 +43,7 @@ ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without o
 
 
 @dataclass(frozen=True)
-class StepSpec:
+class GraphsSpec:
     """What the graphs of a run are made from.
 
     Attributes:
@@ -87,7 +87,7 @@ class Call:
     indices: tf.Tensor | None = None
 
 
-class WorkerStep(abc.ABC):
+class PsGraphs(abc.ABC):
     """The parameter servers of a model, and the functions that workers run against them.
 
     Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
@@ -103,7 +103,7 @@ class WorkerStep(abc.ABC):
 
     servers: Sequence[ModelPart]
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(self, spec: GraphsSpec) -> None:
         self.config, self.step, self.sharding = spec.config, spec.step, spec.sharding
         self.earlier_updates = spec.earlier_updates
         self.stragglers = Stragglers(spec.config)
@@ -117,7 +117,7 @@ class WorkerStep(abc.ABC):
         chosen = min(unrolled_steps(self._compute, spec.step.model, to_pause), self.stragglers.max_steps)
         self.steps_per_call = spec.config.train.steps_per_execution or chosen
 
-    def _parts(self, spec: StepSpec) -> list[PartSpec]:
+    def _parts(self, spec: GraphsSpec) -> list[PartSpec]:
         """The part of the model that each ps gets."""
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
         trainable, state = all_parts(spec.step.trainable), all_parts(spec.step.state)
@@ -196,7 +196,7 @@ class WorkerStep(abc.ABC):
         """Sets `servers`, one for each part."""
 
     @abc.abstractmethod
-    def _make_input(self, spec: StepSpec) -> Input:
+    def _make_input(self, spec: GraphsSpec) -> Input:
         """The input of the workers."""
 
     def _steps_of_worker(self, global_steps: int) -> float:
@@ -276,7 +276,7 @@ class WorkerStep(abc.ABC):
         tf.cond(local_step // every != call.local_steps // every, lambda: tf.print(line), tf.no_op)
 
 
-class AsyncStep(WorkerStep):
+class AsyncGraphs(PsGraphs):
     """The graphs of mode=async, in which each ps applies an update as soon as it has come.
 
     Attributes:
@@ -286,7 +286,7 @@ class AsyncStep(WorkerStep):
 
     servers: Sequence[ParameterServer]
 
-    def __init__(self, spec: StepSpec, algorithm: "Algorithm") -> None:
+    def __init__(self, spec: GraphsSpec, algorithm: "Algorithm") -> None:
         self.algorithm = algorithm
         self._decays: dict[int, float] = {}  # of the state that a step changes, by id of the variable
         super().__init__(spec)
@@ -306,7 +306,7 @@ class AsyncStep(WorkerStep):
     def _make_servers(self, parts: list[PartSpec]) -> None:
         self.servers = [ParameterServer(part, self.algorithm) for part in parts]
 
-    def _make_input(self, spec: StepSpec) -> Input:
+    def _make_input(self, spec: GraphsSpec) -> Input:
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
         if spec.splits.stream:
             self.numbers: BatchNumbers = WorkerNumbers(server, origin.offsets, sharding)
