@@ -2,8 +2,9 @@
 
 The examples of all passes form one endless sequence: those of pass 0, then those of pass 1, each in an order of its
 own. A position is a number of examples in it. A run cuts what follows its position into steps, of which none reaches
-into the next pass. So a run goes on exactly where another one of any mode, number of workers and batch size has ended,
-and N workers with batches of b see in a step the examples of one worker with a batch of N*b.
+into the next pass; with mode=async a step is the batch of one worker. So a run goes on exactly where another one of any
+mode, number of workers and batch size has ended, and N synchronous workers with batches of b see in a step the examples
+of one worker with a batch of N*b.
 """
 
 import functools

@@ -221,7 +221,7 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
-        """Asks the ps what the call begins with."""
+        """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
 
     @abc.abstractmethod
     def _pull(self, call: Call) -> list[Parcel]:

@@ -30,12 +30,12 @@ class UpdateRule(abc.ABC):
     """When the ps apply an update, and what that asks of a run.
 
     Attributes:
-        graphs: made as ``graphs(spec, rule)``.
-        scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, num_workers, grace_secs)``.
+        graphs_class: called as ``graphs_class(spec, rule)``.
+        scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
     """
 
-    graphs: Callable[..., PsGraphs]
-    scheduler: Callable[..., Scheduler]
+    graphs_class: Callable[..., PsGraphs]
+    scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
@@ -110,7 +110,7 @@ def prepare(
         plan=source.plan,
         earlier_updates=earlier,
     )
-    graphs = rule.graphs(spec, rule)
+    graphs = rule.graphs_class(spec, rule)
     optimizers = [server.optimizer for server in graphs.servers]
     check_init_from(optimizers[0], isinstance(start, Weights))
     check_own_apply(source.name, optimizers[0], len(optimizers))
@@ -140,7 +140,7 @@ def prepare(
         restored_from=restored_from,
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         coordinator=coordinator,
-        scheduler=rule.scheduler(coordinator, graphs, cluster.num_workers, config.grace_secs),
+        scheduler=rule.scheduler_class(coordinator, graphs, cluster.num_workers, config.grace_secs),
         origin=origin,
         graphs=graphs,
     )

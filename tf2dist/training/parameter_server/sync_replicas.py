@@ -91,7 +91,7 @@ class SyncReplicasRule(UpdateRule):
         ConfigError: a worker would have to give several gradients to a step, and there are several ps.
     """
 
-    graphs, scheduler = SyncReplicasGraphs, SyncReplicasScheduler
+    graphs_class, scheduler_class = SyncReplicasGraphs, SyncReplicasScheduler
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
