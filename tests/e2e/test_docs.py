@@ -1,18 +1,21 @@
 """What README.md and the pages in docs/ show is what happens."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PAGES, Command
+from tests.conftest import PAGES, REPOSITORY, Command
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.sweeps import expanded
+from tf2dist.linux import unused_ports
 
 TEXT = "\n".join(PAGES.values()).replace("\\\n", "")  # a command may be continued on the next line
 
@@ -93,7 +96,34 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     assert (config.optimizer["name"], config.train.steps, config.train.eval_every_steps) == ("adamw", 2000, 100)
 
 
-LINES = re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT)
+CONTRIBUTING = PAGES["docs/CONTRIBUTING.md"]
+EXAMPLES = re.findall(
+    r"^## Adding an (.*?)\n.*?```diff\n(.*?)```\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("task", ["optimizer", "algorithm", "engine"])
+def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
+    """Each is a patch, which is applied to a copy of the package, and commands for a shell."""
+    ((patch, commands),) = [parts for title, *parts in EXAMPLES if title == task]
+    for name in ("tf2dist", "conf"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tf2dist" / "conf").symlink_to(tmp_path / "conf")  # where it is in a wheel
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "check", "tf2dist"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "tf2dist"], cwd=tmp_path, check=True)
+
+    for shown, port in zip(("2222", "2223"), unused_ports(2), strict=True):
+        commands = commands.replace(f":{shown}", f":{port}")
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    script = ["bash", "-e", "-c", f"{commands}wait $!" if " &" in commands else commands]
+    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("test accuracy") == 1
+
+
+LINES = re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT.replace(CONTRIBUTING, ""))
 LINES = [line for line in LINES if "--config-dir" not in line and "hydra/" not in line]
 LINES += re.findall(r'make train ARGS="(.*?)"', TEXT)
 

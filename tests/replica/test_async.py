@@ -96,7 +96,7 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     before = weights(loop)
     limit = tf.constant(100, tf.int64)
     for _ in range(30):  # 300 more steps, such as calls that are repeated after a worker died
-        loop._coordinator.schedule(loop._scheduler.function, args=(*loop._scheduler.source, limit))
+        loop._coordinator.schedule(loop._scheduler.function, args=(*loop._scheduler.iterators, limit))
     loop.train(100)
     assert_exact(loop, 100)
     np.testing.assert_allclose(weights(loop)[0] - before[0], 100, atol=1e-3)

@@ -18,14 +18,13 @@ from tests.replica.small_runs import assert_exact, run_config
 from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.loop import PauseRequest, WorkersAway
-from tf2dist.training.parameter_server import calls
-from tf2dist.training.parameter_server import step as async_step
+from tf2dist.training.parameter_server import calls, graphs
 
 MakeLoop = Callable[..., Any]
 
 
 def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_step, "ACCELERATOR", "CPU:1")  # stands for a GPU; each worker has such a device
+    monkeypatch.setattr(graphs, "ACCELERATOR", "CPU:1")  # stands for a GPU; each worker has such a device
     loop = async_loop(run_config())
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
@@ -169,7 +168,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         else:
             assert loop.train(300, lambda: PauseRequest.STOP) is PauseRequest.STOP
             loop._coordinator.schedule(
-                loop._scheduler.function, args=(*loop._scheduler.source, tf.constant(300, tf.int64))
+                loop._scheduler.function, args=(*loop._scheduler.iterators, tf.constant(300, tf.int64))
             )
         assert time.monotonic() - begun < 10
     finally:

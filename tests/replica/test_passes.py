@@ -35,7 +35,7 @@ def test_steps_see_each_example_once(n: int, batch_size: int, shards: int, whole
     steps = NumberedSteps(sharding, begin)
     until = (-(-begin.next // n) + 2) * n
     count = steps.steps_to(until)
-    assert count == steps.to_pass_end + 2 * sharding.steps_per_epoch
+    assert count == steps.to_pass_end + 2 * sharding.steps_per_pass
     ranges = [steps.examples(number, number + 1) for number in range(count)]
     assert all(len(one) == 1 for one in ranges)
     assert all_of(one for (one,) in ranges) == to_see(begin, until) == all_of(steps.examples(0, count))
@@ -68,7 +68,7 @@ def test_another_run_sees_what_is_left(
 def test_replicas_share_each_step(n: int, batch_size: int, shards: int, begin: InputPosition) -> None:
     sharding = Sharding(n, batch_size, shards, 3, True)
     steps = NumberedSteps(sharding, begin)
-    count = min(steps.to_pass_end + sharding.steps_per_epoch, 20)
+    count = min(steps.to_pass_end + sharding.steps_per_pass, 20)
     datasets = [pipeline.batches(lambda rows: [rows], sharding, shard, begin) for shard in range(shards)]
     batches = [list(dataset.take(count).as_numpy_iterator()) for dataset in datasets]
     for number, parts in enumerate(zip(*batches, strict=True)):

@@ -261,15 +261,15 @@ def test_a_run_changes_its_mode_and_changes_back(sync_workers: SyncWorkers, asyn
     loop = async_loop(replace(config, mode="async"), num_workers=3, start=begun)
     assert_same_arrays(taken(loop), begun, ("model/", "optimizer/"))
     assert loop.progress.examples == 2 * 1257
-    updates_per_epoch = loop.sharding.updates_per_epoch
-    assert loop.target_step == 26 + 18 * updates_per_epoch, "the remaining epochs, in updates of the new size"
+    updates_per_pass = loop.sharding.updates_per_pass
+    assert loop.target_step == 26 + 18 * updates_per_pass, "the remaining epochs, in updates of the new size"
     assert taken(loop).facts.input.position == 2 * 1257
-    loop.train(26 + updates_per_epoch)
-    assert loop.updates_applied() == 26 + updates_per_epoch
+    loop.train(26 + updates_per_pass)
+    assert loop.updates_applied() == 26 + updates_per_pass
     back = sync_workers(sync_run, 2, (config, taken(loop), 80))[1]
     assert back["snapshot"].step == back["updates"] == 80
     assert back["snapshot"].facts.input.position == back["snapshot"].facts.examples
     counters = loop._graphs.servers[0].counters
     counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1]))
-    with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_epoch};"):
+    with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_pass};"):
         loop.train(1000)

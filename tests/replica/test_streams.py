@@ -231,7 +231,7 @@ def test_positions_count_batches_of_the_streams(whole: bool) -> None:
     before = input_facts(sharding(12, 3), positions=positions)
     snapshot = Snapshot(6, {}, replace(facts(6), examples=1, input=before))
     assert stream_positions(snapshot, sharding(50, 3)) == positions
-    assert sharding(11, 2).updates_per_epoch == 11
+    assert sharding(11, 2).updates_per_pass == 11
     assert stream_positions(snapshot, sharding(11, 2)) == ([6, 6] if whole else [9, 8]), (
         "half of an epoch; or one and a half, which are 18 updates of 12 an epoch"
     )

@@ -135,7 +135,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
 
     cluster, task, strategy = worker.cluster, worker.task, worker.strategy
     loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
-    arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.source
+    arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.iterators
     traced = loop._graphs._take_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())
 

@@ -196,7 +196,7 @@ def test_a_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         return Place(Cluster(config.mode, {"worker": addresses}), Task("worker", int(environ["RANK"])))
 
     config = RunConfig(mode="sync", cluster=ClusterConfig(kind="mine"))
-    with pytest.raises(ConfigError, match=r"cluster\.kind \(mine\): must be one of local, hosts, tf_config$"):
+    with pytest.raises(ConfigError, match=rf"cluster\.kind \(mine\): must be one of {', '.join(SOURCES)}$"):
         find_place(config, {})
     monkeypatch.setitem(SOURCES, "mine", find)
     place = find_place(config, {"ADDRESSES": "a:1,b:1", "RANK": "1"})

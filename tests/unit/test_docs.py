@@ -108,6 +108,13 @@ def test_every_file_that_is_named_exists() -> None:
     assert [path for path in named if not (REPOSITORY / path).is_file()] == []
 
 
+def test_every_file_in_the_tables_of_inside_exists() -> None:
+    """There a file is named by the end of its path."""
+    paths = [path.as_posix() for folder in ("tf2dist", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", PAGES["docs/inside.md"])
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"python -m (tf2dist\.\w+)", "\n".join(PAGES.values())))))
 def test_every_command_exists(name: str) -> None:
     assert importlib.util.find_spec(name)

@@ -2,8 +2,9 @@
 
 The examples of all passes form one endless sequence: those of pass 0, then those of pass 1, each in an order of its
 own. A position is a number of examples in it. A run cuts what follows its position into steps, of which none reaches
-into the next pass. So a run goes on exactly where another one of any mode, number of workers and batch size has ended,
-and N workers with batches of b see in a step the examples of one worker with a batch of N*b.
+into the next pass; with mode=async a step is the batch of one worker. So a run goes on exactly where another one of any
+mode, number of workers and batch size has ended, and N synchronous workers with batches of b see in a step the examples
+of one worker with a batch of N*b.
 """
 
 import functools
@@ -72,14 +73,14 @@ class Sharding:
         return self.batch_size * (self.num_shards if self.whole_batch_loss else 1)
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_pass(self) -> int:
         """The steps of a pass."""
         return -(-self.num_examples // self.step_size)
 
     @property
-    def updates_per_epoch(self) -> int:
+    def updates_per_pass(self) -> int:
         """The updates of the model in a pass."""
-        return self.updates_in(self.steps_per_epoch)
+        return self.updates_in(self.steps_per_pass)
 
     @property
     def is_by_worker(self) -> bool:
@@ -93,8 +94,8 @@ class Sharding:
     def worker_steps(self) -> list[int]:
         """The steps of every worker in a pass; of asynchronous ones, if they are equally fast."""
         if self.whole_batch_loss:
-            return [self.steps_per_epoch] * self.num_shards
-        steps, rest = divmod(self.steps_per_epoch, self.num_shards)
+            return [self.steps_per_pass] * self.num_shards
+        steps, rest = divmod(self.steps_per_pass, self.num_shards)
         return [steps + (worker < rest) for worker in range(self.num_shards)]
 
     @property
@@ -171,8 +172,8 @@ class NumberedSteps:
         """In a graph: the ranges of examples of these steps; all are int64 [steps]."""
         size, num_examples = self._sharding.step_size, self._sharding.num_examples
         number = numbers - self.to_pass_end
-        begin = (self._pass + number // self._sharding.steps_per_epoch) * num_examples
-        first = begin + number % self._sharding.steps_per_epoch * size
+        begin = (self._pass + number // self._sharding.steps_per_pass) * num_examples
+        first = begin + number % self._sharding.steps_per_pass * size
         last = tf.minimum(first + size, begin + num_examples)
         if not self._ranges:
             return first, last
@@ -188,7 +189,7 @@ class NumberedSteps:
         size, num_examples, num_steps = (
             self._sharding.step_size,
             self._sharding.num_examples,
-            self._sharding.steps_per_epoch,
+            self._sharding.steps_per_pass,
         )
         found = []
 
@@ -207,7 +208,7 @@ class NumberedSteps:
 
     def position(self, next_number: int, left: tuple[Range, ...] = ()) -> InputPosition:
         """The position at which the steps from `next_number` on are to be seen, and before it the ranges `left`."""
-        num_steps = self._sharding.steps_per_epoch
+        num_steps = self._sharding.steps_per_pass
         passes = -(-max(0, next_number - self.to_pass_end) // num_steps)  # that have been begun
         end = (self._pass + passes) * self._sharding.num_examples
         numbers = [*left, (next_number, self.to_pass_end + passes * num_steps)]
@@ -227,7 +228,7 @@ class NumberedSteps:
         size, num_examples = self._sharding.step_size, self._sharding.num_examples
         early = sum(-(-max(0, min(last, position) - first) // size) for first, last in self._ranges)
         whole, rest = divmod(max(0, position - self._pass * num_examples), num_examples)
-        return early + whole * self._sharding.steps_per_epoch + -(-rest // size)
+        return early + whole * self._sharding.steps_per_pass + -(-rest // size)
 
 
 def ranges_to_pass_end(begin: InputPosition, num_examples: int) -> tuple[list[Range], int]:

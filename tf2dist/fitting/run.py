@@ -105,7 +105,7 @@ class Run:
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
         config, batch_size = self.config, self.config.train.batch_size_per_worker
-        return sharding_of(config, config.mode, self.splits, self.plan, self.num_workers, batch_size).updates_per_epoch
+        return sharding_of(config, config.mode, self.splits, self.plan, self.num_workers, batch_size).updates_per_pass
 
     def _warn_of_repeated_data(self, console: Console) -> None:
         """Tells where Keras would end an epoch early, since the arrays are used up."""

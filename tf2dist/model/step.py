@@ -1,4 +1,4 @@
-"""The training step of both modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
+"""The training step of all modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
 
 import inspect
 from typing import Any, NamedTuple

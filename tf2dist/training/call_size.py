@@ -37,6 +37,6 @@ def unrolled_steps(traced_step: Any, model: keras.Model, steps_to_pause: float) 
 
 def steps_to_pause(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, total_steps: int) -> int:
     """The fewest global steps between two ends of an epoch of `fit`, evaluations or checkpoints that are asked for."""
-    epoch = sharding.updates_per_epoch if plan else None
+    epoch = sharding.updates_per_pass if plan else None
     given = (epoch, config.train.eval_every_steps, config.checkpoint.every_steps)
     return min([total_steps, *(steps for steps in given if steps)])

@@ -116,7 +116,7 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
 
 def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
     """The global steps of an epoch: as many as the plan asks for, or one pass over the data by the whole cluster."""
-    return plan.steps_per_epoch or sharding.updates_per_epoch
+    return plan.steps_per_epoch or sharding.updates_per_pass
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,13 @@ def _token(split: str) -> str:
 class Input(Protocol):
     """What the coordinator puts into its graphs for the input of the workers."""
 
-    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
-        """The first arguments of a call of `num_steps` steps."""
+    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+        """The first arguments of a call of `num_steps` steps: over the pipeline of its worker, or none for a stream."""
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
-        """The types of `source`."""
+        """The types of `iterators`."""
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         """In the graph of a call: the batches with these numbers, int64 [steps]."""
 
 
@@ -131,7 +131,7 @@ class ArrayInput:
         self._layout, self._steps, self.sharding = layout, steps, sharding
         self._queue_name = f"batches-{uuid.uuid4()}"
 
-    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         # A plain function TensorFlow would trace with AutoGraph, whose rewriting takes longer than the tracing.
         dataset = tf.function(functools.partial(self.dataset, num_steps), autograph=False)
         return (iter(coordinator.create_per_worker_dataset(dataset)),)
@@ -140,12 +140,12 @@ class ArrayInput:
         size = _element_size(num_steps)
         return (tf.data.IteratorSpec((tf.TensorSpec([size, 2], tf.int64), *self._layout.batched(None) * size)),)
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        return self._gathered(source, tf.stack(self._steps.ranges(numbers), 1))
+    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        return self._gathered(iterators, tf.stack(self._steps.ranges(numbers), 1))
 
-    def _gathered(self, source: tuple[Any, ...], ranges: tf.Tensor) -> Batches:
+    def _gathered(self, iterators: tuple[Any, ...], ranges: tf.Tensor) -> Batches:
         """Batches of the examples in these ranges, int64 [steps, 2]."""
-        (iterator,), num_steps, size = source, ranges.shape[0], _element_size(ranges.shape[0])
+        (iterator,), num_steps, size = iterators, ranges.shape[0], _element_size(ranges.shape[0])
         num_elements = -(-num_steps // size)
         padded = tf.pad(ranges, [[0, num_elements * size - num_steps], [0, 0]])  # with ranges of no examples
         parts = tf.reshape(padded, [num_elements, size, 2])
@@ -199,13 +199,13 @@ class SharedArrayInput(ArrayInput):
     full batch, 0 for padding.
     """
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         first, last = self._steps.ranges(numbers)
         begin, count = self.sharding.share(first, last, worker)
         begin = tf.minimum(begin, last - 1)  # of padding
         ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
         shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
-        return [[*leaves, share] for leaves, share in zip(self._gathered(source, ranges), shares, strict=True)]
+        return [[*leaves, share] for leaves, share in zip(self._gathered(iterators, ranges), shares, strict=True)]
 
 
 class StreamInput:
@@ -214,11 +214,11 @@ class StreamInput:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
-    def source(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
+    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
         return ()
 
     def signature(self, num_steps: int) -> tuple[Any, ...]:
         return ()
 
-    def batches(self, source: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         return remote_batches(worker, numbers[0], numbers.shape[0], self._layout)

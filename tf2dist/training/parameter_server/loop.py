@@ -36,13 +36,13 @@ from tf2dist.training.parameter_server.counters import (
     PsOrigin,
     staleness_of,
 )
+from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.inputs import EVALUATED
 from tf2dist.training.parameter_server.prepare import PsRun, UpdateRule, prepare
 from tf2dist.training.parameter_server.reading import PackedRead
 from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler
 from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
-from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
 
 SHUTDOWN_TIMEOUT_SECS = 5.0
 
@@ -50,7 +50,7 @@ SHUTDOWN_TIMEOUT_SECS = 5.0
 class PsLoop(LoopBase):
     """Runs on the coordinator, made with `build`; see `loop.Loop`."""
 
-    _graphs: WorkerStep
+    _graphs: PsGraphs
     _scheduler: Scheduler
     _origin: PsOrigin
     leads = True
@@ -160,7 +160,7 @@ class AsyncLoop(PsLoop):
     """The loop of mode=async, in which a global step is an update that the ps have applied."""
 
     mode = "async"
-    _graphs: AsyncStep
+    _graphs: AsyncGraphs
     _scheduler: AsyncScheduler
     _origin: AsyncOrigin
 

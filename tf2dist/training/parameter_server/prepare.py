@@ -21,8 +21,8 @@ from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.parameter_server.counters import PsOrigin
+from tf2dist.training.parameter_server.graphs import GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.schedule import Scheduler
-from tf2dist.training.parameter_server.step import StepSpec, WorkerStep
 from tf2dist.training.sharding import sharding_of
 
 
@@ -30,12 +30,12 @@ class UpdateRule(abc.ABC):
     """When the ps apply an update, and what that asks of a run.
 
     Attributes:
-        graphs: made as ``graphs(spec, rule)``.
-        scheduler: of the calls to the workers, made as ``scheduler(coordinator, graphs, num_workers, grace_secs)``.
+        graphs_class: called as ``graphs_class(spec, rule)``.
+        scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
     """
 
-    graphs: Callable[..., WorkerStep]
-    scheduler: Callable[..., Scheduler]
+    graphs_class: Callable[..., PsGraphs]
+    scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
@@ -60,7 +60,7 @@ class PsRun(PreparedRun):
     coordinator: tf.distribute.coordinator.ClusterCoordinator
     scheduler: Scheduler
     origin: PsOrigin
-    graphs: WorkerStep
+    graphs: PsGraphs
 
 
 def prepare(
@@ -99,7 +99,7 @@ def prepare(
     rule.check_model(source.name, step, splits)
     origin = rule.origin(resumed, sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
-    spec = StepSpec(
+    spec = GraphsSpec(
         config=config,
         step=step,
         make_optimizer=make_optimizer,
@@ -110,7 +110,7 @@ def prepare(
         plan=source.plan,
         earlier_updates=earlier,
     )
-    graphs = rule.graphs(spec, rule)
+    graphs = rule.graphs_class(spec, rule)
     optimizers = [server.optimizer for server in graphs.servers]
     check_init_from(optimizers[0], isinstance(start, Weights))
     check_own_apply(source.name, optimizers[0], len(optimizers))
@@ -140,7 +140,7 @@ def prepare(
         restored_from=restored_from,
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         coordinator=coordinator,
-        scheduler=rule.scheduler(coordinator, graphs, cluster.num_workers, config.grace_secs),
+        scheduler=rule.scheduler_class(coordinator, graphs, cluster.num_workers, config.grace_secs),
         origin=origin,
         graphs=graphs,
     )

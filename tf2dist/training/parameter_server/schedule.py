@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf2dist.training.loop import PauseRequest, PauseRequests
 from tf2dist.training.parameter_server.calls import counts_of, cut, quiet_secs, wait_for_calls
-from tf2dist.training.parameter_server.step import AsyncStep, WorkerStep
+from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
 CUT_SECS = 0.2  # all ps are told where to stop in less time than this
@@ -21,7 +21,7 @@ class Scheduler(abc.ABC):
         graphs: of the run.
         num_steps: of a call.
         function: what a call executes.
-        source: the arguments of a call before the limit.
+        iterators: the arguments of a call before the limit, see `Input`.
         steps_per_sec: the rate of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
@@ -29,12 +29,12 @@ class Scheduler(abc.ABC):
         grace_secs: the time that a whole stop may take.
     """
 
-    graphs: WorkerStep
+    graphs: PsGraphs
 
     def __init__(
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        graphs: WorkerStep,
+        graphs: PsGraphs,
         num_workers: int,
         grace_secs: float,
     ) -> None:
@@ -42,11 +42,11 @@ class Scheduler(abc.ABC):
         self.num_workers, self.grace_secs = num_workers, grace_secs
         self.num_steps = graphs.steps_per_call
         self.function: Any = graphs.train_function(self.num_steps)
-        self.source: tuple[Any, ...] = graphs.input.source(coordinator, self.num_steps)
+        self.iterators: tuple[Any, ...] = graphs.input.iterators(coordinator, self.num_steps)
         self.steps_per_sec = 0.0
 
     def schedule_call(self, *limit: tf.Tensor) -> None:
-        self._coordinator.schedule(self.function, args=(*self.source, *limit))
+        self._coordinator.schedule(self.function, args=(*self.iterators, *limit))
 
     def all_done(self) -> bool:
         """Whether all calls are done; raises the error of a call that has failed."""
@@ -75,7 +75,7 @@ class Scheduler(abc.ABC):
 class AsyncScheduler(Scheduler):
     """See `Scheduler`: as many steps are in flight as the workers can take, whichever of them takes them."""
 
-    graphs: AsyncStep
+    graphs: AsyncGraphs
 
     def begin(self, until_step: int) -> None:
         """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""

@@ -30,7 +30,7 @@ from tf2dist.training.parameter_server.sync_replicas_counters import (
     GradientCounts,
     SyncReplicasOrigin,
 )
-from tf2dist.training.parameter_server.sync_replicas_step import SyncReplicasStep
+from tf2dist.training.parameter_server.sync_replicas_graphs import SyncReplicasGraphs
 
 
 class SyncReplicasScheduler(Scheduler):
@@ -41,7 +41,7 @@ class SyncReplicasScheduler(Scheduler):
     `steps_per_sec` is the rate of global steps.
     """
 
-    graphs: SyncReplicasStep
+    graphs: SyncReplicasGraphs
 
     def begin(self, counts: GradientCounts) -> None:
         """Begins a training; no call may be in flight."""
@@ -91,7 +91,7 @@ class SyncReplicasRule(UpdateRule):
         ConfigError: a worker would have to give several gradients to a step, and there are several ps.
     """
 
-    graphs, scheduler = SyncReplicasStep, SyncReplicasScheduler
+    graphs_class, scheduler_class = SyncReplicasGraphs, SyncReplicasScheduler
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
@@ -112,7 +112,7 @@ class SyncReplicasLoop(PsLoop):
     """The loop of mode=sync_replicas, in which a global step is the mean of K gradients."""
 
     mode = "sync_replicas"
-    _graphs: SyncReplicasStep
+    _graphs: SyncReplicasGraphs
     _scheduler: SyncReplicasScheduler
     _origin: SyncReplicasOrigin
 

@@ -33,14 +33,14 @@ class Feed(Protocol):
     """The input of one worker.
 
     Attributes:
-        source: the last arguments of the function that takes the steps.
+        iterators: over the pipeline, or none for a stream; the last arguments of the function that takes the steps.
         num_extra: how many numbers are summed over all replicas with each step.
     """
 
-    source: tuple[Any, ...]
+    iterators: tuple[Any, ...]
     num_extra: int
 
-    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
+    def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         """In the graph: what `part` and `extra` need.
 
         Args:
@@ -70,10 +70,10 @@ class ArrayFeed:
 
     def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
-        self.source = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
+        self.iterators = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
 
-    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
-        return next(source[0])
+    def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
+        return next(iterators[0])
 
     def part(self, element: Any) -> BatchPart:
         *leaves, weights = element
@@ -122,14 +122,14 @@ class StreamFeed:
             raise ConfigError(
                 "data: the GPUs of a synchronous worker cannot share its stream; use a worker for each GPU"
             )
-        self.source = ()
+        self.iterators = ()
         self._layout, self._begin = stream.layout, begin
         self._reader = Reader(stream, workers.index)
         # No step has carried the sizes of the first batches, so they are summed here.
         sizes = workers.add_up(np.array([float(self._first_size())]))
         self._total = tf.Variable(sizes[0], dtype=tf.float32, trainable=False)  # the examples of the next step
 
-    def next(self, source: tuple[Any, ...], step: tf.Tensor) -> Any:
+    def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         specs = self._layout.batched(None)
         types = [*(spec.dtype for spec in specs), tf.float32]
         *leaves, next_size = tf.numpy_function(self._take, [step], types)

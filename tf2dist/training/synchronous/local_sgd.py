@@ -181,7 +181,7 @@ class LocalSgdStep(SyncStep):
         length: tf.Tensor,
         ends: tf.Tensor,
         shared: tf.Tensor,
-        *source: Any,
+        *iterators: Any,
     ) -> tf.Tensor:
         """Takes rounds, or a part of one; returns the sums of those that have ended, float64 [num_sums].
 
@@ -192,7 +192,7 @@ class LocalSgdStep(SyncStep):
         """
 
         def step(number: tf.Tensor) -> tuple[tf.Tensor]:
-            self._local_step(source)
+            self._local_step(iterators)
             return (number + 1,)
 
         def one_round(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -203,10 +203,10 @@ class LocalSgdStep(SyncStep):
         start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_rounds, one_round, start)[1]
 
-    def _local_step(self, source: tuple[Any, ...]) -> None:
+    def _local_step(self, iterators: tuple[Any, ...]) -> None:
         """A step of this worker alone, on its own copy of the variables."""
         # The worker is one replica.
-        gradients, state, sums = self.on_replicas(self._own_part, self.next_element(source))
+        gradients, state, sums = self.on_replicas(self._own_part, self.next_element(iterators))
         for variable, new in zip(self.step.state, state, strict=True):
             variable.value.assign(new)
         self.optimizer.apply(gradients, self.step.trainable)

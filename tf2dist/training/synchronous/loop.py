@@ -117,7 +117,7 @@ class SyncLoop(LoopBase):
         step, every = self.progress.global_step, self.config.train.log_every_steps
         if step // every != (step - count) // every:
             worker = self._workers.index
-            epoch, own_step = (step - 1) // self.sharding.steps_per_epoch, self.progress.local_steps[worker]
+            epoch, own_step = (step - 1) // self.sharding.steps_per_pass, self.progress.local_steps[worker]
             where = f"worker={worker}, epoch={epoch}, global_step={step}"
             print(f"{where}, local_step={own_step}, loss={self.progress.loss:.4f}", flush=True)
 

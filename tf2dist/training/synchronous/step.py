@@ -116,7 +116,7 @@ class SyncStep:
     def call(self, function: Any, *arguments: tf.Tensor) -> np.ndarray:
         """Calls a function of the graph, with the input as its last arguments; raises TaskLostError as `take` does."""
         try:
-            sums: np.ndarray = function(*arguments, *self._feed.source).numpy()
+            sums: np.ndarray = function(*arguments, *self._feed.iterators).numpy()
         # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
         except tf.errors.UnknownError as error:
             if self._all_reduce and (lost := self._all_reduce.lost):
@@ -124,9 +124,9 @@ class SyncStep:
             raise
         return sums
 
-    def next_element(self, source: tuple[Any, ...]) -> Any:
+    def next_element(self, iterators: tuple[Any, ...]) -> Any:
         """In the graph: the next element of the input."""
-        return self._feed.next(source, self.applied.read_value() - self._begin_step)
+        return self._feed.next(iterators, self.applied.read_value() - self._begin_step)
 
     def on_replicas(self, function: Any, *arguments: Any) -> Any:
         """In the graph: what `function` returns on the first replica of this worker; it runs on all of them."""
@@ -162,12 +162,12 @@ class SyncStep:
 
     # Plain training.
 
-    def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *source: Any) -> tf.Tensor:
+    def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *iterators: Any) -> tf.Tensor:
         """See `take`; returns float64 [num_sums]."""
 
         def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             # After the all-reduce the replicas of a worker hold the same sum.
-            reduced = self.on_replicas(self._replica_step, self.next_element(source), shared)
+            reduced = self.on_replicas(self._replica_step, self.next_element(iterators), shared)
             # A float32 sum over many steps would lose examples beyond 2^24.
             return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
 

@@ -14,22 +14,23 @@ from tf2dist.data.passes import Sharding
 from tf2dist.model.checks import check_assigned, check_losses
 from tf2dist.model.step import ModelStep
 from tf2dist.training.parameter_server.counters import AsyncOrigin
+from tf2dist.training.parameter_server.graphs import AsyncGraphs
 from tf2dist.training.parameter_server.prepare import UpdateRule
 from tf2dist.training.parameter_server.schedule import AsyncScheduler
-from tf2dist.training.parameter_server.step import AsyncStep
 
 
 class Algorithm(UpdateRule):
     """What a ps does with an update; the other algorithms override a part of this.
 
-    All methods are called while graphs are made: what does nothing here costs nothing.
+    All methods are called while graphs are made: what does nothing here costs nothing. Every update that a ps has
+    numbered is applied and counted. An algorithm changes its gradients or its learning rate, and cannot refuse it.
 
     Attributes:
         needs_pulled_values: whether workers send back the values that they have pulled.
         runs_alone: whether a ps may apply only one update at a time, even if the optimizer does not need that.
     """
 
-    graphs, scheduler = AsyncStep, AsyncScheduler
+    graphs_class, scheduler_class = AsyncGraphs, AsyncScheduler
     needs_pulled_values = False
     runs_alone = False
 
@@ -51,11 +52,13 @@ class Algorithm(UpdateRule):
         Args:
             gradients: one for each of `variables`, as a worker has pushed them.
             pulled: the values from which they were computed; empty unless `needs_pulled_values`.
+            variables: if `runs_alone`, the trainable ones of this ps. Otherwise small ones may lie in a vector, which
+                is padded at its end and so longer than its gradient; see `storage`.
         """
         return gradients
 
     def update(self, staleness: tf.Tensor) -> contextlib.AbstractContextManager[None]:
-        """The block in which the optimizer applies an update.
+        """The block in which the optimizer applies an update, such as one in which its learning rate is scaled.
 
         Args:
             staleness: how many others were numbered on this ps between the pull and this update, int64.

@@ -9,9 +9,9 @@ from tf2dist.data.passes import NumberedSteps
 from tf2dist.model.step import step_place
 from tf2dist.process.parts import cut
 from tf2dist.training.parameter_server.batch_numbers import own_number
+from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.inputs import Input, SharedArrayInput
 from tf2dist.training.parameter_server.server import PartSpec
-from tf2dist.training.parameter_server.step import Call, StepSpec, WorkerStep
 from tf2dist.training.parameter_server.sync_replicas_counters import SyncReplicasOrigin
 from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
 from tf2dist.training.parameter_server.wire import Parcel
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # it names these graphs
     from tf2dist.training.parameter_server.sync_replicas import SyncReplicasRule
 
 
-class SyncReplicasStep(WorkerStep):
-    """See `WorkerStep`.
+class SyncReplicasGraphs(PsGraphs):
+    """See `PsGraphs`.
 
     Attributes:
         deciding, following: the servers.
@@ -31,7 +31,7 @@ class SyncReplicasStep(WorkerStep):
 
     servers: Sequence[DecidingServer | FollowingServer]
 
-    def __init__(self, spec: StepSpec, rule: "SyncReplicasRule") -> None:
+    def __init__(self, spec: GraphsSpec, rule: "SyncReplicasRule") -> None:
         self.replicas = rule.replicas
         super().__init__(spec)
 
@@ -49,7 +49,7 @@ class SyncReplicasStep(WorkerStep):
         self.deciding, self.following = DecidingServer(first, self.replicas), [FollowingServer(one) for one in others]
         self.servers = [self.deciding, *self.following]
 
-    def _make_input(self, spec: StepSpec) -> Input:
+    def _make_input(self, spec: GraphsSpec) -> Input:
         self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
         return SharedArrayInput(spec.step.layout, spec.sharding, self.steps)
 

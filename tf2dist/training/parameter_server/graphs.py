@@ -43,7 +43,7 @@ ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without o
 
 
 @dataclass(frozen=True)
-class StepSpec:
+class GraphsSpec:
     """What the graphs of a run are made from.
 
     Attributes:
@@ -87,7 +87,7 @@ class Call:
     indices: tf.Tensor | None = None
 
 
-class WorkerStep(abc.ABC):
+class PsGraphs(abc.ABC):
     """The parameter servers of a model, and the functions that workers run against them.
 
     Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
@@ -103,7 +103,7 @@ class WorkerStep(abc.ABC):
 
     servers: Sequence[ModelPart]
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(self, spec: GraphsSpec) -> None:
         self.config, self.step, self.sharding = spec.config, spec.step, spec.sharding
         self.earlier_updates = spec.earlier_updates
         self.stragglers = Stragglers(spec.config)
@@ -117,7 +117,7 @@ class WorkerStep(abc.ABC):
         chosen = min(unrolled_steps(self._compute, spec.step.model, to_pause), self.stragglers.max_steps)
         self.steps_per_call = spec.config.train.steps_per_execution or chosen
 
-    def _parts(self, spec: StepSpec) -> list[PartSpec]:
+    def _parts(self, spec: GraphsSpec) -> list[PartSpec]:
         """The part of the model that each ps gets."""
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
         trainable, state = all_parts(spec.step.trainable), all_parts(spec.step.state)
@@ -140,15 +140,15 @@ class WorkerStep(abc.ABC):
         ]
 
     def train_function(self, num_steps: int) -> Any:
-        """``function(*source, *limit)``: `num_steps` steps; `source`: of `input`; `limit`: see `Call`, if any."""
-        source_types = self.input.signature(num_steps)
+        """``function(*iterators, *limit)``: `num_steps` steps; `iterators`: of `input`; `limit`: see `Call`, if any."""
+        iterator_types = self.input.signature(num_steps)
 
         def steps(*arguments: Any) -> None:
-            source, limit = arguments[: len(source_types)], arguments[len(source_types) :]
+            iterators, limit = arguments[: len(iterator_types)], arguments[len(iterator_types) :]
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             with tf.device("CPU:0"):
                 call = self._begin(num_steps, worker, *limit)
-                batches = self.input.batches(source, worker, call.numbers)
+                batches = self.input.batches(iterators, worker, call.numbers)
             losses = []
             pulled = self._pull(call)
             for number, batch in enumerate(batches, 1):
@@ -165,7 +165,7 @@ class WorkerStep(abc.ABC):
                 losses.append(loss)
             self._log(call, after, tf.reduce_mean(losses))
 
-        return tf.function(steps, autograph=False).get_concrete_function(*source_types, *self._limit_types())
+        return tf.function(steps, autograph=False).get_concrete_function(*iterator_types, *self._limit_types())
 
     def evaluate_function(self) -> Any:
         """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.
@@ -196,7 +196,7 @@ class WorkerStep(abc.ABC):
         """Sets `servers`, one for each part."""
 
     @abc.abstractmethod
-    def _make_input(self, spec: StepSpec) -> Input:
+    def _make_input(self, spec: GraphsSpec) -> Input:
         """The input of the workers."""
 
     def _steps_of_worker(self, global_steps: int) -> float:
@@ -221,7 +221,7 @@ class WorkerStep(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
-        """Asks the ps what the call begins with."""
+        """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
 
     @abc.abstractmethod
     def _pull(self, call: Call) -> list[Parcel]:
@@ -267,7 +267,7 @@ class WorkerStep(abc.ABC):
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         local_step, global_step = self._position(after)
-        epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_epoch
+        epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_pass
         numbers = {"worker": call.worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
@@ -276,7 +276,7 @@ class WorkerStep(abc.ABC):
         tf.cond(local_step // every != call.local_steps // every, lambda: tf.print(line), tf.no_op)
 
 
-class AsyncStep(WorkerStep):
+class AsyncGraphs(PsGraphs):
     """The graphs of mode=async, in which each ps applies an update as soon as it has come.
 
     Attributes:
@@ -286,7 +286,7 @@ class AsyncStep(WorkerStep):
 
     servers: Sequence[ParameterServer]
 
-    def __init__(self, spec: StepSpec, algorithm: "Algorithm") -> None:
+    def __init__(self, spec: GraphsSpec, algorithm: "Algorithm") -> None:
         self.algorithm = algorithm
         self._decays: dict[int, float] = {}  # of the state that a step changes, by id of the variable
         super().__init__(spec)
@@ -306,7 +306,7 @@ class AsyncStep(WorkerStep):
     def _make_servers(self, parts: list[PartSpec]) -> None:
         self.servers = [ParameterServer(part, self.algorithm) for part in parts]
 
-    def _make_input(self, spec: StepSpec) -> Input:
+    def _make_input(self, spec: GraphsSpec) -> Input:
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
         if spec.splits.stream:
             self.numbers: BatchNumbers = WorkerNumbers(server, origin.offsets, sharding)
