@@ -76,14 +76,14 @@ class Call:
         worker: its index.
         local_steps: its steps that the ps have counted before the call.
         numbers: of its batches, int64 [steps].
-        limits: for each step, how many updates there may be before it is refused; with mode=sync_replicas the ps know.
+        limits: on each ps for each step, the updates beyond which it is refused; with mode=sync_replicas the ps know.
         indices: where the updates of the worker are counted with mode=async.
     """
 
     worker: tf.Tensor
     local_steps: tf.Tensor
     numbers: tf.Tensor
-    limits: Sequence[tf.Tensor] = ()
+    limits: Sequence[Sequence[tf.Tensor]] = ()
     indices: tf.Tensor | None = None
 
 
@@ -346,21 +346,24 @@ class AsyncGraphs(PsGraphs):
         local_steps, first, count = tf.unstack(self.numbers.take(worker, num_steps))
         # The last call before a pause may have fewer batches. What it computes beyond them, from one of them, counts
         # for nothing.
-        steps = tf.range(num_steps, dtype=tf.int64)
-        limits = tf.unstack(tf.where(steps < count, own, NO_UPDATE))
-        numbers = first + tf.minimum(steps, tf.maximum(count - 1, 0))
+        numbers = first + tf.minimum(tf.range(num_steps, dtype=tf.int64), tf.maximum(count - 1, 0))
+        limits = []
+        for server in self.servers:
+            with tf.device(server.device):  # a tensor of the worker's would cost a transfer in each step
+                has_batch = tf.range(num_steps, dtype=tf.int64) < count
+                limits.append(tf.unstack(tf.where(has_batch, own, NO_UPDATE)))
         return Call(worker, local_steps, numbers, limits, self.servers[0].counters.indices(worker))
 
     def _pull(self, call: Call) -> list[Parcel]:
         return [server.pull() for server in self.servers]
 
     def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
-        pairs = zip(self.servers, pushes, strict=True)
-        return [server.exchange(push, call.indices, call.limits[number - 1]) for server, push in pairs]
+        parts = zip(self.servers, pushes, call.limits, strict=True)
+        return [server.exchange(push, call.indices, limits[number - 1]) for server, push, limits in parts]
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
-        pairs = zip(self.servers, pushes, strict=True)
-        first, *_ = [server.push(push, call.indices, call.limits[number - 1]) for server, push in pairs]
+        parts = zip(self.servers, pushes, call.limits, strict=True)
+        first, *_ = [server.push(push, call.indices, limits[number - 1]) for server, push, limits in parts]
         return first
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
