@@ -39,7 +39,7 @@ class ExampleOrder(NamedTuple):
         return _order_of_pass(self, number)[first - begin : last - begin]
 
 
-@functools.lru_cache(maxsize=3)  # some workers may be a pass ahead of others, or behind
+@functools.lru_cache(maxsize=2)  # a call may reach from one pass into the next
 def _order_of_pass(order: ExampleOrder, number: int) -> np.ndarray:
     with tf.device("CPU:0"):
         found: np.ndarray = order.of_pass(tf.constant(number)).numpy()
