@@ -1,5 +1,6 @@
 """Asynchronous training in one process: each update is counted once, whichever worker pushes it or dies."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,18 @@ def test_what_a_lost_worker_leaves_is_made_good(async_loop: MakeLoop) -> None:
     assert loop.progress.global_step == 150
     loop.train(400)
     assert 0 < loop.facts()["staleness"]["mean"] < 50, "updates of several workers are sometimes stale"
+
+
+def test_a_run_that_stops_long_before_its_end_is_saved_at_once(async_loop: MakeLoop) -> None:
+    """What is left of it, millions of passes here, is not listed one by one."""
+    loop = async_loop(run_config())
+    loop.train(50)
+    before = loop._state()[0]
+    loop._graphs.numbers.open(10**9)
+    loop._graphs.numbers.close()
+    begun = time.monotonic()
+    assert loop._state()[0] == before
+    assert time.monotonic() - begun < 2
 
 
 def test_a_constraint_is_refused(async_loop: MakeLoop) -> None:

@@ -49,7 +49,7 @@ class SharedNumbers:
     def __init__(self, server: ParameterServer, steps: NumberedSteps, sharding: Sharding) -> None:
         self._counters, self._steps, self._sharding = server.counters, steps, sharding
         self._left: list[Range] = []
-        self._next = 0  # neither this number nor a later one was ever given to the ps
+        self._next = 0  # while it is closed, no update has used this number or a later one
         with tf.device(server.device):
             # What no call has taken; and of each worker's last call the numbers, and the steps that were counted for
             # the worker before it.
@@ -108,6 +108,9 @@ class SharedNumbers:
         ranges = self._exchange(tf.zeros(self._free.shape, tf.int64)).numpy()
         found = [(int(first), int(last)) for first, last in ranges if first < last]
         self._left = sorted([*found, *self._left])
+        # What nothing follows was not begun. It may be as long as the run; listing its passes would take seconds.
+        while self._left and self._left[-1][1] == self._next:
+            self._next = self._left.pop()[0]
 
     def facts(self, steps: np.ndarray) -> InputFacts:
         return input_facts(self._sharding, self._steps.position(self._next, tuple(self._left)))
