@@ -199,5 +199,5 @@ def test_a_run_names_few_variables_in_its_calls(async_loop: Callable[..., Any]) 
     loop.train(4)
     assert [len(server.stored) for server in loop._graphs.servers] == [1, 1]
     handles = [one for one in loop._scheduler.function.graph.inputs if one.dtype == tf.resource]
-    # Of the input; of the vector and three counters on each ps; of what hands out the batches on the first.
-    assert len(handles) == 1 + 4 * 2 + 3
+    # Of the vector and three counters on each ps; of what hands out the batches on the first.
+    assert len(handles) == 4 * 2 + 3

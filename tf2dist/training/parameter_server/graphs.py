@@ -140,15 +140,13 @@ class PsGraphs(abc.ABC):
         ]
 
     def train_function(self, num_steps: int) -> Any:
-        """``function(*iterators, *limit)``: `num_steps` steps; `iterators`: of `input`; `limit`: see `Call`, if any."""
-        iterator_types = self.input.signature(num_steps)
+        """``function(*limit)``: `num_steps` steps; `limit`: see `Call`, if any."""
 
-        def steps(*arguments: Any) -> None:
-            iterators, limit = arguments[: len(iterator_types)], arguments[len(iterator_types) :]
+        def steps(*limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             with tf.device("CPU:0"):
                 call = self._begin(num_steps, worker, *limit)
-                batches = self.input.batches(iterators, worker, call.numbers)
+                batches = self.input.batches(worker, call.numbers)
             losses = []
             pulled = self._pull(call)
             for number, batch in enumerate(batches, 1):
@@ -165,7 +163,7 @@ class PsGraphs(abc.ABC):
                 losses.append(loss)
             self._log(call, after, tf.reduce_mean(losses))
 
-        return tf.function(steps, autograph=False).get_concrete_function(*iterator_types, *self._limit_types())
+        return tf.function(steps, autograph=False).get_concrete_function(*self._limit_types())
 
     def evaluate_function(self) -> Any:
         """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.

@@ -5,8 +5,6 @@ from a file where the data allow it. As a tensor in the graph, they would be cop
 its pipeline is rebuilt.
 """
 
-import functools
-import uuid
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -16,14 +14,13 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
 from tf2dist.data.passes import ExampleOrder, NumberedSteps, Sharding
-from tf2dist.data.pipeline import NO_AUTOGRAPH, options
 from tf2dist.data.stream import Reader
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 EVALUATED = ("validation", "test")
 BATCHES = "batches"
-ELEMENTS = 4  # of the pipeline in a call
+GATHERED_AT_ONCE = 10  # batches
 Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.
@@ -105,21 +102,15 @@ def _token(split: str) -> str:
 class Input(Protocol):
     """What the coordinator puts into its graphs for the input of the workers."""
 
-    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
-        """The first arguments of a call of `num_steps` steps: over the pipeline of its worker, or none for a stream."""
-
-    def signature(self, num_steps: int) -> tuple[Any, ...]:
-        """The types of `iterators`."""
-
-    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         """In the graph of a call: the batches with these numbers, int64 [steps]."""
 
 
 class ArrayInput:
     """Batches of the arrays that each worker has published; see `Input`.
 
-    A call puts the examples that it needs into a queue, from which a pipeline on the worker makes batches: it gathers
-    the next ones while the call computes.
+    A call asks for them a few at a time, so that the next ones are gathered while it computes. They depend on nothing
+    but their numbers: a call that ends early leaves nothing behind that another one could take for its own.
 
     Args:
         layout: the structure of the data.
@@ -129,66 +120,19 @@ class ArrayInput:
 
     def __init__(self, layout: Layout, sharding: Sharding, steps: NumberedSteps) -> None:
         self._layout, self._steps, self.sharding = layout, steps, sharding
-        self._queue_name = f"batches-{uuid.uuid4()}"
 
-    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
-        # A plain function TensorFlow would trace with AutoGraph, whose rewriting takes longer than the tracing.
-        dataset = tf.function(functools.partial(self.dataset, num_steps), autograph=False)
-        return (iter(coordinator.create_per_worker_dataset(dataset)),)
+    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        return self._gathered(tf.stack(self._steps.ranges(numbers), 1))
 
-    def signature(self, num_steps: int) -> tuple[Any, ...]:
-        size = _element_size(num_steps)
-        return (tf.data.IteratorSpec((tf.TensorSpec([size, 2], tf.int64), *self._layout.batched(None) * size)),)
-
-    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        return self._gathered(iterators, tf.stack(self._steps.ranges(numbers), 1))
-
-    def _gathered(self, iterators: tuple[Any, ...], ranges: tf.Tensor) -> Batches:
+    def _gathered(self, ranges: tf.Tensor) -> Batches:
         """Batches of the examples in these ranges, int64 [steps, 2]."""
-        (iterator,), num_steps, size = iterators, ranges.shape[0], _element_size(ranges.shape[0])
-        num_elements = -(-num_steps // size)
-        padded = tf.pad(ranges, [[0, num_elements * size - num_steps], [0, 0]])  # with ranges of no examples
-        parts = tf.reshape(padded, [num_elements, size, 2])
-        put = tf.raw_ops.QueueEnqueueManyV2(handle=self._queue(size), components=[parts])
-        with tf.control_dependencies([put]):
-            elements = [_first_of_call(iterator, parts[0])]
-        for _ in range(1, num_elements):
-            with tf.control_dependencies(elements[-1][:1]):
-                elements.append(next(iterator))
-        leaves = iter([leaf for _, *found in elements for leaf in found])
-        return [[next(leaves) for _ in self._layout.specs] for _ in range(num_steps)]
-
-    def dataset(self, num_steps: int) -> tf.data.Dataset:
-        """Elements of several batches, after their ranges; made on each worker, over the arrays of its own process."""
-        size = _element_size(num_steps)
-
-        @NO_AUTOGRAPH
-        def element(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            (ranges,) = tf.raw_ops.QueueDequeueV2(handle=self._queue(size), component_types=[tf.int64])
-            ranges = tf.ensure_shape(ranges, [size, 2])
-            return ranges, *remote_ranges(ranges, self.sharding.order, self._layout)
-
-        return tf.data.Dataset.range(np.iinfo(np.int64).max).map(element).prefetch(2).with_options(options())
-
-    def _queue(self, size: int) -> tf.Tensor:
-        """The queue of ranges on the worker in whose graph this is; its name connects the call and the pipeline."""
-        return tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[size, 2]], shared_name=self._queue_name)
-
-
-def _element_size(num_steps: int) -> int:
-    """The batches of an element: few enough that the next ones are gathered while the call computes with the first."""
-    return -(-num_steps // ELEMENTS)
-
-
-def _first_of_call(iterator: Any, ranges: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """The element that holds these ranges, after those that a call has left which was not carried out to its end."""
-    found = next(iterator)
-
-    def skip() -> tuple[tf.Tensor, ...]:
-        is_other = lambda of_found, *_: tf.reduce_any(of_found != ranges)  # noqa: E731
-        return tuple(tf.while_loop(is_other, lambda *_: next(iterator), found))
-
-    return tuple(tf.cond(tf.reduce_all(found[0] == ranges), lambda: tuple(found), skip))
+        num_steps = ranges.shape[0]
+        leaves: list[tf.Tensor] = []
+        for first in range(0, num_steps, GATHERED_AT_ONCE):
+            with tf.control_dependencies(leaves[-1:]):  # in turn, or those of the first steps would come late
+                leaves += remote_ranges(ranges[first : first + GATHERED_AT_ONCE], self.sharding.order, self._layout)
+        following = iter(leaves)
+        return [[next(following) for _ in self._layout.specs] for _ in range(num_steps)]
 
 
 class SharedArrayInput(ArrayInput):
@@ -199,13 +143,13 @@ class SharedArrayInput(ArrayInput):
     full batch, 0 for padding.
     """
 
-    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         first, last = self._steps.ranges(numbers)
         begin, count = self.sharding.share(first, last, worker)
         begin = tf.minimum(begin, last - 1)  # of padding
         ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
         shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
-        return [[*leaves, share] for leaves, share in zip(self._gathered(iterators, ranges), shares, strict=True)]
+        return [[*leaves, share] for leaves, share in zip(self._gathered(ranges), shares, strict=True)]
 
 
 class StreamInput:
@@ -214,11 +158,5 @@ class StreamInput:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
-    def iterators(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, num_steps: int) -> tuple[Any, ...]:
-        return ()
-
-    def signature(self, num_steps: int) -> tuple[Any, ...]:
-        return ()
-
-    def batches(self, iterators: tuple[Any, ...], worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         return remote_batches(worker, numbers[0], numbers.shape[0], self._layout)

@@ -21,7 +21,6 @@ class Scheduler(abc.ABC):
         graphs: of the run.
         num_steps: of a call.
         function: what a call executes.
-        iterators: the arguments of a call before the limit, see `Input`.
         steps_per_sec: the rate of the cluster, as the loop has last measured it; 0 while it is not known.
 
     Args:
@@ -42,11 +41,10 @@ class Scheduler(abc.ABC):
         self.num_workers, self.grace_secs = num_workers, grace_secs
         self.num_steps = graphs.steps_per_call
         self.function: Any = graphs.train_function(self.num_steps)
-        self.iterators: tuple[Any, ...] = graphs.input.iterators(coordinator, self.num_steps)
         self.steps_per_sec = 0.0
 
     def schedule_call(self, *limit: tf.Tensor) -> None:
-        self._coordinator.schedule(self.function, args=(*self.iterators, *limit))
+        self._coordinator.schedule(self.function, args=limit)
 
     def all_done(self) -> bool:
         """Whether all calls are done; raises the error of a call that has failed."""
