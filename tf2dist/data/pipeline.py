@@ -83,7 +83,12 @@ def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) ->
     if early:
         array = np.array(early, np.int64)
         ranges = tf.data.Dataset.from_tensor_slices((array[:, 0], array[:, 1])).concatenate(ranges)
-    return ranges.flat_map(rows).map(examples).prefetch(2).with_options(options())
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # they are sharded
+    options.autotune.enabled = False  # there is nothing to tune, and its sleeping thread delays an iterator's end
+    options.threading.private_threadpool_size = 1
+    options.experimental_optimization.apply_default_optimizations = False  # they copy the gathered arrays
+    return ranges.flat_map(rows).map(examples).prefetch(2).with_options(options)
 
 
 def rows_and_weights(sharding: Sharding, first: tf.Tensor, last: tf.Tensor, shard: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -97,13 +102,3 @@ def rows_and_weights(sharding: Sharding, first: tf.Tensor, last: tf.Tensor, shar
     rows = tf.gather(order, (at[:, None] + place) % (last - first))
     weights = tf.cast(place < count[:, None], tf.float32) / tf.cast(ends - starts, tf.float32)[:, None]
     return rows, weights
-
-
-def options() -> tf.data.Options:
-    """Those of every pipeline of batches."""
-    found = tf.data.Options()
-    found.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # they are sharded
-    found.autotune.enabled = False  # there is nothing to tune, and its sleeping thread delays an iterator's end
-    found.threading.private_threadpool_size = 1
-    found.experimental_optimization.apply_default_optimizations = False  # they copy the gathered arrays
-    return found

@@ -1,8 +1,7 @@
 """The input of workers: batches of the arrays that each has loaded itself, or of its stream.
 
 A worker publishes the examples of its process for the graphs that the coordinator runs in it. The arrays are mapped
-from a file where the data allow it. As a tensor in the graph, they would be copied for each worker, and again whenever
-its pipeline is rebuilt.
+from a file where the data allow it. As a tensor in the graph, they would be copied for each worker.
 """
 
 from collections.abc import Iterable
