@@ -88,20 +88,29 @@ def test_sync(command: Command, counts: dict[str, int]) -> None:
     assert summary["global_step"] == summary["updates_applied"] == STEPS
 
 
+def options_of_tasks(kind: str, jobs: dict[str, list[str]]) -> dict[str, list[str]]:
+    """For each task of these jobs, in the order of ranks, the options that tell it its place."""
+    tasks = [(job, index) for job, hosts in jobs.items() for index in range(len(hosts))]
+    if kind == "ranks":
+        listed = [f"cluster.addresses=[{','.join(address for hosts in jobs.values() for address in hosts)}]"]
+        own = [[f"cluster.rank={rank}"] for rank in range(len(tasks))]
+    else:
+        listed = [f"cluster.{job}=[{','.join(hosts)}]" for job, hosts in jobs.items()]
+        own = [[f"task.type={job}", f"task.index={index}"] for job, index in tasks]
+    return {f"{job}-{index}": [f"cluster={kind}", *listed, *its] for (job, index), its in zip(tasks, own, strict=True)}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hosts", "ranks"])
 @pytest.mark.parametrize(
     ("mode", "counts"),
     [("sync", {"worker": 2}), ("async", {"chief": 1, "ps": 1, "worker": 1})],
     ids=["sync", "async"],
 )
-def test_host_lists_and_one_run_directory(command: Command, mode: str, counts: dict[str, int]) -> None:
-    jobs = addresses(counts)
-    lists = [f"cluster.{job}=[{','.join(hosts)}]" for job, hosts in jobs.items()]
-    arguments = [f"mode={mode}", "cluster=hosts", *lists, "data=digits", f"train.steps={STEPS}", "figure=true"]
-    tasks = [(job, index) for job, count in counts.items() for index in range(count)]
-    started = {
-        f"{job}-{index}": command.start(*arguments, f"task.type={job}", f"task.index={index}") for job, index in tasks
-    }
+def test_lists_and_one_run_directory(command: Command, mode: str, counts: dict[str, int], kind: str) -> None:
+    arguments = [f"mode={mode}", "data=digits", f"train.steps={STEPS}", "figure=true"]
+    told = options_of_tasks(kind, addresses(counts))
+    started = {name: command.start(*arguments, *own) for name, own in told.items()}
     for name, process in started.items():
         end = command.finish(process)
         assert end.code == 0, f"{name}: {end}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from tf2dist.cluster import tf_config
+from tf2dist.cluster import ranks, tf_config
 from tf2dist.cluster.spec import ALL_JOBS, Cluster, Place
 from tf2dist.cluster.validation import validated
 from tf2dist.config.schema import PS_MODES, RunConfig
@@ -69,4 +69,9 @@ def hosts(config: RunConfig, environ: Mapping[str, str]) -> Place:
     return validated("cluster", jobs, task, config.mode)
 
 
-SOURCES: dict[str, ClusterSource] = {"local": local, "hosts": hosts, "tf_config": tf_config.find}
+SOURCES: dict[str, ClusterSource] = {
+    "local": local,
+    "hosts": hosts,
+    "tf_config": tf_config.find,
+    "ranks": ranks.find,
+}

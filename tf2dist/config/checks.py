@@ -1,5 +1,7 @@
 """Checks a configuration: the ranges that options declare, and the rules between several options."""
 
+from typing import Any
+
 from tf2dist.config.algorithms import ALGORITHMS, AlgorithmEntry
 from tf2dist.config.option import Rule, rules_of
 from tf2dist.config.rules import argument_rules, path_rules
@@ -7,7 +9,8 @@ from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.files import is_folder
 
-LISTS_TASKS = ("hosts", "tf_config")  # the clusters whose description has the sizes in it
+# By size: the clusters that are told it, and do not find it in their description.
+TOLD = {"num_workers": ("local",), "num_ps": ("local", "ranks")}
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 
 
@@ -98,16 +101,21 @@ def _transfers(config: RunConfig) -> list[Rule]:
 def _hosts(config: RunConfig) -> list[Rule]:
     """Refuses options of another kind of cluster."""
     # With host lists and without cluster=hosts every host would train alone, each with success.
-    options = {f"cluster.{job}": getattr(config.cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
-    options |= {"task.type": config.task.type, "task.index": config.task.index}
-    is_hosts = config.cluster.kind == "hosts"
+    cluster, task = config.cluster, config.task
+    lists = {f"cluster.{job}": getattr(cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
+    given: dict[str, dict[str, Any]] = {
+        "hosts": {**lists, "task.type": task.type, "task.index": task.index},
+        "ranks": {"cluster.addresses": cluster.addresses or None, "cluster.rank": cluster.rank},
+    }
     rules = [
-        (name, value, value is None or is_hosts, "is for cluster=hosts; add that") for name, value in options.items()
+        (name, value, value is None or cluster.kind == kind, f"is for cluster={kind}; add that")
+        for kind, its in given.items()
+        for name, value in its.items()
     ]
-    for size in ("num_workers", "num_ps"):
-        name, value = f"cluster.{size}", getattr(config.cluster, size)
-        holds = config.cluster.kind not in LISTS_TASKS or value == OPTIONS[name].default
-        rules.append((name, value, holds, "is for cluster=local; leave it out"))
+    for size, kinds in TOLD.items():
+        name, value = f"cluster.{size}", getattr(cluster, size)
+        holds = cluster.kind in kinds or value == OPTIONS[name].default
+        rules.append((name, value, holds, f"is for cluster={' or '.join(kinds)}; leave it out"))
     return rules
 
 
