@@ -1,6 +1,6 @@
 """``python -m tf2dist.doctor [options] [--json]``: the problems that would prevent a run, one line for each finding.
 
-Takes the options and the TF_CONFIG of ``python -m tf2dist``. Starts no training and creates no file, and
+Takes the options and the environment of ``python -m tf2dist``. Starts no training and creates no file, and
 ends within four minutes, however slow the name server and TensorFlow are. Plugins are loaded in a process
 of their own. Exit code 0 if no check failed, otherwise 2. With --json the output is one JSON array of
 {"level", "topic", "text", "fix"}. A peer that does not listen yet is a warning: it may start later. A

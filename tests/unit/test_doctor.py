@@ -81,6 +81,12 @@ def test_the_cluster_is_checked_even_if_options_are_wrong() -> None:
     assert only(lines, "fail  configuration: stepss")
 
 
+def test_a_shell_of_a_slurm_job_is_told_to_use_srun() -> None:
+    lines = [str(each) for each in doctor.examine(["cluster=slurm", "data=digits"], {"SLURM_JOB_ID": "9"})]
+    assert "the shell of job 9, not a task in it" in only(lines, "fail  cluster: ")[0]
+    assert "start it with srun" in only(lines, "fail  cluster: ")[0]
+
+
 def test_peers_that_answer_that_may_answer_later_and_that_never_will() -> None:
     mine, quiet = linux.unused_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -123,7 +123,7 @@ def test_the_options_of_the_command_line() -> None:
         (["cluster=ranks", "cluster.num_workers=7"], r"cluster\.num_workers \(7\): is for cluster=local; leave it out"),
         (
             ["cluster=hosts", "cluster.num_ps=2"],
-            r"cluster\.num_ps \(2\): is for cluster=local or ranks; leave it out",
+            r"cluster\.num_ps \(2\): is for cluster=local or ranks or slurm; leave",
         ),
     ],
 )

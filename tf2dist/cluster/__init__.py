@@ -1,1 +1,1 @@
-"""Who exists and where: TF_CONFIG, host lists and ranks as one checked value. Never imports TensorFlow."""
+"""Who exists and where: TF_CONFIG, host lists, ranks and SLURM as one checked value. Never imports TensorFlow."""

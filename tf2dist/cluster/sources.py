@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from tf2dist.cluster import ranks, tf_config
+from tf2dist.cluster import ranks, slurm, tf_config
 from tf2dist.cluster.spec import ALL_JOBS, Cluster, Place
 from tf2dist.cluster.validation import validated
 from tf2dist.config.schema import PS_MODES, RunConfig
@@ -74,4 +74,5 @@ SOURCES: dict[str, ClusterSource] = {
     "hosts": hosts,
     "tf_config": tf_config.find,
     "ranks": ranks.find,
+    "slurm": slurm.find,
 }

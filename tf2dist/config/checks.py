@@ -10,7 +10,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.files import is_folder
 
 # By size: the clusters that are told it, and do not find it in their description.
-TOLD = {"num_workers": ("local",), "num_ps": ("local", "ranks")}
+TOLD = {"num_workers": ("local",), "num_ps": ("local", "ranks", "slurm")}
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 
 
