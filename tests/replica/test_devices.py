@@ -101,6 +101,41 @@ def test_fractions_of_one_gpu_add_up_to_at_most_one(fraction: float) -> None:
         check(1, divided=True)
 
 
+@pytest.mark.parametrize(
+    ("variables", "divided"),
+    [
+        ({}, True),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, False),
+        # Of two tasks of a step on one node, as SLURM sets them with --gres=gpu:4, with --gpus-per-task=2 and with a
+        # GPU for both; and by a script that gives each its own.
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "0,1,2,3"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "2,3"}, False),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1", "SLURM_STEP_GPUS": "0"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "0,1,2,3"}, False),
+    ],
+)
+def test_tasks_divide_the_gpus_that_nobody_has_given_to_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], divided: bool
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert devices.are_divided(Cluster("sync", ON_HOSTS)) == divided
+    assert devices.are_divided(SYNC), "those of a local cluster always do"
+
+
+def test_gpus_behind_cgroups_keep_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two workers on different GPUs of a node would seem to share one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("SLURM_STEP_GPUS", raising=False)
+    assert devices.names_of([1]) == ["1"]
+    monkeypatch.setenv("SLURM_STEP_GPUS", "2,3")
+    assert devices.names_of([0, 1]) == ["2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.names_of([0]) == ["1"], "the user has chosen"
+
+
 def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
     """The coordinator of many hosts makes the graphs of workers whose devices it does not know."""
     code = """if True:

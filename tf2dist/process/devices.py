@@ -14,6 +14,8 @@ from tf2dist.process.tf_internals import keep_threads_from_spinning, limit_gpu_m
 from tf2dist.tf_constants import CALL_THREADS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# How many GPUs a SLURM step has on this node, and which of them this task sees, by numbers that no cgroup shifts.
+GPUS_OF_STEP, SEEN_OF_STEP = "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS"
 
 
 def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool = True) -> list[int]:
@@ -80,7 +82,7 @@ def claim_gpus(config: DevicesConfig, cluster: Cluster, task: Task, server_confi
         How many GPUs this process could use.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    divided = cluster.shares_host or VISIBLE not in os.environ
+    divided = are_divided(cluster)
     chosen = choose_gpus(len(gpus), cluster, task, divided=divided)
     tf.config.set_visible_devices([gpus[number] for number in chosen], "GPU")
     options = server_config.gpu_options
@@ -102,12 +104,19 @@ def claim_gpus(config: DevicesConfig, cluster: Cluster, task: Task, server_confi
     return len(gpus)
 
 
+def are_divided(cluster: Cluster) -> bool:
+    """Whether the tasks of this host divide the GPUs that this one sees; otherwise all of these are for it alone."""
+    seen = os.environ.get(VISIBLE)
+    # Unless it is asked to bind them, SLURM sets the variable in every task to all GPUs that the step has on this node.
+    return cluster.shares_host or seen is None or str(len(seen.split(","))) == os.environ.get(GPUS_OF_STEP)
+
+
 def advice_on_gpus(cluster: Cluster, task: Task) -> str:
     """A line about GPUs that an asynchronous worker of many hosts leaves unused; "" if it leaves none."""
     if cluster.shares_host or not cluster.has_coordinator or task.job != "worker":
         return ""
     num_gpus = len(tf.config.list_physical_devices("GPU"))
-    num_tasks = len(_neighbours(cluster, task)) if VISIBLE not in os.environ else 1
+    num_tasks = len(_neighbours(cluster, task)) if are_divided(cluster) else 1
     if num_gpus <= num_tasks:
         return ""
     return f"{task} uses one of the {num_gpus} GPUs that it sees; start a worker for each"
@@ -131,8 +140,14 @@ def check_fraction(fraction: float, num_gpus: int, cluster: Cluster, task: Task,
 
 def names_of(gpus: Sequence[int]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES calls the GPUs with these numbers among those that this process sees."""
-    chosen = [part.strip() for part in os.environ.get(VISIBLE, "").split(",") if part.strip()]
+    chosen, of_step = _listed(VISIBLE), _listed(SEEN_OF_STEP)
+    # Where a cgroup hides the other GPUs, each task's own begin at 0.
+    chosen = of_step if len(of_step) == len(chosen) else chosen
     return [chosen[number] if number < len(chosen) else str(number) for number in gpus]
+
+
+def _listed(variable: str) -> list[str]:
+    return [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
 
 
 def own_gpus() -> list[str]:
