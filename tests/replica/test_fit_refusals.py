@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tf2dist
-from tf2dist.fitting import shipping
+from tf2dist.fitting import request, shipping
 from tf2dist.launch import start
 from tf2dist.tf_constants import ONEDNN
 
@@ -270,6 +270,17 @@ def test_a_local_cluster_is_refused_if_tf_config_is_set(monkeypatch: pytest.Monk
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}')
     with pytest.raises(tf2dist.ConfigError, match="TF_CONFIG is set"):
         tf2dist.fit(model, X, Y, 4, cluster=tf2dist.Local())
+
+
+def test_a_task_of_a_slurm_step_takes_its_place_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"JOB_ID": "9", "STEP_ID": "0", "STEP_NODELIST": "a,b", "STEP_TASKS_PER_NODE": "2(x2)", "PROCID": "2"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for tasks, workers, kind in (("4", 4, "slurm"), ("1", 3, "local")):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        config, place = request.configuration("sync", None, None, 0, [])
+        assert (config.cluster.kind, place.cluster.num_workers) == (kind, workers)
+    assert request.configuration("sync", tf2dist.Local(workers=2), None, 0, [])[1].cluster.num_workers == 2
 
 
 # Accepted arguments reach the run unchanged.

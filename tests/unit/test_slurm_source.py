@@ -224,3 +224,11 @@ def test_too_few_tasks() -> None:
 def test_the_options_of_the_command_line() -> None:
     config = load(["cluster=slurm", "mode=async", "cluster.num_ps=2"], None)
     assert find_place(config, STEP).task == Task("worker", 0)
+
+
+def test_a_step_of_one_task_has_no_peers() -> None:
+    """There a call of `fit` uses the machine for a cluster of its own."""
+    assert slurm.has_peers(STEP)
+    assert not slurm.has_peers({**STEP, "SLURM_STEP_NUM_TASKS": "1"})
+    assert not slurm.has_peers({"SLURM_JOB_ID": "9"})
+    assert not slurm.has_peers({})

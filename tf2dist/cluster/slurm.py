@@ -53,6 +53,11 @@ def why_no_task(environ: Mapping[str, str]) -> str:
     return ""
 
 
+def has_peers(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a SLURM job step."""
+    return not why_no_task(environ) and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
 def nodes_in(text: str) -> list[str]:
     """The names in a node list such as "login,gpu[08-11,20]-rack[1-2]".
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.cluster import slurm
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Place
 from tf2dist.config.load import load
@@ -210,7 +211,9 @@ def configuration(
         raise FitError(f"seed ({seed}): must be a whole number")
     tf_config = os.environ.get("TF_CONFIG")
     arguments = [f"mode={mode}", f"seed={seed}"]
-    if cluster or not tf_config:
+    if not cluster and not tf_config and slurm.has_peers(os.environ):
+        arguments.append("cluster=slurm")
+    elif cluster or not tf_config:
         cluster = cluster or Local()
         refusals.check_numbers(workers=cluster.workers)
         arguments += [
