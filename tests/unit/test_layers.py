@@ -31,15 +31,15 @@ FLOORS: list[set[str]] = [
     {"data", "process"},
     {"model", "checkpoint", "control"},
     {"launch", "training"},
-    {"comparing", "finished", "fitting"},
+    {"comparing", "engines", "finished", "fitting"},
     {"run"},
     {"task"},
-    {"cli", "compare", "doctor", "evaluate", "export", "plot", "predict", "testing"},
+    {"cli", "compare", "doctor", "evaluate", "export", "plot", "predict", "render", "testing"},
     {"__main__"},
 ]
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "control", "launch", "cli", "doctor"),
-    *("compare", "comparing", "evaluate", "export", "plot", "predict", "__main__", ""),
+    *("compare", "comparing", "engines", "evaluate", "export", "plot", "predict", "render", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
 TWINS = ("training.synchronous", "training.parameter_server")

@@ -1,0 +1,42 @@
+#!/bin/bash
+#SBATCH --job-name=mine
+#SBATCH --ntasks=2
+#SBATCH --gpus-per-task=2
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+# Add what your site asks for. --line '#SBATCH --partition=gpu' puts a line here.
+##SBATCH --partition=PARTITION
+##SBATCH --account=ACCOUNT
+##SBATCH --time=24:00:00
+set -eu
+
+# Add what makes "python" the one that has tf2dist, on every node:
+# module load python
+# source "$HOME/tf2dist/.venv/bin/activate"
+
+# All files here are on a file system that the nodes share.
+starts=${SLURM_RESTART_COUNT:-0}
+
+# Only you can read the token. A new start has a new one.
+unset TF2DIST_TOKEN
+export TF2DIST_TOKEN_FILE="$PWD/.mine-$SLURM_JOB_ID.token"
+rm -f "$TF2DIST_TOKEN_FILE"
+(umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$TF2DIST_TOKEN_FILE")
+
+code=0
+srun --kill-on-bad-exit=0 \
+    python -m tf2dist mode=sync model=cnn optimizer.learning_rate=0.01 run_dir=runs/mine cluster=slurm || code=$?
+
+# The script has no trap, so that scancel ends it here and the job does not come back.
+case $code in
+137|138|143)  # lost tasks, or saved after the signal above or a preemption: go on from the last checkpoint
+    if [ "$starts" -lt 3 ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+        exit "$code"
+    fi
+    echo "not started again after $starts restarts" >&2
+    ;;
+esac
+rm -f "$TF2DIST_TOKEN_FILE"
+exit "$code"

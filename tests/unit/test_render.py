@@ -1,0 +1,382 @@
+"""`python -m tf2dist.render`: the text for each engine, and that its tasks find the places that it gives them."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import PAGES
+from tf2dist import render
+from tf2dist.cluster.addresses import split
+from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.spec import Cluster
+from tf2dist.config.load import load
+from tf2dist.errors import ConfigError
+
+RENDERED = Path(__file__).parent / "rendered"
+ASYNC = ("mode=async", "cluster.num_workers=3", "cluster.num_ps=2", "train.steps=1000")
+SYNC = ("mode=sync", "cluster.num_workers=2", "model=cnn", "optimizer.learning_rate=0.01")
+PODS = ("--gpus", "1", "--cpus", "4", "--memory", "16Gi", "--image", "registry.example/tf2dist:1", "--queue", "team")
+CASES = {
+    "slurm.sh": ("slurm", *ASYNC, "--cpus", "4", "--line", "#SBATCH --partition=gpu"),
+    "slurm_gpus.sh": ("slurm", *SYNC, "run_dir=runs/mine", "--gpus", "2", "--restarts", "3", "--name", "mine"),
+    "kubernetes.yaml": ("kubernetes", *SYNC, *PODS),
+    "jobset.yaml": ("jobset", *ASYNC, *PODS),
+    "trainjob.yaml": ("trainjob", *SYNC, *PODS),
+    "compose.yaml": ("compose", *ASYNC, "--gpus", "1", "--memory", "4Gi", "grace_secs=20"),
+}
+OF_PODS = ("kubernetes.yaml", "jobset.yaml", "trainjob.yaml")
+SCRIPTS = ("slurm.sh", "slurm_gpus.sh")
+SECRET = "a-secret-of-sixteen-characters"
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert render.run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_as_it_was(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To write the files anew: TF2DIST_RENDER=1 pytest tests/unit/test_render.py -k as_it_was."""
+    monkeypatch.setenv("TF2DIST_TOKEN", SECRET)
+    text = rendered(capsys, *CASES[name])
+    assert SECRET not in text
+    if os.environ.get("TF2DIST_RENDER"):
+        (RENDERED / name).write_text(text, encoding="utf-8")
+    assert text == (RENDERED / name).read_text(encoding="utf-8")
+
+
+# SLURM
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_sound(name: str) -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    subprocess.run(["bash", "-n", RENDERED / name], check=True)
+    if not program:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([program, RENDERED / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" > command
+stat -c %a "$TF2DIST_TOKEN_FILE" >> modes
+cat "$TF2DIST_TOKEN_FILE" >> tokens; echo >> tokens
+exit $CODE
+"""
+
+
+def start(folder: Path, script: str, code: int, restarts: int = 0) -> tuple[int, list[str], bool]:
+    """Runs a script as SLURM does, with such a step: its exit code, srun's arguments, and whether it requeues."""
+    for name, text in {"srun": SRUN, "scontrol": '#!/bin/bash\necho "$@" > requeued\n'}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    (folder / "requeued").unlink(missing_ok=True)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7"}
+    env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    done = subprocess.run(["bash", RENDERED / script], cwd=folder, env=env, timeout=30, capture_output=True, text=True)
+    with contextlib.suppress(FileNotFoundError):
+        assert (folder / "requeued").read_text() == "requeue 7\n"
+    return done.returncode, (folder / "command").read_text().splitlines(), (folder / "requeued").exists()
+
+
+@pytest.mark.parametrize("code", [137, 138, 143])
+def test_the_script_starts_lost_tasks_again_but_not_for_ever(tmp_path: Path, code: int) -> None:
+    assert start(tmp_path, "slurm_gpus.sh", code)[::2] == (code, True)
+    assert start(tmp_path, "slurm_gpus.sh", code, restarts=2)[::2] == (code, True)
+    assert start(tmp_path, "slurm_gpus.sh", code, restarts=3)[::2] == (code, False)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_the_script_does_not_repeat_what_is_done_or_wrong(tmp_path: Path, code: int) -> None:
+    assert start(tmp_path, "slurm_gpus.sh", code)[::2] == (code, False)
+    assert not list(tmp_path.glob(".*.token")), "the token is gone"
+
+
+def test_every_start_has_a_token_of_its_own_that_only_the_user_can_read(tmp_path: Path) -> None:
+    start(tmp_path, "slurm.sh", 143)
+    start(tmp_path, "slurm.sh", 0, restarts=1)
+    assert (tmp_path / "modes").read_text().split() == ["600", "600"]
+    tokens = (tmp_path / "tokens").read_text().split()
+    assert len(set(tokens)) == 2
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
+
+
+def test_a_restart_goes_on_in_the_run_directory_and_another_job_of_the_number_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "of a user, with=signs [and more]"  # no colon, which ends a folder in PATH
+    folder.mkdir()
+
+    def run_dir(restarts: int) -> str | None:
+        command = start(folder, "slurm.sh", 143, restarts)[1]
+        return load(command[command.index("tf2dist") + 1 :], None).run_dir
+
+    first = run_dir(0)
+    assert first
+    assert first.startswith(f"{folder}/runs/tf2dist-")
+    assert run_dir(1) == run_dir(2) == first
+    time.sleep(1.1)  # the directory has the second in its name
+    again = run_dir(0)
+    assert again != first
+    assert run_dir(1) == again
+
+
+def test_the_tasks_of_the_step_find_their_places(tmp_path: Path) -> None:
+    words = start(tmp_path, "slurm.sh", 0)[1]
+    assert words[:3] == ["--kill-on-bad-exit=0", "--cpus-per-task=4", "python"]
+    config = load(words[words.index("tf2dist") + 1 :], None)
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node[1-6]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x6)",
+    }
+    places = [find_place(config, step | {"SLURM_PROCID": str(rank)}) for rank in range(6)]
+    assert [str(place.task) for place in places] == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
+    assert "#SBATCH --ntasks=6\n" in (RENDERED / "slurm.sh").read_text()
+
+
+# Kubernetes and Compose
+
+
+def manifests(name: str) -> dict[str, dict[str, Any]]:
+    return {document["kind"]: document for document in yaml.safe_load_all((RENDERED / name).read_text())}
+
+
+def jobs(name: str) -> Iterator[tuple[dict[str, Any], list[tuple[str, dict[str, str]]]]]:
+    """Each template of a Job, and of its pods the host name and what the fields of their environment hold."""
+    found = manifests(name)
+    if name == "kubernetes.yaml":
+        spec = found["Job"]["spec"]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        yield spec, [(f"tf2dist-{number}", {index: str(number)}) for number in range(spec["completions"])]
+    elif name == "trainjob.yaml":
+        trainer = found["TrainJob"]["spec"]["trainer"]
+        (child,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+        (container,) = child["template"]["spec"]["template"]["spec"]["containers"]
+        container["command"] = trainer["command"]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        pods = [(f"tf2dist-node-0-{number}", {index: str(number)}) for number in range(trainer["numNodes"])]
+        yield child["template"]["spec"], pods
+    else:
+        before = 0
+        for child in found["JobSet"]["spec"]["replicatedJobs"]:
+            index = "metadata.labels['jobset.sigs.k8s.io/job-global-index']"
+            its = range(child["replicas"])
+            pods = [(f"tf2dist-{child['name']}-{number}-0", {index: str(before + number)}) for number in its]
+            before += child["replicas"]
+            yield child["template"]["spec"], pods
+
+
+def expanded(words: list[str], values: Mapping[str, str]) -> list[str]:
+    """The words as Kubernetes fills them in."""
+    return [
+        re.sub(r"\$(\$|\((\w+)\))", lambda match: "$" if match[1] == "$" else values[match[2]], word) for word in words
+    ]
+
+
+@pytest.mark.parametrize("name", OF_PODS)
+def test_every_pod_finds_its_place_at_its_own_name(name: str) -> None:
+    seen: list[tuple[Cluster, str]] = []
+    for spec, pods in jobs(name):
+        (container,) = spec["template"]["spec"]["containers"]
+        for host, fields in pods:
+            env = [one for one in container["env"] if "valueFrom" in one]
+            values = {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in env}
+            words = expanded(container["command"], values)
+            assert words[:3] == ["python", "-m", "tf2dist"]
+            config = load(words[3:], None)
+            cluster, task = find_place(config, {})
+            assert split(cluster.address(task)) == (f"{host}.tf2dist", 12000)
+            assert str(Path(str(config.run_dir)).parent) in [one["mountPath"] for one in container["volumeMounts"]]
+            seen.append((cluster, str(task)))
+    expected = ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
+    assert [task for _, task in seen] == (expected if name == "jobset.yaml" else ["worker-0", "worker-1"])
+    assert all(cluster == seen[0][0] for cluster, _ in seen)
+
+
+@pytest.mark.parametrize("name", OF_PODS)
+def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
+    """The rules that no schema has."""
+    found = manifests(name)
+    for spec, _ in jobs(name):
+        pod, rules = spec["template"]["spec"], spec["podFailurePolicy"]["rules"]
+        assert pod["restartPolicy"] == "Never", "the only one with a podFailurePolicy"
+        names = [container["name"] for container in pod["containers"]]
+        assert {rule["onExitCodes"]["containerName"] for rule in rules} <= set(names)
+        actions = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules}
+        assert actions == {"FailJob": [1, 2, 3], "Ignore": [143], "Count": [137, 138]}
+        assert spec["completionMode"] == "Indexed"
+        assert pod["terminationGracePeriodSeconds"] > 10, "grace_secs"
+        labels = spec["template"]["metadata"]["labels"].items()
+        assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels
+        (rule,) = found["NetworkPolicy"]["spec"]["ingress"]
+        assert rule["from"] == [{"podSelector": found["NetworkPolicy"]["spec"]["podSelector"]}]
+        (claim,) = [one["persistentVolumeClaim"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
+        assert claim["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+        (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+        assert f"kubectl create secret generic {secret['secretName']} " in (RENDERED / name).read_text()
+        assert not secret["defaultMode"] & (stat.S_IROTH | stat.S_IWOTH)
+        assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    if name == "kubernetes.yaml":
+        service = found["Service"]
+        assert pod["subdomain"] == service["metadata"]["name"]
+        assert service["spec"]["selector"].items() <= labels
+        assert spec["backoffLimit"] == 20, "restarts times tasks"
+
+
+def test_only_workers_have_gpus() -> None:
+    of_pods = {
+        child["name"]: child["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]
+        for child in manifests("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"]
+    }
+    assert {job: "limits" in its for job, its in of_pods.items()} == {"chief": False, "ps": False, "worker": True}
+    services = yaml.safe_load((RENDERED / "compose.yaml").read_text())["services"]
+    numbers = {
+        name: its["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, its in services.items()
+        if "deploy" in its
+    }
+    assert numbers == {"worker-0": ["0"], "worker-1": ["1"], "worker-2": ["2"]}
+
+
+def test_a_lost_worker_of_a_job_set_returns_alone() -> None:
+    spec = manifests("jobset.yaml")["JobSet"]["spec"]
+    assert spec["failurePolicy"]["rules"][1:] == [
+        {"name": "lostWorker", "action": "RestartJob", "targetReplicatedJobs": ["worker"]}
+    ]
+    assert {child["template"]["spec"]["backoffLimit"] for child in spec["replicatedJobs"]} == {0}
+
+
+@pytest.mark.parametrize("name", OF_PODS)
+@pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
+def test_the_schemas_of_kubernetes_accept_it(name: str, version: str) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for kind, document in manifests(name).items():
+        if kind not in ("JobSet", "TrainJob", "TrainingRuntime"):  # not Kubernetes' own
+            validator.validate(document, version, strict=True)
+    for spec, _ in jobs(name):
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "its"}, "spec": spec}
+        validator.validate(job, version, strict=True)
+
+
+def test_every_service_of_compose_finds_its_place() -> None:
+    services = yaml.safe_load((RENDERED / "compose.yaml").read_text())["services"]
+    for name, service in services.items():
+        words = [word.replace("$$", "$") for word in service["entrypoint"]]
+        cluster, task = find_place(load(words[3:], None), {})
+        assert str(task) == name == service["hostname"]
+        assert split(cluster.address(task)) == (name, 12000)
+        assert service["stop_grace_period"] == "50s", "grace_secs=20, and more"
+
+
+# The command
+
+
+@pytest.mark.parametrize("engine", ["slurm", "jobset", "compose"])
+def test_options_arrive_as_the_user_has_written_them(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["run_dir='/runs/a b'", "init_layers='hidden$(1)|$HOME|$$|`x`|#'", f"init_from={tmp_path}"]
+    text = rendered(capsys, engine, *options)
+    if engine == "slurm":
+        line = text[text.index("srun --kill") : text.index(" || code=$?")]
+        words = subprocess.run(
+            ["bash", "-c", f"srun() {{ printf '%s\\n' \"$@\"; }}\n{line}"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    elif engine == "compose":
+        service = yaml.safe_load(text)["services"]["worker-0"]
+        words = [word.replace("$$", "$") for word in service["entrypoint"]]
+    else:
+        (*_, document) = yaml.safe_load_all(text)
+        container = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+        words = expanded(container["command"], {"JOB_GLOBAL_INDEX": "0"})
+    assert [word for word in words if word in options] == options
+
+
+# A command of the page, and what is shown of its text.
+SHOWN = re.findall(r"^\$ python -m tf2dist\.render (.*)$(.*?)(?=^\$ python|\Z)", PAGES["docs/engines.md"], re.M | re.S)
+
+
+@pytest.mark.parametrize(("line", "rest"), SHOWN, ids=[line for line, _ in SHOWN])
+def test_the_page_shows_what_is_printed(line: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = rendered(capsys, *[word for word in shlex.split(line.partition(" --out")[0]) if word != "--submit"])
+    for block in re.findall(r"^```\n(.*?)^```", rest.partition("\n## ")[0], re.M | re.S):
+        for part in block.split("...\n"):
+            assert part.startswith("$ ") or part in text
+
+
+REFUSED = {
+    ("slurn",): "slurn: must be the name of an engine, slurm, .*did you mean slurm",
+    ("slurm", "mode=synk"): "mode .synk.: ",
+    ("slurm", "train.stepps=3"): "did you mean train.steps",
+    (
+        "slurm",
+        "cluster=local2",
+    ): r"cluster \(local2\): is set by the request; leave it out, and give cluster.num_workers",
+    ("slurm", "cluster.rank=1"): "is set by the request",
+    ("slurm", "cluster.num_workers=0"): r"cluster.num_workers \(0\): must be a whole number from 1 to",
+    ("slurm", "--image", "x"): "--image: is not for slurm; leave it out",
+    ("slurm", "--line", "rm -rf /"): "--line .*must be a line such as",
+    ("slurm", "--line", "#SBATCH -N2\nrm x"): "--line .*must be a line such as",
+    ("slurm", "--multirun", "seed=1,2"): "--multirun: is not for a request",
+    ("slurm", "--gpus"): "--gpus: expected one argument",
+    ("slurm", "--gpu", "1"): "--gpu",
+    ("kubernetes", "mode=async"): r"mode \(async\): is not for this engine; render jobset",
+    ("jobset", "mode=sync"): "render kubernetes",
+    ("kubernetes", "mode=sync", "run_dir=runs/a"): r"run_dir \(runs/a\): .*give a path such as /runs/a",
+    ("kubernetes", "mode=sync", "--name", "A"): "--name .A.: must be small letters",
+    ("kubernetes", "mode=sync", "--memory", "lots"): "--memory .lots.: must be a size such as 8Gi",
+    ("slurm", "--out", "/no/such/folder/x"): "--out ./no/such/folder/x.: cannot be written",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_is_wrong_is_told_in_one_line(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[arguments]) as raised:
+        render.run(list(arguments))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_prints_one_line_for_an_error_and_loads_no_tensorflow() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tf2dist.render", "slurm", "mode=x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(lines) == 1
+    assert lines[0].startswith("tf2dist: error: mode (x): ")
+    assert not re.search(r"\| +(tensorflow|keras)$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("jobset", "kubectl"), ("compose", "docker")])
+def test_submitted_is_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, program: str
+) -> None:
+    path = tmp_path / program
+    path.write_text(f'#!/bin/sh\ncat > {tmp_path}/submitted\necho "$@" > {tmp_path}/arguments\nexit 4\n')
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert render.run([engine, "--submit"]) == 4, "the exit code of the engine's command"
+    assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
+    assert render.run([engine, "--submit", "--out", str(tmp_path / "kept")]) == 4
+    assert (tmp_path / "submitted").read_text() == (tmp_path / "kept").read_text()
+    with pytest.raises(ConfigError, match="name a new file"):
+        render.run([engine, "--out", str(tmp_path / "kept")])
+
+
+def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="there is no sbatch here; use --out FILE"):
+        render.run(["slurm", "--submit"])

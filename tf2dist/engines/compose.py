@@ -1,0 +1,47 @@
+"""A file for Docker Compose: one container for each task, all on one machine."""
+
+from typing import Any
+
+from tf2dist.cluster.spec import Task
+from tf2dist.engines.pods import dump
+from tf2dist.engines.request import JobRequest
+
+HEADER = """\
+# Fill in an image of this machine. Compose restarts a container after every exit code but 0, also of wrong options.
+# The token comes from your environment:
+#   export TF2DIST_TOKEN=$(openssl rand -hex 32)
+"""
+
+
+def render(request: JobRequest) -> str:
+    services = {str(task): service(request, rank, task) for rank, task in enumerate(request.tasks)}
+    return HEADER + dump({"name": request.name, "services": services, "volumes": {"runs": {}}})
+
+
+def service(request: JobRequest, rank: int, task: Task) -> dict[str, Any]:
+    command = request.command_of_rank([str(each) for each in request.tasks], str(rank))
+    return {
+        "image": request.image,
+        "hostname": str(task),
+        # Compose fills in variables, and takes $$ for $.
+        "entrypoint": [word.replace("$", "$$") for word in command],
+        "environment": {"TF2DIST_TOKEN": "${TF2DIST_TOKEN:?make one with openssl rand -hex 32}"},
+        "volumes": [f"runs:{request.mounted_run_dir.parent}"],
+        "restart": f"on-failure:{request.restarts}",
+        "stop_grace_period": f"{request.stop_secs}s",
+        **limits(request, task),
+    }
+
+
+def limits(request: JobRequest, task: Task) -> dict[str, Any]:
+    """What a worker may use; every worker has GPUs of its own."""
+    if task.job != "worker":
+        return {}
+    first = request.gpus * task.index
+    gpus = [str(number) for number in range(first, first + request.gpus)]
+    devices = {"devices": [{"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}]}
+    return {
+        **({"cpus": request.cpus} if request.cpus else {}),
+        **({"mem_limit": request.memory.replace("i", "").lower()} if request.memory else {}),
+        **({"deploy": {"resources": {"reservations": devices}}} if gpus else {}),
+    }

@@ -1,0 +1,143 @@
+"""What the requests to Kubernetes have in common: the pod, its volumes, its network, and the text of all of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from tf2dist.engines.request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest
+
+Manifest = dict[str, Any]
+TOKEN_DIR = "/etc/tf2dist"
+USER = 1000  # of the image
+Rank = tuple[str, str]  # the variable that holds it, and the field of the pod from which it comes
+INDEX: Rank = ("JOB_COMPLETION_INDEX", "metadata.annotations['batch.kubernetes.io/job-completion-index']")
+MEMORY = "2Gi"  # what a task needs at least, with TensorFlow
+
+
+def to_text(request: JobRequest, manifests: Sequence[tuple[str, Manifest]]) -> str:
+    """The manifests as YAML, each with the comment before it, and before all of them how to make the Secret."""
+    text = (
+        f"# The pods wait for their token, which stands in no file. Make it once:\n"
+        f"#   kubectl create secret generic {request.name}-token --from-literal=token=$(openssl rand -hex 32)\n"
+    )
+    for comment, manifest in manifests:
+        lines = "".join(f"# {line}\n" for line in comment.splitlines())
+        text += f"---\n{lines}{dump(manifest)}"
+    return text
+
+
+def dump(tree: Manifest) -> str:
+    text: str = yaml.dump(tree, Dumper=_WithoutAliases, sort_keys=False, width=1_000_000, allow_unicode=True)
+    return text
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def metadata(request: JobRequest, suffix: str = "", *, queued: bool = False) -> Manifest:
+    queue = {"kueue.x-k8s.io/queue-name": request.queue} if queued and request.queue else {}
+    return {"name": request.name + suffix, "labels": labels(request) | queue}
+
+
+def labels(request: JobRequest) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "tf2dist", "app.kubernetes.io/instance": request.name}
+
+
+def claim(request: JobRequest) -> tuple[str, Manifest]:
+    """The volume of the run directory, which the pods of all nodes mount."""
+    comment = "Fill in a storageClassName whose volumes several nodes can mount, unless the default one is such."
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "10Gi"}}}
+    meta = metadata(request, "-runs")
+    return comment, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
+
+
+def network_policy(request: JobRequest) -> tuple[str, Manifest]:
+    """Lets only the pods of the job reach each other."""
+    own = {"matchLabels": labels(request)}
+    spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    comment = "TensorFlow's servers have no password. Your network must be one that enforces policies."
+    meta = metadata(request)
+    return comment, {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": spec}
+
+
+def service(request: JobRequest) -> tuple[str, Manifest]:
+    """Gives every pod of the job a name, also before it is ready."""
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(request)}
+    meta = metadata(request)
+    return "The names of the pods.", {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec}
+
+
+def pod_failure_policy(container: str) -> Manifest:
+    """An error ends the job, a lost task counts, and one that has saved after SIGTERM starts again without counting."""
+    actions = {"FailJob": FAILED_FOR_GOOD, "Ignore": (STOPPED,), "Count": LOST}
+    return {
+        "rules": [
+            {
+                "action": action,
+                "onExitCodes": {"containerName": container, "operator": "In", "values": list(codes)},
+            }
+            for action, codes in actions.items()
+        ]
+    }
+
+
+def pod(request: JobRequest, container: Manifest) -> Manifest:
+    """The template of a pod with this container, for namespaces of the level "restricted", too."""
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.stop_secs,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": f"{request.name}-runs"}},
+            {"name": "token", "secret": {"secretName": f"{request.name}-token", "defaultMode": 0o440}},
+        ],
+    }
+    return {"metadata": {"labels": labels(request)}, "spec": spec}
+
+
+def container(request: JobRequest, name: str, job: str, addresses: Sequence[str], rank: Rank = INDEX) -> Manifest:
+    """The container of the tasks of one job."""
+    variable, field = rank
+    return {
+        "name": name,
+        "image": request.image,
+        "command": command(request, addresses, variable),
+        "env": [
+            {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": field}}},
+            {"name": "TF2DIST_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"},
+        ],
+        "resources": resources(request, job),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": str(request.mounted_run_dir.parent)},
+            {"name": "token", "mountPath": TOKEN_DIR, "readOnly": True},
+        ],
+    }
+
+
+def command(request: JobRequest, addresses: Sequence[str], variable: str) -> list[str]:
+    # Kubernetes fills in $(NAME), and takes $$ for $.
+    *words, rank = [word.replace("$", "$$") for word in request.command_of_rank(addresses, f"$({variable})")]
+    return [*words, rank.replace("$$", "$")]
+
+
+def resources(request: JobRequest, job: str) -> Manifest:
+    """What the tasks of a job need; chief and ps compute nothing on GPUs."""
+    if job != "worker":
+        return {"requests": {"cpu": "1", "memory": MEMORY}}
+    limits = {"memory": request.memory} if request.memory else {}
+    gpus: dict[str, Any] = {"nvidia.com/gpu": request.gpus} if request.gpus else {}
+    requests = {"cpu": str(request.cpus or 1), "memory": request.memory or MEMORY}
+    return {"requests": requests} | ({"limits": limits | gpus} if limits or gpus else {})

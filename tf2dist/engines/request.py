@@ -1,0 +1,92 @@
+"""What the requests to all engines have in common: the tasks in the order of their ranks, and their command."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import tf2dist
+from tf2dist.cluster.spec import Task
+from tf2dist.config.schema import PS_MODES, RunConfig
+from tf2dist.errors import ConfigError
+
+FAILED_FOR_GOOD = (1, 2, 3)  # the exit codes of errors that a restart does not mend
+LOST = (137, 138)  # by SIGKILL, and of the tasks that have lost another one
+STOPPED = 143  # saved after SIGTERM: by an eviction, a time limit or the user
+SECS_BEYOND_GRACE = 30  # for ending the processes and for the last messages
+RUNS = PurePosixPath("/runs")  # where containers have their run directories
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What the user asks an engine for.
+
+    Attributes:
+        config: the checked options of the run.
+        arguments: flags and options of the command as the user has written them, without the size of the cluster.
+        gpus: of each worker.
+        cpus: of each worker; None for the engine's default.
+        memory: of each worker, as Kubernetes writes it; None for no limit.
+        queue: of Kueue.
+        lines: further lines of an sbatch script.
+        restarts: how often the engine starts lost tasks again.
+    """
+
+    config: RunConfig
+    arguments: Sequence[str]
+    num_workers: int
+    name: str = "tf2dist"
+    image: str = f"tf2dist:{tf2dist.__version__}"
+    gpus: int = 0
+    cpus: int | None = None
+    memory: str | None = None
+    queue: str | None = None
+    lines: Sequence[str] = ()
+    restarts: int = 10
+
+    @property
+    def has_ps(self) -> bool:
+        return self.config.mode in PS_MODES
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All tasks, by rank."""
+        counts = {"worker": self.num_workers}
+        if self.has_ps:
+            counts = {"chief": 1, "ps": self.config.cluster.num_ps} | counts
+        return [Task(job, index) for job, count in counts.items() for index in range(count)]
+
+    def command(self, *more: str) -> list[str]:
+        return ["python", "-m", "tf2dist", *self.arguments, *more]
+
+    def command_of_rank(self, addresses: Sequence[str], rank: str) -> list[str]:
+        """The command of one task in a container, whose run directory is in the mounted volume. The rank is last."""
+        run_dir = [] if self.config.run_dir else [f"run_dir={self.mounted_run_dir}"]
+        return self.command(
+            *run_dir, "cluster=ranks", f"cluster.addresses=[{','.join(addresses)}]", f"cluster.rank={rank}"
+        )
+
+    @property
+    def mounted_run_dir(self) -> PurePosixPath:
+        """The run directory in a container.
+
+        Raises:
+            ConfigError: the user has named one that no volume can be mounted for.
+        """
+        path = PurePosixPath(self.config.run_dir or RUNS / self.name)
+        if not path.is_absolute() or len(path.parts) < 3:
+            raise ConfigError(
+                f"run_dir ({path}): its parent is where the volume is mounted; give a path such as /runs/{path.name}"
+            )
+        return path
+
+    @property
+    def stop_secs(self) -> int:
+        """How long a task may take from SIGTERM to its end."""
+        return math.ceil(self.config.grace_secs) + SECS_BEYOND_GRACE
+
+
+def check_mode(request: JobRequest, *, needs_ps: bool, other: str) -> None:
+    """Refuses the modes that another engine serves. Raises ConfigError."""
+    if request.has_ps != needs_ps:
+        raise ConfigError(f"mode ({request.config.mode}): is not for this engine; render {other}, or choose another")

@@ -1,0 +1,215 @@
+"""``python -m tf2dist.render ENGINE [options]``
+
+Prints what an engine must be told to start this run: a script for SLURM, manifests for Kubernetes, or a file for
+Compose. ENGINE is one of
+
+    slurm         a script for sbatch
+    kubernetes    an Indexed Job, for mode=sync
+    jobset        a JobSet, for the modes with parameter servers
+    trainjob      a TrainJob of Kubeflow Trainer 2, for mode=sync
+    compose       a file for Docker Compose, all on one machine
+
+The options are those of python -m tf2dist, and become part of the command. cluster.num_workers and cluster.num_ps give
+the number of tasks. Flags of the request itself:
+
+    --name NAME         of the job (tf2dist)
+    --restarts N        how often the engine starts lost tasks again (10)
+    --gpus N            of each worker; with slurm of each task
+    --cpus N            the same for cores
+    --memory SIZE       of each worker, such as 8Gi; not with slurm
+    --image IMAGE       that has tf2dist; not with slurm
+    --queue NAME        of Kueue, with kubernetes, jobset and trainjob
+    --line LINE         with slurm, any number of times: one more line, such as '#SBATCH --partition=gpu'
+    --out FILE          write it to a new file
+    --submit            also hand it to sbatch, kubectl or docker compose, exactly as printed
+
+    python -m tf2dist.render slurm mode=sync cluster.num_workers=8 --gpus 1 --line '#SBATCH --time=8:00:00' --submit
+    python -m tf2dist.render jobset mode=async cluster.num_workers=8 cluster.num_ps=2 --out job.yaml
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from tf2dist.cluster.spec import ALL_JOBS
+from tf2dist.config import paths
+from tf2dist.config.flags import actions_of, parse, source_of
+from tf2dist.config.load import load
+from tf2dist.config.schema import ClusterConfig
+from tf2dist.engines import compose, jobset, kubernetes, slurm, trainjob
+from tf2dist.engines.request import JobRequest
+from tf2dist.errors import ConfigError, RequestError, nearest
+from tf2dist.launch.command import report
+
+KUBECTL = ("kubectl", "apply", "--filename", "-")
+OF_PODS = ("gpus", "cpus", "memory", "image", "queue")
+# An option of the cluster that the request sets, and that the user must not.
+PLACES = (
+    "cluster",
+    "cluster.addresses",
+    "cluster.rank",
+    *(f"cluster.{job}" for job in ALL_JOBS),
+    "task.type",
+    "task.index",
+)
+MAX_TASKS = 10_000
+COUNT = re.compile(r"[1-9][0-9]{0,4}")
+# By flag: the form of its value.
+FORMS = {
+    "name": (re.compile(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?"), "small letters, digits and -, at most 32 of them"),
+    "restarts": (re.compile(r"[0-9]{1,4}"), "a whole number"),
+    "gpus": (COUNT, "a whole number from 1 on"),
+    "cpus": (COUNT, "a whole number from 1 on"),
+    "memory": (re.compile(r"[1-9][0-9]{0,6}(Mi|Gi|Ti)"), "a size such as 8Gi"),
+    "image": (re.compile(r"[a-z0-9][\w./:@-]{0,400}"), "the name of an image"),
+    "queue": (re.compile(r"[a-z0-9]([-a-z0-9.]{0,60}[a-z0-9])?"), "the name of a local queue"),
+    "line": (re.compile(r"#SBATCH -[ -~]+"), "a line such as '#SBATCH --partition=gpu'"),
+}
+NUMBERS = ("restarts", "gpus", "cpus")
+
+
+class Engine(NamedTuple):
+    """How to ask one engine."""
+
+    render: Callable[[JobRequest], str]
+    submit: Sequence[str]  # the command that takes the text from its standard input
+    flags: Sequence[str]  # of those that not every engine has
+
+
+ENGINES = {
+    "slurm": Engine(slurm.render, ("sbatch",), ("gpus", "cpus", "line")),
+    "kubernetes": Engine(kubernetes.render, KUBECTL, OF_PODS),
+    "jobset": Engine(jobset.render, KUBECTL, OF_PODS),
+    "trainjob": Engine(trainjob.render, KUBECTL, OF_PODS),
+    "compose": Engine(
+        compose.render,
+        ("docker", "compose", "--file", "-", "up", "--detach"),
+        ("gpus", "cpus", "memory", "image"),
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Prints one request, and exits: 2 if it is wrong, and with --submit the exit code of the engine's command."""
+    paths.settle_home()
+    try:
+        sys.exit(run(sys.argv[1:] if argv is None else argv))
+    except RequestError as error:
+        sys.exit(report(error))
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(130)
+
+
+def run(arguments: list[str]) -> int:
+    """Prints, writes and submits what a command line asks for; returns the exit code.
+
+    Raises:
+        RequestError: it is wrong; nothing has been submitted.
+    """
+    own, rest = flags(arguments)
+    if own.help or not rest:
+        print((__doc__ or "").strip())
+        return 0
+    engine, request = read(own, rest)
+    text = engine.render(request)
+    if own.out:
+        write(text, own.out)
+    else:
+        print(text, end="", flush=True)
+    return submit(text, engine.submit) if own.submit else 0
+
+
+def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of the request, and all other arguments. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in FORMS:
+        parser.add_argument(f"--{name}", action="append" if name == "line" else "store")
+    parser.add_argument("--out")
+    parser.add_argument("--submit", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; see --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_known_args(arguments)
+
+
+def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
+    """The engine and the checked request. Raises RequestError."""
+    name, *others = rest
+    if name not in ENGINES:
+        raise ConfigError(f"{name[:60]}: must be the name of an engine, {', '.join(ENGINES)}{nearest(name, ENGINES)}")
+    asked = parse(others)
+    if actions := [flag for flag in actions_of(asked) if flag != "--run"]:
+        raise ConfigError(f"{actions[0]}: is not for a request, which is for one run; leave it out")
+    for override in asked.overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in PLACES:
+            raise ConfigError(
+                f"{key} ({value[:60]}): is set by the request; leave it out, and give cluster.num_workers"
+            )
+    num_workers, overrides = size(asked.overrides)
+    source = source_of(asked)
+    config = load([*overrides, "cluster=slurm"], None, source)
+    request = JobRequest(
+        config=config,
+        arguments=[*source.flags(), *overrides],
+        num_workers=num_workers,
+        **values(own, name),
+    )
+    if len(request.tasks) > MAX_TASKS:
+        raise ConfigError(f"cluster.num_ps ({config.cluster.num_ps}): makes more than {MAX_TASKS:,} tasks; give fewer")
+    return ENGINES[name], request
+
+
+def size(overrides: list[str]) -> tuple[int, list[str]]:
+    """The number of workers, and all other options: the engine tells each task how many there are."""
+    own = [override for override in overrides if override.startswith("cluster.num_workers=")]
+    text = own[-1].partition("=")[2] if own else str(ClusterConfig().num_workers)
+    if not COUNT.fullmatch(text) or int(text) > MAX_TASKS:
+        raise ConfigError(f"cluster.num_workers ({text[:40]}): must be a whole number from 1 to {MAX_TASKS:,}")
+    return int(text), [override for override in overrides if override not in own]
+
+
+def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The values of the flags that are given. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for flag, (form, described) in FORMS.items():
+        value = getattr(own, flag)
+        if value is None:
+            continue
+        if flag not in ("name", "restarts", *ENGINES[name].flags):
+            raise ConfigError(f"--{flag}: is not for {name}; leave it out")
+        for text in value if flag == "line" else [value]:
+            if not form.fullmatch(text):
+                raise ConfigError(f"--{flag} ({' '.join(text.split())[:60]}): must be {described}")
+        found["lines" if flag == "line" else flag] = int(value) if flag in NUMBERS else value
+    return found
+
+
+def write(text: str, path: str) -> None:
+    try:
+        with Path(path).expanduser().open("x", encoding="utf-8") as file:
+            file.write(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--out ({path}): cannot be written ({reason}); name a new file") from None
+
+
+def submit(text: str, command: Sequence[str]) -> int:
+    """Hands over the text; returns the exit code of the command. Raises ConfigError."""
+    if not shutil.which(command[0]):
+        raise ConfigError(
+            f"--submit: there is no {command[0]} here; use --out FILE, and submit that where there is one"
+        )
+    return subprocess.run(command, input=text, text=True, check=False).returncode
+
+
+if __name__ == "__main__":
+    main()
