@@ -1,8 +1,11 @@
 """`cluster=slurm` under a real SLURM: places, roles and whole runs on its nodes, and what is no task of a step."""
 
 import json
+import os
+import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +130,60 @@ def test_two_steps_of_a_job_do_not_meet(nodes: Slurm, tmp_path: Path) -> None:
     assert done.returncode == 0, (tmp_path / "out").read_text()
     for name in ("a", "b"):
         assert json.loads((tmp_path / name / "summary.json").read_text())["global_step"] == 200
+
+
+def submit(nodes: Slurm, folder: Path, *options: str) -> str:
+    """Submits what `tf2dist.render` prints for these options; the output is in the folder."""
+    lines = [f"--line=#SBATCH {line}" for line in (f"--chdir={folder}", f"--output={folder}/out")]
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    common = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false")
+    render = (sys.executable, "-m", "tf2dist.render", "slurm", "--submit", *lines)
+    done = nodes.run(*render, *common, *options, env=env)
+    found = re.search(r"^Submitted batch job (\d+)$", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    return found[1]
+
+
+def wait_for(what: str, folder: Path, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}\n{(folder / 'out').read_text()}"
+        time.sleep(0.5)  # the interval between two looks
+
+
+def test_the_rendered_script_trains_on_four_nodes(nodes: Slurm, tmp_path: Path) -> None:
+    options = ("mode=async", "cluster.num_workers=2", "train.steps=200")
+    submit(nodes, tmp_path, "--line=#SBATCH --wait", "--line=#SBATCH --nodes=4", *options)
+    (run_dir,) = (tmp_path / "runs").glob("tf2dist-*")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["global_step"] == summary["updates_applied"] == 200
+    assert summary["cluster"] == {"worker": 2, "ps": 1}
+    assert "no job token" not in (tmp_path / "out").read_text()
+    assert not list(tmp_path.glob(".*.token"))
+
+
+def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: Slurm, tmp_path: Path) -> None:
+    job = submit(
+        nodes,
+        tmp_path,
+        *("--line=#SBATCH --nodes=2", "mode=sync", "cluster.num_workers=2", "train.steps=100000"),
+        *("simulate.delay_secs=[0.01,0.01]", "checkpoint.every_steps=50"),
+    )
+    runs, output = tmp_path / "runs", tmp_path / "out"
+    wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
+    # As --signal does before the time limit, and preemption before its end.
+    nodes.run("scancel", "--signal=TERM", f"{job}.0")
+    wait_for("requeued", tmp_path, lambda: "Restarts=1" in nodes.run("scontrol", "show", "job", job).stdout)
+    steps = {path.name for path in runs.glob("tf2dist-*/checkpoints/step-*")}
+    saved = max(int(name.partition("-")[2]) for name in steps)
+    # SLURM waits for two minutes otherwise.
+    nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_for("more steps", tmp_path, lambda: not {one.name for one in runs.glob("tf2dist-*/checkpoints/*")} <= steps)
+    assert len(list(runs.glob("tf2dist-*"))) == 1, "one run directory for all starts"
+    assert f"going on at step {saved}\n" in output.read_text()
+    nodes.run("scancel", job)
+    wait_for("ended", tmp_path, lambda: "JobState=CANCELLED" in nodes.run("scontrol", "show", "job", job).stdout)
+    wait_for("no task is left", tmp_path, lambda: not nodes.run("squeue", "-h").stdout)
 
 
 def test_the_doctor_and_fit_find_the_same_place(nodes: Slurm, tmp_path: Path) -> None:
