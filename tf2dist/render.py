@@ -36,8 +36,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from tf2dist import files
 from tf2dist.cluster.spec import ALL_JOBS
-from tf2dist.config import paths
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig
@@ -96,7 +96,7 @@ ENGINES = {
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints one request, and exits: 2 if it is wrong, and with --submit the exit code of the engine's command."""
-    paths.settle_home()
+    files.settle_home()
     try:
         sys.exit(run(sys.argv[1:] if argv is None else argv))
     except RequestError as error:

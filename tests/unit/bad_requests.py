@@ -212,7 +212,10 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["max_restarts=-1"], "must be at least 0"),
     (["watchdog_secs=0"], "must be more than 0"),
     # Hosts.
-    ([*HOSTS, "cluster.worker=[a:1]", "cluster.num_workers=7"], "cluster.num_workers (7): is for cluster=local"),
+    (
+        [*HOSTS, "cluster.worker=[a:1]", "cluster.num_workers=7"],
+        "cluster.num_workers (7): is not for cluster=hosts",
+    ),
     (["cluster=hosts", "task.type=worker", "task.index=0"], "no host is named"),
     (["cluster=hosts", "cluster.worker=a:1"], "cluster.worker: must be a list"),
     ([*HOSTS, "cluster.worker=['a:1,b:1']"], "must be host:port"),

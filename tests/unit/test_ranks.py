@@ -120,11 +120,8 @@ def test_the_options_of_the_command_line() -> None:
         (["cluster.rank=0"], r"cluster\.rank \(0\): is for cluster=ranks; add that"),
         (["cluster=ranks", "cluster.rank=-1"], r"cluster\.rank \(-1\): must be at least 0"),
         (["cluster=ranks", "task.index=0"], r"task\.index \(0\): is for cluster=hosts; add that"),
-        (["cluster=ranks", "cluster.num_workers=7"], r"cluster\.num_workers \(7\): is for cluster=local; leave it out"),
-        (
-            ["cluster=hosts", "cluster.num_ps=2"],
-            r"cluster\.num_ps \(2\): is for cluster=local or ranks or slurm; leave",
-        ),
+        (["cluster=ranks", "cluster.num_workers=7"], r"cluster\.num_workers \(7\): is not for cluster=ranks, which"),
+        (["cluster=hosts", "cluster.num_ps=2"], r"cluster\.num_ps \(2\): is not for cluster=hosts, which says it"),
     ],
 )
 def test_options_of_other_clusters_are_refused(options: list[str], words: str) -> None:

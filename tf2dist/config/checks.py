@@ -9,8 +9,8 @@ from tf2dist.config.schema import OPTIONS, PS_MODES, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.files import is_folder
 
-# By size: the clusters that are told it, and do not find it in their description.
-TOLD = {"num_workers": ("local",), "num_ps": ("local", "ranks", "slurm")}
+# The kinds of clusters whose description has these sizes in it.
+DESCRIBED_BY = {"num_workers": ("hosts", "tf_config", "ranks", "slurm"), "num_ps": ("hosts", "tf_config")}
 MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 
 
@@ -103,19 +103,19 @@ def _hosts(config: RunConfig) -> list[Rule]:
     # With host lists and without cluster=hosts every host would train alone, each with success.
     cluster, task = config.cluster, config.task
     lists = {f"cluster.{job}": getattr(cluster, job) or None for job in ("chief", "ps", "worker", "evaluator")}
-    given: dict[str, dict[str, Any]] = {
+    options_of: dict[str, dict[str, Any]] = {
         "hosts": {**lists, "task.type": task.type, "task.index": task.index},
         "ranks": {"cluster.addresses": cluster.addresses or None, "cluster.rank": cluster.rank},
     }
     rules = [
         (name, value, value is None or cluster.kind == kind, f"is for cluster={kind}; add that")
-        for kind, its in given.items()
-        for name, value in its.items()
+        for kind, options in options_of.items()
+        for name, value in options.items()
     ]
-    for size, kinds in TOLD.items():
+    for size, kinds in DESCRIBED_BY.items():
         name, value = f"cluster.{size}", getattr(cluster, size)
-        holds = cluster.kind in kinds or value == OPTIONS[name].default
-        rules.append((name, value, holds, f"is for cluster={' or '.join(kinds)}; leave it out"))
+        holds = cluster.kind not in kinds or value == OPTIONS[name].default
+        rules.append((name, value, holds, f"is not for cluster={cluster.kind}, which says it itself; leave it out"))
     return rules
 
 
