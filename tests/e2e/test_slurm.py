@@ -77,7 +77,7 @@ def test_several_tasks_of_a_node_with_another_distribution(nodes: Slurm, tmp_pat
 
 @pytest.mark.parametrize("distribution", ["block", "cyclic", "plane=3", "plane=4", "block:cyclic"])
 def test_forty_tasks_on_four_nodes_know_where_they_are(nodes: Slurm, distribution: str) -> None:
-    options = ("--overcommit", "-N4", "-n40", f"--distribution={distribution}", f"--chdir={REPOSITORY}")
+    options = ("--quiet", "--overcommit", "-N4", "-n40", f"--distribution={distribution}", f"--chdir={REPOSITORY}")
     done = nodes.run("srun", *options, sys.executable, "-c", WHERE)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == ["True"] * 40, done.stdout

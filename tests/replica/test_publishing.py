@@ -10,10 +10,16 @@ from tests.replica.small_runs import split_of
 from tf2dist import data
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
-from tf2dist.data.passes import ExampleOrder
+from tf2dist.data.passes import ExampleOrder, InputPosition, NumberedSteps, Sharding
 from tf2dist.registry import DATA
 from tf2dist.training.parameter_server import inputs
-from tf2dist.training.parameter_server.inputs import EVALUATED, evaluated_examples, publish, remote_ranges
+from tf2dist.training.parameter_server.inputs import (
+    EVALUATED,
+    ArrayInput,
+    evaluated_examples,
+    publish,
+    remote_ranges,
+)
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -64,6 +70,23 @@ def test_shapes_are_known_while_a_graph_is_made() -> None:
         assert [leaf.shape.as_list() for leaf in leaves] == [[None, 3, 2, 1], [None]] * 5
 
     read.get_concrete_function(tf.TensorSpec([5, 2], tf.int64))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 150, 1 << 22])
+def test_a_call_takes_its_batches_in_one_or_several_requests(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """The steps go from one pass into the next, and the last one of a pass has fewer examples."""
+    monkeypatch.setattr(inputs, "GATHERED_AT_ONCE", num_bytes)
+    splits = Splits(arrays(IMAGES), None, None)
+    publish(splits)
+    sharding = Sharding(len(IMAGES), 7, 2, seed=3, whole_batch_loss=False)
+    steps = NumberedSteps(sharding, InputPosition())
+    array_input = ArrayInput(splits.layout, sharding, steps)
+    read = tf.function(lambda numbers: array_input.batches(tf.constant(0), numbers), autograph=False)
+    numbers = tf.range(10, 20, dtype=tf.int64)
+    for (images, labels), *limits in zip(read(numbers), *steps.ranges(numbers), strict=True):
+        rows = sharding.order.rows(*map(int, limits))
+        np.testing.assert_array_equal(images, IMAGES[rows])
+        np.testing.assert_array_equal(labels, splits.train.y[rows])
 
 
 @pytest.mark.parametrize("mode", ["r", "c"])

@@ -1,13 +1,15 @@
 """The tf.data pipelines that gather batches of arrays; which examples they hold, `passes` says."""
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Arrays
-from tf2dist.data.passes import InputPosition, Sharding, ranges_to_pass_end
+from tf2dist.data.passes import ExampleOrder, InputPosition, Sharding, ranges_to_pass_end
 
 # AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
@@ -83,12 +85,46 @@ def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) ->
     if early:
         array = np.array(early, np.int64)
         ranges = tf.data.Dataset.from_tensor_slices((array[:, 0], array[:, 1])).concatenate(ranges)
+    return ranges.flat_map(rows).map(examples).prefetch(2).with_options(_options())
+
+
+def _options() -> tf.data.Options:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF  # they are sharded
     options.autotune.enabled = False  # there is nothing to tune, and its sleeping thread delays an iterator's end
     options.threading.private_threadpool_size = 1
     options.experimental_optimization.apply_default_optimizations = False  # they copy the gathered arrays
-    return ranges.flat_map(rows).map(examples).prefetch(2).with_options(options)
+    return options
+
+
+class RangePipeline:
+    """Gathers the examples of the ranges that it is asked for."""
+
+    def __init__(self, examples: Arrays) -> None:
+        self._examples = examples
+        self._lock = threading.Lock()
+
+    def take(self, ranges: np.ndarray, order: ExampleOrder) -> list[np.ndarray]:
+        """The leaves of the examples, those of one range after those of another.
+
+        Args:
+            ranges: see `passes`; int64 [ranges, 2].
+        """
+        with self._lock:
+            rows, gathered = self._pipeline
+            rows.assign(np.concatenate([order.rows(int(first), int(last)) for first, last in ranges]))
+            return list(next(gathered))
+
+    # Not before the first call: connecting to a cluster ends what the process has in TensorFlow's runtime.
+    @functools.cached_property
+    def _pipeline(self) -> tuple[tf.Variable, Iterator[tuple[np.ndarray, ...]]]:
+        with tf.device("CPU:0"):
+            take = of_arrays(self._examples)
+            # A variable hands the rows over: a Python function in the pipeline would wait for the interpreter's lock.
+            rows = tf.Variable(tf.zeros([0], tf.int32), trainable=False, shape=[None])
+            gather = NO_AUTOGRAPH(lambda _: tuple(take(rows.read_value())))
+            endless = tf.data.Dataset.range(np.iinfo(np.int64).max)
+            return rows, iter(endless.map(gather).with_options(_options()).as_numpy_iterator())
 
 
 def rows_and_weights(sharding: Sharding, first: tf.Tensor, last: tf.Tensor, shard: int) -> tuple[tf.Tensor, tf.Tensor]:

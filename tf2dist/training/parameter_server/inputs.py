@@ -1,7 +1,9 @@
 """The input of workers: batches of the arrays that each has loaded itself, or of its stream.
 
-A worker publishes the examples of its process for the graphs that the coordinator runs in it. The arrays are mapped
-from a file where the data allow it. As a tensor in the graph, they would be copied for each worker.
+A worker publishes the examples of its process for the graphs that the coordinator runs in it, and a call asks for its
+batches by their numbers. A tf.data pipeline of the worker's process gathers them; no iterator is in the graph of the
+call, so nothing of an aborted call is left in it. The arrays are mapped from a file where the data allow it. As a
+tensor in the graph, they would be copied for each worker.
 """
 
 from collections.abc import Iterable
@@ -13,13 +15,14 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
 from tf2dist.data.passes import ExampleOrder, NumberedSteps, Sharding
+from tf2dist.data.pipeline import RangePipeline
 from tf2dist.data.stream import Reader
 from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 EVALUATED = ("validation", "test")
 BATCHES = "batches"
-GATHERED_AT_ONCE = 10  # batches
+GATHERED_AT_ONCE = 1 << 22  # bytes; with less each batch costs more, and with more a call begins later
 Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.
@@ -38,10 +41,11 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     train = splits.train
 
+    pipeline = RangePipeline(train)
+
     def take_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
         num_examples, seed, shuffle = map(int, order)
-        rows = ExampleOrder(num_examples, seed, bool(shuffle)).rows
-        return [leaf for first, last in ranges for leaf in train.take(rows(int(first), int(last)))]
+        return pipeline.take(ranges, ExampleOrder(num_examples, seed, bool(shuffle)))
 
     _published[_token("train")] = take_ranges
     evaluated = [parts[split] for split in EVALUATED]
@@ -67,10 +71,21 @@ def remote_ranges(ranges: tf.Tensor, order: ExampleOrder, layout: Layout) -> lis
     Args:
         ranges: see `passes`; int64 [batches, 2].
     """
-    specs = layout.batched(None) * ranges.shape[0]
+    specs = layout.batched(None)
     inputs = [ranges, tf.constant([int(one) for one in order], tf.int64)]
     taken = tf.raw_ops.PyFunc(input=inputs, token=_token("train"), Tout=[spec.dtype for spec in specs])
-    return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(taken, specs, strict=True)]
+    sizes = ranges[:, 1] - ranges[:, 0]
+    begins = tf.cumsum(sizes, exclusive=True)
+    parts = [_parts(leaf, spec, begins, sizes) for leaf, spec in zip(taken, specs, strict=True)]
+    return [leaf for batch in zip(*parts, strict=True) for leaf in batch]
+
+
+def _parts(leaf: tf.Tensor, spec: tf.TensorSpec, begins: tf.Tensor, sizes: tf.Tensor) -> list[tf.Tensor]:
+    """Parts of the first dimension. Unlike those of `tf.split`, they are no copies if they begin at 64 bytes."""
+    num, rest = begins.shape[0], spec.shape.rank - 1
+    begin = tf.unstack(tf.pad(begins[:, None], [[0, 0], [0, rest]]), num)
+    size = tf.unstack(tf.pad(sizes[:, None], [[0, 0], [0, rest]], constant_values=-1), num)
+    return [tf.ensure_shape(tf.slice(leaf, *limits), spec.shape) for limits in zip(begin, size, strict=True)]
 
 
 def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> list[tf.Tensor]:
@@ -125,11 +140,13 @@ class ArrayInput:
 
     def _gathered(self, ranges: tf.Tensor) -> Batches:
         """Batches of the examples in these ranges, int64 [steps, 2]."""
-        num_steps = ranges.shape[0]
+        num_steps, specs = ranges.shape[0], self._layout.specs
+        batch = self.sharding.batch_size * sum(spec.dtype.size * spec.shape.num_elements() for spec in specs)
+        num = max(1, GATHERED_AT_ONCE // max(1, batch))
         leaves: list[tf.Tensor] = []
-        for first in range(0, num_steps, GATHERED_AT_ONCE):
+        for first in range(0, num_steps, num):
             with tf.control_dependencies(leaves[-1:]):  # in turn, or those of the first steps would come late
-                leaves += remote_ranges(ranges[first : first + GATHERED_AT_ONCE], self.sharding.order, self._layout)
+                leaves += remote_ranges(ranges[first : first + num], self.sharding.order, self._layout)
         following = iter(leaves)
         return [[next(following) for _ in self._layout.specs] for _ in range(num_steps)]
 
