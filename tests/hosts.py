@@ -100,6 +100,16 @@ class Host:
         self._processes.append(process)
         return process
 
+    def pids(self) -> list[int]:
+        """The processes that run on the host, without the one that holds it."""
+        network = os.readlink(f"/proc/{self._namespace.pid}/ns/net")
+        found = []
+        for path in Path("/proc").glob("[0-9]*/ns/net"):
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.readlink(path) == network:
+                    found.append(int(path.parts[2]))
+        return [pid for pid in found if pid != self._namespace.pid]
+
     def transferred(self) -> int:
         """The bytes that processes of the host have sent and received, without the headers of the packets."""
         (device,) = json.loads(self._namespace.ip("-json -statistics link show eth0"))

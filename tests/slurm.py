@@ -8,8 +8,11 @@ The nodes are host0, host1 and so on; each believes that it has 8 cores and 4 GP
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -44,7 +47,11 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+SlurmdTimeout=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 NODE = "NodeName={0.name} NodeAddr={0.address} NodeHostname={0.name} CPUs=8 RealMemory=8000 Gres=gpu:4 State=UNKNOWN\n"
 
@@ -77,6 +84,13 @@ class Slurm:
             process.kill()
             pytest.fail(f"not done in {timeout_secs} s: {command}\n{process.communicate()[0]}\n{self}")
         return subprocess.CompletedProcess(command, process.returncode, stdout)
+
+    def lose(self, index: int) -> None:
+        """A node is gone: its daemon and the tasks that run there end by SIGKILL."""
+        node = self._nodes[index]
+        for pid in node.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends all jobs and daemons."""
@@ -139,3 +153,23 @@ def slurm(count: int, folder: Path) -> Iterator[Slurm]:
             yield cluster
         finally:
             cluster.close()
+
+
+def submit(nodes: Slurm, folder: Path, *options: str) -> str:
+    """Submits what `tf2dist.render` prints for these options; the output is in the folder. Returns the job's number."""
+    lines = [f"--line=#SBATCH {line}" for line in (f"--chdir={folder}", f"--output={folder}/out")]
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    common = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false")
+    render = (sys.executable, "-m", "tf2dist.render", "slurm", "--submit", *lines)
+    done = nodes.run(*render, *common, *options, env=env)
+    found = re.search(r"^Submitted batch job (\d+)$", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    return found[1]
+
+
+def wait_for(what: str, folder: Path, condition: Callable[[], bool], secs: float = 100.0) -> None:
+    """Waits for something that a job of `submit` does."""
+    deadline = time.monotonic() + secs
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}\n{(folder / 'out').read_text()}"
+        time.sleep(0.5)  # the interval between two looks

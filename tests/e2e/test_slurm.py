@@ -1,11 +1,8 @@
 """`cluster=slurm` under a real SLURM: places, roles and whole runs on its nodes, and what is no task of a step."""
 
 import json
-import os
-import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import pytest
 
 from tests.conftest import COMMAND, REPOSITORY
 from tests.fake_gpu import FakeGpus, why_not
-from tests.slurm import Slurm, slurm
+from tests.slurm import Slurm, slurm, submit, wait_for
 from tf2dist.cluster.slurm import nodes_in
 
 SMALL = ("data=digits", "model=softmax", "figure=false", "cluster=slurm", "devices.onednn=false")
@@ -130,25 +127,6 @@ def test_two_steps_of_a_job_do_not_meet(nodes: Slurm, tmp_path: Path) -> None:
     assert done.returncode == 0, (tmp_path / "out").read_text()
     for name in ("a", "b"):
         assert json.loads((tmp_path / name / "summary.json").read_text())["global_step"] == 200
-
-
-def submit(nodes: Slurm, folder: Path, *options: str) -> str:
-    """Submits what `tf2dist.render` prints for these options; the output is in the folder."""
-    lines = [f"--line=#SBATCH {line}" for line in (f"--chdir={folder}", f"--output={folder}/out")]
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    common = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false")
-    render = (sys.executable, "-m", "tf2dist.render", "slurm", "--submit", *lines)
-    done = nodes.run(*render, *common, *options, env=env)
-    found = re.search(r"^Submitted batch job (\d+)$", done.stdout, re.MULTILINE)
-    assert found, done.stdout
-    return found[1]
-
-
-def wait_for(what: str, folder: Path, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}\n{(folder / 'out').read_text()}"
-        time.sleep(0.5)  # the interval between two looks
 
 
 def test_the_rendered_script_trains_on_four_nodes(nodes: Slurm, tmp_path: Path) -> None:
