@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -210,9 +211,11 @@ def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: d
     assert f"{task['type']}-0 at" not in error, "this one has come"
 
 
-def start_with_hosts_file(command: Command, names: Path, *options: str) -> "subprocess.Popen[str]":
+def start_with_hosts_file(
+    command: Command, names: Path, *options: str, name: str = "late-name"
+) -> "subprocess.Popen[str]":
     """A synchronous cluster of one worker whose own name is in a file of host names, now or later."""
-    jobs = {"worker": [f"late-name:{ports_of_tasks(1)[0]}"]}
+    jobs = {"worker": [f"{name}:{ports_of_tasks(1)[0]}"]}
     env = {**os.environ, "TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}})}
     arguments = [*COMMAND, "mode=sync", "data=digits", "model=softmax", "train.steps=20", *options]
     run_dir = f"run_dir={command.folder / 'run'}"
@@ -221,19 +224,20 @@ def start_with_hosts_file(command: Command, names: Path, *options: str) -> "subp
     )
 
 
-def test_a_run_waits_for_its_own_name_to_be_known(command: Command, tmp_path: Path) -> None:
-    """The DNS record of a new pod comes seconds after the pod."""
-    names = tmp_path / "names"
-    names.write_text("127.0.0.1 localhost\n")
-    process = start_with_hosts_file(command, names)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_run_waits_for_its_own_name_to_lead_to_it(command: Command, tmp_path: Path, is_known: bool) -> None:
+    """The DNS record of a new pod comes seconds after the pod, and until then is that of the pod before it."""
+    names, name = tmp_path / "names", socket.gethostname() if is_known else "late-name"
+    names.write_text("127.0.0.1 localhost\n" + (f"10.255.255.1 {name}\n" if is_known else ""))
+    process = start_with_hosts_file(command, names, name=name)
     said = ""
     for line in iter(process.stderr.readline, ""):  # type: ignore[union-attr]
         said += line
-        if "waiting for this host's own name late-name" in line:
+        if f"waiting for this host's own name {name} to {'lead here and not' if is_known else 'be known'}" in line:
             break
     assert not (command.folder / "run").exists(), "nothing is made before it is known"
-    with open(names, "a", encoding="utf-8") as file:  # in place: it is mounted
-        file.write("127.0.0.1 late-name\n")
+    with open(names, "w", encoding="utf-8") as file:  # in place: it is mounted
+        file.write(f"127.0.0.1 localhost {name}\n")
     end = command.finish(process)
     assert end.code == 0, f"{said}{end}"
     assert json.loads((end.run_dir / "summary.json").read_text())["global_step"] == 20

@@ -1,5 +1,6 @@
 """Addresses on the network: whether they belong to this host, and whether anyone answers there."""
 
+import ipaddress
 import os
 import signal
 import socket
@@ -54,6 +55,17 @@ def test_an_unknown_name_is_worth_a_retry() -> None:
     messages: list[str] = []
     with pytest.raises(TaskLostError, match=r"worker 0 \(no-such-host\.invalid:1\): after . s .* startup_timeout_secs"):
         reachability.wait_for_own_name(at("no-such-host.invalid:1"), WORKER, 0.5, messages.append)
+
+
+def test_only_the_own_name_is_waited_for_while_it_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host's name in this place is a mistake, of which the user learns at once."""
+    messages: list[str] = []
+    own = socket.gethostname()
+    monkeypatch.setattr(reachability, "ips_of", lambda host: [ipaddress.ip_address("10.255.255.1")])
+    for host, options in (("another", {}), (f"not-{own}", {}), (own, {"must_lead_here": False})):
+        reachability.wait_for_own_name(at(f"{host}:1"), WORKER, 600, messages.append, **options)
+    reachability.wait_for_own_name(at(f"{own}.tf2dist:1"), WORKER, 1.5, messages.append)
+    assert messages == [f"waiting for this host's own name {own}.tf2dist to lead here and not to 10.255.255.1, 1 s"]
 
 
 def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tf2dist.cluster.addresses import ips_of, port_holder, resolve_own, split
+from tf2dist.cluster.addresses import Ip, ips_of, port_holder, resolve_own, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.waiting import Wait, still_waiting
 from tf2dist.errors import ClusterError, TaskLostError
@@ -21,26 +21,41 @@ ALIAS_SECS = 2.0  # names that take longer to resolve are not compared
 MAX_LOOKED_UP = 64  # names of other tasks, each in a thread of its own
 
 
-def wait_for_own_name(cluster: Cluster, task: Task, timeout_secs: float, notify: Callable[[str], None]) -> None:
-    """Waits until this host can resolve the name in its task's address.
+def wait_for_own_name(
+    cluster: Cluster, task: Task, timeout_secs: float, notify: Callable[[str], None], *, must_lead_here: bool = True
+) -> None:
+    """Waits until this host can resolve the name in its task's address, to an address of its own if it is its name.
 
     Args:
         notify: takes a line for the user every few seconds.
+        must_lead_here: whether the address is checked; otherwise a proxy may lead from there to here.
 
     Raises:
         TaskLostError: it cannot be resolved within `timeout_secs`.
     """
-    # In Kubernetes the name of a pod is published only some seconds after the pod has started.
+    # In Kubernetes the name of a pod is published only some seconds after the pod has started, and until then leads to
+    # the pod that it replaces.
     host, _ = split(cluster.address(task))
+    is_our_name = host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
     wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
-    while not ask_all(lambda _: ips_of(host), [task], wait.deadline - time.monotonic()).get(task):
+    while True:
+        ips = ask_all(lambda _: ips_of(host), [task], wait.deadline - time.monotonic()).get(task)
+        if ips and not (must_lead_here and is_our_name and not any(map(_is_own, ips))):
+            return
+        if wait.is_over and ips:
+            return  # the check of the address says what is wrong
         if wait.is_over:
             raise TaskLostError(
                 f"{cluster.label(task)}: after {wait.secs:.0f} s this host still does not know the name {host}; "
                 "correct it, use an address, or see startup_timeout_secs"
             )
-        wait.notify(f"this host's own name {host} to be known")
+        wait.notify(f"this host's own name {host} to {f'lead here and not to {ips[0]}' if ips else 'be known'}")
         time.sleep(LOOK_UP_EVERY_SECS)
+
+
+def _is_own(ip: Ip) -> bool:
+    """Whether an address is one of this host."""
+    return _bind_error(socket.AF_INET if ip.version == 4 else socket.AF_INET6, (str(ip), 0)) == 0
 
 
 def check_no_alias(cluster: Cluster, task: Task) -> None:

@@ -115,9 +115,10 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
     """
     check_control_ports(cluster, config.cluster.control_port_shift)
     job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; the meeting gives its warning
-    wait_for_own_name(cluster, task, config.startup_timeout_secs, console.note)
+    checked = config.cluster.check_address
+    wait_for_own_name(cluster, task, config.startup_timeout_secs, console.note, must_lead_here=checked)
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
-    if config.cluster.check_address:
+    if checked:
         check_no_alias(cluster, task)
         check_own_address(cluster, task)
 
