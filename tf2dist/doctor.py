@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from tf2dist import files, linux
 from tf2dist.cluster import addresses, listening, reachability
-from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.flags import actions_of, parse, source_of
@@ -128,6 +128,9 @@ def request(
         if not place.cluster.is_managed:
             counts = ", ".join(f"{len(hosts)} {job}" for job, hosts in sorted(place.cluster.jobs.items()))
             findings.append(Finding("ok", "cluster", f"{counts}; this is {place.task}"))
+        elif engine := of_engine(environ):
+            text = "an engine has started this process as one of several, each of which would train alone"
+            findings.append(Finding("warn", "cluster", text, f"add cluster={engine}"))
     except RequestError as error:
         findings += failures("cluster", error)
     return config, place, findings

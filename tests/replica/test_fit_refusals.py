@@ -283,6 +283,13 @@ def test_a_task_of_a_slurm_step_takes_its_place_in_it(monkeypatch: pytest.Monkey
     assert request.configuration("sync", tf2dist.Local(workers=2), None, 0, [])[1].cluster.num_workers == 2
 
 
+def test_a_call_in_a_pod_takes_its_place_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF2DIST_ADDRESSES", "a,b")
+    monkeypatch.setenv("TF2DIST_RANK", "1")
+    config, place = request.configuration("sync", None, None, 0, [])
+    assert (config.cluster.kind, place.cluster.num_workers, place.task.index) == ("ranks", 2, 1)
+
+
 # Accepted arguments reach the run unchanged.
 
 

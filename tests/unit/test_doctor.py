@@ -87,6 +87,17 @@ def test_a_shell_of_a_slurm_job_is_told_to_use_srun() -> None:
     assert "start it with srun" in only(lines, "fail  cluster: ")[0]
 
 
+def test_a_process_in_a_pod_is_told_of_the_others() -> None:
+    (port,) = linux.unused_ports(1)
+    pod = {"TF2DIST_ADDRESSES": f"localhost:{port},no-such-host.invalid", "TF2DIST_RANK": "0"}
+    lines = [str(each) for each in doctor.examine(["data=digits", "mode=sync", "cluster=ranks"], pod)]
+    assert only(lines, "ok    cluster: 2 worker; this is worker-0")
+    assert only(lines, f"ok    ports: worker-0 can listen at localhost:{port}")
+    alone = [str(each) for each in doctor.examine(["data=digits", "mode=sync"], pod)]
+    assert "would train alone" in only(alone, "warn  cluster: an engine has started")[0]
+    assert "add cluster=ranks" in only(alone, "warn  cluster: ")[0]
+
+
 def test_peers_that_answer_that_may_answer_later_and_that_never_will() -> None:
     mine, quiet = linux.unused_ports(2)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -7,7 +7,7 @@ import pytest
 from tf2dist import linux
 from tf2dist.cluster import ranks
 from tf2dist.cluster.listening import check_control_ports, control_address
-from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place, Task
 from tf2dist.config.load import load
 from tf2dist.config.schema import CONTROL_PORT_SHIFT, ClusterConfig, RunConfig
@@ -23,6 +23,10 @@ def ephemeral(monkeypatch: pytest.MonkeyPatch) -> Any:
 def place(mode: str, addresses: list[str], rank: int | None, **options: Any) -> Place:
     cluster = ClusterConfig(kind="ranks", addresses=addresses, rank=rank, **options)
     return find_place(RunConfig(mode=mode, cluster=cluster), {})
+
+
+def in_environment(mode: str = "sync", **environ: str) -> Place:
+    return find_place(RunConfig(mode=mode, cluster=ClusterConfig(kind="ranks")), environ)
 
 
 def test_ranks_give_the_roles() -> None:
@@ -127,3 +131,72 @@ def test_the_options_of_the_command_line() -> None:
 def test_options_of_other_clusters_are_refused(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(options, None)
+
+
+# The environment. What engines set is in test_recipes.py.
+
+
+@pytest.mark.parametrize("text", ["a,b:2222,c", "a b:2222 c", "a\nb:2222\nc\n", '["a", "b:2222", "c"]'])
+def test_the_addresses_in_a_variable(text: str) -> None:
+    for rank in ("1", "b:2222"):
+        cluster, task = in_environment("async", TF2DIST_ADDRESSES=text, TF2DIST_RANK=rank)
+        assert cluster.jobs == {"chief": ("a:12000",), "ps": ("b:2222",), "worker": ("c:12000",)}
+        assert task == Task("ps", 0)
+
+
+def test_options_come_before_variables() -> None:
+    cluster = ClusterConfig(kind="ranks", addresses=["x", "y"], rank=1)
+    variables = {"TF2DIST_ADDRESSES": "a,b,c", "TF2DIST_RANK": "0"}
+    place = find_place(RunConfig(mode="sync", cluster=cluster), variables)
+    assert (place.cluster.num_workers, place.task) == (2, Task("worker", 1))
+
+
+def test_an_engine_is_found_where_it_has_started_several_tasks() -> None:
+    """There a call of `fit` joins the others."""
+    assert of_engine({"TF2DIST_ADDRESSES": "a,b", "TF2DIST_RANK": "0"}) == "ranks"
+    assert of_engine({"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}) is None
+    assert of_engine({}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, r"give cluster.addresses=\[host1,host2\], or set TF2DIST_ADDRESSES"),
+        ({"TF2DIST_RANK": "0"}, r"cluster.rank \(null\): .* or set TF2DIST_RANK and TF2DIST_ADDRESSES"),
+        (
+            {"TF2DIST_ADDRESSES": "a,b"},
+            r"^TF2DIST_RANK \(null\): must be the rank of this task, from 0, or its address",
+        ),
+        (
+            {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"},
+            r"^SM_CURRENT_HOST \(b\): .* address in SM_HOSTS; start it with",
+        ),
+        (
+            {"TF2DIST_ADDRESSES": "a,b", "TF2DIST_RANK": "2"},
+            r"^TF2DIST_RANK \(2\): must be from 0 to 1, since TF2DIST_A",
+        ),
+        ({"TF2DIST_ADDRESSES": "a,b c!", "TF2DIST_RANK": "0"}, r"^TF2DIST_ADDRESSES: worker 2 \(c!:12000\): must be"),
+        (
+            {"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "chief", "index": 0}}'},
+            "^TF_CONFIG: gives the jobs chief, worker, and with cluster=ranks all .* leave out cluster=ranks, or",
+        ),
+        (
+            {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}'},
+            r"^TF_CONFIG: task index \(1\)",
+        ),
+    ],
+)
+def test_each_mistake_in_the_environment_is_named(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ClusterError, match=words):
+        in_environment(**environ)
+
+
+def test_the_workers_of_tf_config_are_ranks_if_that_is_asked_for() -> None:
+    text = '{"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 1}}'
+    config = load(["mode=async", "cluster=ranks"], text)
+    cluster, task = find_place(config, {"TF_CONFIG": text})
+    assert (cluster.jobs["ps"], task) == (("b:1",), Task("ps", 0))
+    with pytest.raises(ClusterError, match="job chief: is missing"):
+        find_place(load(["mode=async"], text), {"TF_CONFIG": text})
+    with pytest.raises(ConfigError, match="or unset TF_CONFIG to use the lists given here"):
+        load(["cluster=ranks", "cluster.addresses=[a,b]", "cluster.rank=0"], text)

@@ -3,13 +3,17 @@
 With parameter servers rank 0 is the chief, the next `cluster.num_ps` are the ps and all others workers; with mode=sync
 every rank is a worker. Tasks whose port is not given get one from 12000 up, below those that the kernel gives to
 outgoing connections, so that each of them can also be opened in a firewall.
+
+The list and the rank are options, or stand in the environment.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tf2dist import linux
+from tf2dist.cluster import tf_config
 from tf2dist.cluster.addresses import canonical_host, ip_in
 from tf2dist.cluster.spec import Place
 from tf2dist.cluster.validation import validated
@@ -18,22 +22,80 @@ from tf2dist.errors import ClusterError
 
 FIRST_PORT = 12_000
 Names = tuple[str, str]  # what the list of addresses and the rank are called where they come from, for errors
+OPTIONS: Names = ("cluster.addresses", "cluster.rank")
+OWN: Names = ("TF2DIST_ADDRESSES", "TF2DIST_RANK")  # of the pods and containers that tf2dist.render asks for
+# Those in which engines name the addresses, and the rank or the own address.
+VARIABLES: tuple[Names, ...] = (
+    OWN,
+    ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+    ("DSTACK_NODES_IPS", "DSTACK_NODE_RANK"),
+    ("SM_HOSTS", "SM_CURRENT_HOST"),
+)
 
 
 def find(config: RunConfig, environ: Mapping[str, str]) -> Place:
-    """The task `cluster.rank` of the list `cluster.addresses`."""
+    """The task with this process's rank, by the options, by TF_CONFIG or by the variables of an engine."""
     addresses, rank = list(config.cluster.addresses), config.cluster.rank
+    if not addresses and rank is None:
+        if environ.get("TF_CONFIG"):
+            return place_of_rank(config, *_in_tf_config(environ), ("TF_CONFIG", "TF_CONFIG"))
+        if names := _variables(environ):
+            addresses = listed(environ[names[0]])
+            return place_of_rank(config, addresses, _rank(environ, names, addresses), names)
     problems = []
     if not addresses:
         problems.append(
             "cluster.addresses ([]): with cluster=ranks every task must be told the addresses of all, in the same "
-            "order; give cluster.addresses=[host1,host2]"
+            f"order; give cluster.addresses=[host1,host2], or set {OWN[0]}"
         )
     if rank is None:
-        problems.append("cluster.rank (null): every task must be told its own; give cluster.rank=0, 1 and so on")
+        problems.append(
+            "cluster.rank (null): every task must be told its own; give cluster.rank=0, 1 and so on, or set "
+            f"{OWN[1]} and {OWN[0]}"
+        )
     if rank is None or problems:
         raise ClusterError("\n".join(problems))
-    return place_of_rank(config, addresses, rank, ("cluster.addresses", "cluster.rank"))
+    return place_of_rank(config, addresses, rank, OPTIONS)
+
+
+def has_peers(environ: Mapping[str, str]) -> bool:
+    """Whether an engine's variables make this process one of several."""
+    names = _variables(environ)
+    return names is not None and len(listed(environ[names[0]])) > 1
+
+
+def _variables(environ: Mapping[str, str]) -> Names | None:
+    """The names of the variables that are set."""
+    return next((names for names in VARIABLES if environ.get(names[0])), None)
+
+
+def listed(text: str) -> list[str]:
+    """The addresses in a text: one a line, with commas or spaces between them, or a JSON list."""
+    return [word for word in re.findall(r'[^\s,"]+', text) if word not in "[]"]
+
+
+def _rank(environ: Mapping[str, str], names: Names, addresses: Sequence[str]) -> int:
+    text = environ.get(names[1], "").strip()
+    if re.fullmatch("[0-9]{1,9}", text):
+        return int(text)
+    if text not in addresses:
+        raise ClusterError(
+            f"{names[1]} ({' '.join(text.split()) or 'null'}): must be the rank of this task, from 0, or its address "
+            f"in {names[0]}; start it with the engine that sets both"
+        )
+    return addresses.index(text)
+
+
+def _in_tf_config(environ: Mapping[str, str]) -> tuple[Sequence[str], int]:
+    """The workers of a TF_CONFIG that names nobody else, as those of Azure and Ray; their numbers are the ranks."""
+    jobs, task = tf_config.read(environ)
+    if (*jobs, task.get("type")) != ("worker", "worker"):
+        raise ClusterError(
+            f"TF_CONFIG: gives the jobs {', '.join(jobs)}, and with cluster=ranks all tasks must be workers in it; "
+            "leave out cluster=ranks, or have the engine start nothing but workers"
+        )
+    cluster, own = validated("TF_CONFIG", jobs, task, "sync")
+    return cluster.jobs["worker"], own.index
 
 
 def place_of_rank(config: RunConfig, addresses: Sequence[str], rank: int, names: Names, first_number: int = 0) -> Place:

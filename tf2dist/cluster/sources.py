@@ -76,3 +76,11 @@ SOURCES: dict[str, ClusterSource] = {
     "ranks": ranks.find,
     "slurm": slurm.find,
 }
+
+# For those that an engine's environment describes: whether it makes this process one of several tasks.
+HAS_PEERS: dict[str, Callable[[Mapping[str, str]], bool]] = {"slurm": slurm.has_peers, "ranks": ranks.has_peers}
+
+
+def of_engine(environ: Mapping[str, str]) -> str | None:
+    """The value of `cluster` for a process that an engine has started as one of several; None without an engine."""
+    return next((kind for kind, has_peers in HAS_PEERS.items() if has_peers(environ)), None)

@@ -15,6 +15,11 @@ EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type"
 
 def find(config: RunConfig, environ: Mapping[str, str]) -> Place:
     """The place that TF_CONFIG gives this process. Raises ClusterError, with one line for each mistake."""
+    return validated("TF_CONFIG", *read(environ), config.mode)
+
+
+def read(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The jobs and the task in TF_CONFIG, both not yet checked. Raises ClusterError if they are not there."""
     text = environ.get("TF_CONFIG")
     if not text:
         raise ClusterError(
@@ -38,7 +43,7 @@ def find(config: RunConfig, environ: Mapping[str, str]) -> Place:
     for key in ("cluster", "task"):
         if not isinstance(parsed, dict) or not isinstance(parsed.get(key), dict):
             raise ClusterError(f'TF_CONFIG: "{key}" is missing or not an object; it looks like {EXAMPLE}')
-    return validated("TF_CONFIG", *_with_chief(parsed["cluster"], parsed["task"]), config.mode)
+    return _with_chief(parsed["cluster"], parsed["task"])
 
 
 def _with_chief(jobs: dict[str, Any], task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -52,8 +52,11 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
         config.run_dir = None  # a folder with this name, and a number at its end if there is one already
     _check_names(config, overrides)
     # The scheduler that has set it expects one task of its cluster here; a local cluster on each host would be wrong.
-    if tf_config and config.cluster.kind != "tf_config":
-        instead = "use the lists given here" if config.cluster.kind == "hosts" else "train on this machine alone"
+    # Its workers may be ranks.
+    is_in_it = config.cluster.kind == "ranks" and not config.cluster.addresses and config.cluster.rank is None
+    if tf_config and config.cluster.kind != "tf_config" and not is_in_it:
+        is_listed = config.cluster.kind in ("hosts", "ranks")
+        instead = "use the lists given here" if is_listed else "train on this machine alone"
         raise ConfigError(
             f"cluster ({config.cluster.kind}): the environment variable TF_CONFIG is set, so this process is one task "
             f"of another cluster; leave out cluster=..., or unset TF_CONFIG to {instead}"

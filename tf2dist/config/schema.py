@@ -104,7 +104,9 @@ class ClusterConfig:
     ps: list[str] = option([])
     worker: list[str] = option([])
     evaluator: list[str] = option([])
-    addresses: list[str] = option([], help="host or host:port of each task in order, only with cluster=ranks")
+    addresses: list[str] = option(
+        [], help="host or host:port of each task in order, only with cluster=ranks; []: from the environment"
+    )
     rank: int | None = option(None, at_least(0), help="of this task in cluster.addresses, from 0")
     check_address: bool = option(
         True, help="refuse an address that is not this host's; false for one that leads here through a proxy"

@@ -89,8 +89,8 @@ def fit(
         mode: "async": workers and parameter servers; "sync": all-reduce; "sync_replicas": parameter servers, and each
             step is the mean of as many gradients as the option ``sync_replicas.replicas_to_aggregate`` says, by default
             one of each worker.
-        cluster: None for the cluster in the environment variable TF_CONFIG, or, if that is not set, for that of the
-            tasks of one srun of SLURM, or else `Local()`.
+        cluster: None for the cluster in the environment variable TF_CONFIG, or, if that is not set, for the
+            tasks of one srun of SLURM, or of another engine that numbers them, or else `Local()`.
         run_dir: the directory for all files of the run; a run that it already holds is resumed. None for a new
             directory in ``outputs``.
         seed: of the initial weights, the order of the examples, and the random numbers of layers.

@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.cluster import slurm
-from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
@@ -211,8 +210,8 @@ def configuration(
         raise FitError(f"seed ({seed}): must be a whole number")
     tf_config = os.environ.get("TF_CONFIG")
     arguments = [f"mode={mode}", f"seed={seed}"]
-    if not cluster and not tf_config and slurm.has_peers(os.environ):
-        arguments.append("cluster=slurm")
+    if not cluster and not tf_config and (engine := of_engine(os.environ)):
+        arguments.append(f"cluster={engine}")
     elif cluster or not tf_config:
         cluster = cluster or Local()
         refusals.check_numbers(workers=cluster.workers)
