@@ -9,17 +9,16 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.conftest import PAGES
+from tests.pods import expanded, jobs, manifests, pods_of
 from tf2dist import render
 from tf2dist.cluster.addresses import split
-from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.load import load
 from tf2dist.errors import ConfigError
@@ -150,57 +149,19 @@ def test_the_tasks_of_the_step_find_their_places(tmp_path: Path) -> None:
 # Kubernetes and Compose
 
 
-def manifests(name: str) -> dict[str, dict[str, Any]]:
-    return {document["kind"]: document for document in yaml.safe_load_all((RENDERED / name).read_text())}
-
-
-def jobs(name: str) -> Iterator[tuple[dict[str, Any], list[tuple[str, dict[str, str]]]]]:
-    """Each template of a Job, and of its pods the host name and what the fields of their environment hold."""
-    found = manifests(name)
-    if name == "kubernetes.yaml":
-        spec = found["Job"]["spec"]
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        yield spec, [(f"tf2dist-{number}", {index: str(number)}) for number in range(spec["completions"])]
-    elif name == "trainjob.yaml":
-        trainer = found["TrainJob"]["spec"]["trainer"]
-        (child,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
-        (container,) = child["template"]["spec"]["template"]["spec"]["containers"]
-        container["command"] = trainer["command"]
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        pods = [(f"tf2dist-node-0-{number}", {index: str(number)}) for number in range(trainer["numNodes"])]
-        yield child["template"]["spec"], pods
-    else:
-        before = 0
-        for child in found["JobSet"]["spec"]["replicatedJobs"]:
-            index = "metadata.labels['jobset.sigs.k8s.io/job-global-index']"
-            its = range(child["replicas"])
-            pods = [(f"tf2dist-{child['name']}-{number}-0", {index: str(before + number)}) for number in its]
-            before += child["replicas"]
-            yield child["template"]["spec"], pods
-
-
-def expanded(words: list[str], values: Mapping[str, str]) -> list[str]:
-    """The words as Kubernetes fills them in."""
-    return [
-        re.sub(r"\$(\$|\((\w+)\))", lambda match: "$" if match[1] == "$" else values[match[2]], word) for word in words
-    ]
-
-
 @pytest.mark.parametrize("name", OF_PODS)
 def test_every_pod_finds_its_place_at_its_own_name(name: str) -> None:
     seen: list[tuple[Cluster, str]] = []
-    for spec, pods in jobs(name):
-        (container,) = spec["template"]["spec"]["containers"]
-        for host, fields in pods:
-            env = [one for one in container["env"] if "valueFrom" in one]
-            values = {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in env}
-            words = expanded(container["command"], values)
-            assert words[:3] == ["python", "-m", "tf2dist"]
-            config = load(words[3:], None)
-            cluster, task = find_place(config, {})
-            assert split(cluster.address(task)) == (f"{host}.tf2dist", 12000)
-            assert str(Path(str(config.run_dir)).parent) in [one["mountPath"] for one in container["volumeMounts"]]
-            seen.append((cluster, str(task)))
+    for pod in pods_of((RENDERED / name).read_text()):
+        assert pod.command[:3] == ["python", "-m", "tf2dist"]
+        config = load(pod.command[3:], None)
+        cluster, task = find_place(config, pod.env)
+        assert split(cluster.address(task)) == (pod.address, 12000)
+        assert str(Path(str(config.run_dir)).parent) == pod.mounts["runs"]
+        assert pod.env["TF2DIST_TOKEN_FILE"] == f"{pod.mounts['token']}/token"
+        assert config.startup_timeout_secs == 600
+        assert of_engine(pod.env) == "ranks", "for calls of fit"
+        seen.append((cluster, str(task)))
     expected = ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert [task for _, task in seen] == (expected if name == "jobset.yaml" else ["worker-0", "worker-1"])
     assert all(cluster == seen[0][0] for cluster, _ in seen)
@@ -209,8 +170,8 @@ def test_every_pod_finds_its_place_at_its_own_name(name: str) -> None:
 @pytest.mark.parametrize("name", OF_PODS)
 def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
     """The rules that no schema has."""
-    found = manifests(name)
-    for spec, _ in jobs(name):
+    found = manifests(text := (RENDERED / name).read_text())
+    for spec, _ in jobs(text):
         pod, rules = spec["template"]["spec"], spec["podFailurePolicy"]["rules"]
         assert pod["restartPolicy"] == "Never", "the only one with a podFailurePolicy"
         names = [container["name"] for container in pod["containers"]]
@@ -226,7 +187,7 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
         (claim,) = [one["persistentVolumeClaim"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
         assert claim["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
         (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
-        assert f"kubectl create secret generic {secret['secretName']} " in (RENDERED / name).read_text()
+        assert f"kubectl create secret generic {secret['secretName']} " in text
         assert not secret["defaultMode"] & (stat.S_IROTH | stat.S_IWOTH)
         assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     if name == "kubernetes.yaml":
@@ -239,7 +200,7 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
 def test_only_workers_have_gpus() -> None:
     of_pods = {
         child["name"]: child["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]
-        for child in manifests("jobset.yaml")["JobSet"]["spec"]["replicatedJobs"]
+        for child in manifests((RENDERED / "jobset.yaml").read_text())["JobSet"]["spec"]["replicatedJobs"]
     }
     assert {job: "limits" in its for job, its in of_pods.items()} == {"chief": False, "ps": False, "worker": True}
     services = yaml.safe_load((RENDERED / "compose.yaml").read_text())["services"]
@@ -252,7 +213,7 @@ def test_only_workers_have_gpus() -> None:
 
 
 def test_a_lost_worker_of_a_job_set_returns_alone() -> None:
-    spec = manifests("jobset.yaml")["JobSet"]["spec"]
+    spec = manifests((RENDERED / "jobset.yaml").read_text())["JobSet"]["spec"]
     assert spec["failurePolicy"]["rules"][1:] == [
         {"name": "lostWorker", "action": "RestartJob", "targetReplicatedJobs": ["worker"]}
     ]
@@ -263,10 +224,10 @@ def test_a_lost_worker_of_a_job_set_returns_alone() -> None:
 @pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
 def test_the_schemas_of_kubernetes_accept_it(name: str, version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    for kind, document in manifests(name).items():
+    for kind, document in manifests(text := (RENDERED / name).read_text()).items():
         if kind not in ("JobSet", "TrainJob", "TrainingRuntime"):  # not Kubernetes' own
             validator.validate(document, version, strict=True)
-    for spec, _ in jobs(name):
+    for spec, _ in jobs(text):
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "its"}, "spec": spec}
         validator.validate(job, version, strict=True)
 
@@ -275,7 +236,7 @@ def test_every_service_of_compose_finds_its_place() -> None:
     services = yaml.safe_load((RENDERED / "compose.yaml").read_text())["services"]
     for name, service in services.items():
         words = [word.replace("$$", "$") for word in service["entrypoint"]]
-        cluster, task = find_place(load(words[3:], None), {})
+        cluster, task = find_place(load(words[3:], None), service["environment"])
         assert str(task) == name == service["hostname"]
         assert split(cluster.address(task)) == (name, 12000)
         assert service["stop_grace_period"] == "50s", "grace_secs=20, and more"
@@ -301,7 +262,7 @@ def test_options_arrive_as_the_user_has_written_them(
     else:
         (*_, document) = yaml.safe_load_all(text)
         container = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-        words = expanded(container["command"], {"JOB_GLOBAL_INDEX": "0"})
+        words = [expanded(word, {}) for word in container["command"]]
     assert [word for word in words if word in options] == options
 
 

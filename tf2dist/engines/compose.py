@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tf2dist.cluster import ranks
 from tf2dist.cluster.spec import Task
 from tf2dist.engines.pods import dump
 from tf2dist.engines.request import JobRequest
@@ -19,13 +20,17 @@ def render(request: JobRequest) -> str:
 
 
 def service(request: JobRequest, rank: int, task: Task) -> dict[str, Any]:
-    command = request.command_of_rank([str(each) for each in request.tasks], str(rank))
+    hosts = [str(each) for each in request.tasks]
     return {
         "image": request.image,
         "hostname": str(task),
         # Compose fills in variables, and takes $$ for $.
-        "entrypoint": [word.replace("$", "$$") for word in command],
-        "environment": {"TF2DIST_TOKEN": "${TF2DIST_TOKEN:?make one with openssl rand -hex 32}"},
+        "entrypoint": [word.replace("$", "$$") for word in request.container_command()],
+        "environment": {
+            ranks.OWN[0]: request.addresses(hosts),
+            ranks.OWN[1]: str(rank),
+            "TF2DIST_TOKEN": "${TF2DIST_TOKEN:?make one with openssl rand -hex 32}",
+        },
         "volumes": [f"runs:{request.mounted_run_dir.parent}"],
         "restart": f"on-failure:{request.restarts}",
         "stop_grace_period": f"{request.stop_secs}s",

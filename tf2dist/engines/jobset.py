@@ -4,7 +4,7 @@ from tf2dist.engines import pods
 from tf2dist.engines.request import JobRequest, check_mode
 
 # Counts the child Jobs in the order of their kinds below, which is that of the ranks.
-GLOBAL_INDEX: pods.Rank = ("JOB_GLOBAL_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-global-index']")
+GLOBAL_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-global-index']"
 
 
 def render(request: JobRequest) -> str:
@@ -19,7 +19,7 @@ def render(request: JobRequest) -> str:
 
 def job_set(request: JobRequest) -> tuple[str, pods.Manifest]:
     tasks = request.tasks
-    addresses = [f"{request.name}-{task.job}-{task.index}-0.{request.name}" for task in tasks]
+    hosts = [f"{request.name}-{task.job}-{task.index}-0.{request.name}" for task in tasks]
     counts = {task.job: task.index + 1 for task in tasks}
     comment = "Needs JobSet 0.12 or later, for RestartJob. Fill in an image that your nodes can pull."
     spec = {
@@ -33,13 +33,13 @@ def job_set(request: JobRequest) -> tuple[str, pods.Manifest]:
                 {"name": "lostWorker", "action": "RestartJob", "targetReplicatedJobs": ["worker"]},
             ],
         },
-        "replicatedJobs": [child(request, job, count, addresses) for job, count in counts.items()],
+        "replicatedJobs": [child(request, job, count, hosts) for job, count in counts.items()],
     }
     meta = pods.metadata(request, queued=True)
     return comment, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec}
 
 
-def child(request: JobRequest, job: str, count: int, addresses: list[str]) -> pods.Manifest:
+def child(request: JobRequest, job: str, count: int, hosts: list[str]) -> pods.Manifest:
     """The child Jobs of one kind, of one pod each; it is the JobSet that starts them again."""
     spec = {
         "completionMode": "Indexed",
@@ -47,6 +47,6 @@ def child(request: JobRequest, job: str, count: int, addresses: list[str]) -> po
         "parallelism": 1,
         "backoffLimit": 0,
         "podFailurePolicy": pods.pod_failure_policy(job),
-        "template": pods.pod(request, pods.container(request, job, job, addresses, GLOBAL_INDEX)),
+        "template": pods.pod(request, pods.container(request, job, job, hosts, GLOBAL_INDEX)),
     }
     return {"name": job, "replicas": count, "template": {"spec": spec}}

@@ -17,8 +17,8 @@ def render(request: JobRequest) -> str:
 
 def job(request: JobRequest) -> tuple[str, pods.Manifest]:
     count = len(request.tasks)
-    addresses = [f"{request.name}-{index}.{request.name}" for index in range(count)]
-    template = pods.pod(request, pods.container(request, "worker", "worker", addresses))
+    hosts = [f"{request.name}-{index}.{request.name}" for index in range(count)]
+    template = pods.pod(request, pods.container(request, "worker", "worker", hosts))
     template["spec"]["subdomain"] = request.name  # that of the Service
     spec = {
         "completionMode": "Indexed",

@@ -5,13 +5,15 @@ from typing import Any
 
 import yaml
 
+from tf2dist.cluster import ranks
+from tf2dist.config.schema import RunConfig
 from tf2dist.engines.request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest
 
 Manifest = dict[str, Any]
 TOKEN_DIR = "/etc/tf2dist"
 USER = 1000  # of the image
-Rank = tuple[str, str]  # the variable that holds it, and the field of the pod from which it comes
-INDEX: Rank = ("JOB_COMPLETION_INDEX", "metadata.annotations['batch.kubernetes.io/job-completion-index']")
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"  # the field of a pod with its rank in a Job
+START_SECS = 600  # in which all pods must have started: some may wait for a node, and a node for the image
 MEMORY = "2Gi"  # what a task needs at least, with TensorFlow
 
 
@@ -107,15 +109,20 @@ def pod(request: JobRequest, container: Manifest) -> Manifest:
     return {"metadata": {"labels": labels(request)}, "spec": spec}
 
 
-def container(request: JobRequest, name: str, job: str, addresses: Sequence[str], rank: Rank = INDEX) -> Manifest:
-    """The container of the tasks of one job."""
-    variable, field = rank
+def container(request: JobRequest, name: str, job: str, hosts: Sequence[str], rank: str = INDEX) -> Manifest:
+    """The container of the tasks of one job.
+
+    Args:
+        hosts: the names of all pods, by rank.
+        rank: the field of the pod that holds its rank.
+    """
     return {
         "name": name,
         "image": request.image,
-        "command": command(request, addresses, variable),
+        "command": command(request),
         "env": [
-            {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": field}}},
+            {"name": ranks.OWN[0], "value": request.addresses(hosts)},
+            {"name": ranks.OWN[1], "valueFrom": {"fieldRef": {"fieldPath": rank}}},
             {"name": "TF2DIST_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"},
         ],
         "resources": resources(request, job),
@@ -127,10 +134,12 @@ def container(request: JobRequest, name: str, job: str, addresses: Sequence[str]
     }
 
 
-def command(request: JobRequest, addresses: Sequence[str], variable: str) -> list[str]:
-    # Kubernetes fills in $(NAME), and takes $$ for $.
-    *words, rank = [word.replace("$", "$$") for word in request.command_of_rank(addresses, f"$({variable})")]
-    return [*words, rank.replace("$$", "$")]
+def command(request: JobRequest) -> list[str]:
+    is_default = request.config.startup_timeout_secs == RunConfig().startup_timeout_secs
+    is_given = any(argument.startswith("startup_timeout_secs=") for argument in request.arguments)
+    options = [f"startup_timeout_secs={START_SECS}"] if is_default and not is_given else []
+    # Kubernetes takes $$ for $, and fills in $(NAME).
+    return [word.replace("$", "$$") for word in request.container_command(*options)]
 
 
 def resources(request: JobRequest, job: str) -> Manifest:

@@ -15,6 +15,7 @@ LOST = (137, 138)  # by SIGKILL, and of the tasks that have lost another one
 STOPPED = 143  # saved after SIGTERM: by an eviction, a time limit or the user
 SECS_BEYOND_GRACE = 30  # for ending the processes and for the last messages
 RUNS = PurePosixPath("/runs")  # where containers have their run directories
+MAX_VARIABLE = 128_000  # characters of an environment variable: 128 KiB, with its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,24 @@ class JobRequest:
     def command(self, *more: str) -> list[str]:
         return ["python", "-m", "tf2dist", *self.arguments, *more]
 
-    def command_of_rank(self, addresses: Sequence[str], rank: str) -> list[str]:
-        """The command of one task in a container, whose run directory is in the mounted volume. The rank is last."""
+    def container_command(self, *options: str) -> list[str]:
+        """The command of every task in a container, whose run directory is in the mounted volume."""
         run_dir = [] if self.config.run_dir else [f"run_dir={self.mounted_run_dir}"]
-        return self.command(
-            *run_dir, "cluster=ranks", f"cluster.addresses=[{','.join(addresses)}]", f"cluster.rank={rank}"
-        )
+        return self.command(*run_dir, *options, "cluster=ranks")
+
+    def addresses(self, hosts: Sequence[str]) -> str:
+        """The variable that tells the tasks in containers the names of all, by rank.
+
+        Raises:
+            ConfigError: there are too many of them.
+        """
+        text = ",".join(hosts)
+        if len(text) > MAX_VARIABLE:
+            raise ConfigError(
+                f"cluster.num_workers ({self.num_workers}): the addresses of all tasks have {len(text):,} characters, "
+                f"of which Linux takes {MAX_VARIABLE:,}; give fewer, or a shorter --name"
+            )
+        return text
 
     @property
     def mounted_run_dir(self) -> PurePosixPath:

@@ -19,12 +19,12 @@ def render(request: JobRequest) -> str:
 
 
 def container(request: JobRequest) -> pods.Manifest:
-    addresses = [f"{request.name}-{NODE}-0-{index}.{request.name}" for index in range(len(request.tasks))]
-    return pods.container(request, NODE, "worker", addresses)
+    hosts = [f"{request.name}-{NODE}-0-{index}.{request.name}" for index in range(len(request.tasks))]
+    return pods.container(request, NODE, "worker", hosts)
 
 
 def runtime(request: JobRequest) -> tuple[str, pods.Manifest]:
-    """What does not change from one TrainJob to the next."""
+    """The pods, without what the Trainer takes from the TrainJob."""
     child = {
         "completionMode": "Indexed",
         "backoffLimit": request.restarts * len(request.tasks),
