@@ -1,7 +1,7 @@
-"""The pods of rendered manifests: what Kubernetes would start, and the same as processes on private hosts.
+"""What engines start, as processes on private hosts, and the pods of rendered manifests.
 
     with hosts(3) as made:
-        run = Pods(made, folder, text)
+        run = Pods(made, folder, pods_of(text))
         run.start("tf2dist-0", place=0)
         run.start("tf2dist-1", place=1)
 
@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,27 +31,25 @@ IN_POD = ("unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c",
 
 
 class Pod(NamedTuple):
-    """What Kubernetes makes of one pod of a template."""
+    """One task of an engine, in a container.
 
-    name: str  # of its host
-    job: dict[str, Any]  # the specification of its Job
+    Attributes:
+        name: of its host.
+        address: its name for the others; "" if they know only its address.
+        mounts: the paths of its volumes, by their names.
+        rules: of the podFailurePolicy of its Job.
+    """
+
+    name: str
+    address: str
     command: list[str]
     env: dict[str, str]
-
-    @property
-    def address(self) -> str:
-        """Its name in the network of its namespace."""
-        return f"{self.name}.tf2dist"
-
-    @property
-    def mounts(self) -> dict[str, str]:
-        """The paths of its volumes, by their names."""
-        (container,) = self.job["template"]["spec"]["containers"]
-        return {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    mounts: dict[str, str]
+    rules: Sequence[dict[str, Any]] = ()
 
     def action(self, code: int) -> str:
         """What the Job does when the container has ended with this code: a rule, or it counts as a failure."""
-        for rule in self.job["podFailurePolicy"]["rules"]:
+        for rule in self.rules:
             if code in rule["onExitCodes"]["values"]:
                 return str(rule["action"])
         return "Count" if code else "Complete"
@@ -94,7 +92,9 @@ def _pod(spec: dict[str, Any], name: str, fields: Mapping[str, str]) -> Pod:
     for one in container["env"]:
         is_field = "valueFrom" in one
         env[one["name"]] = fields[one["valueFrom"]["fieldRef"]["fieldPath"]] if is_field else one["value"]
-    return Pod(name, spec, [expanded(word, env) for word in container["command"]], env)
+    command = [expanded(word, env) for word in container["command"]]
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    return Pod(name, f"{name}.tf2dist", command, env, mounts, spec["podFailurePolicy"]["rules"])
 
 
 def expanded(word: str, env: Mapping[str, str]) -> str:
@@ -119,14 +119,14 @@ class Started:
 class Pods:
     """The pods of one run, their names and their volumes, which are folders."""
 
-    def __init__(self, made: Hosts, folder: Path, text: str) -> None:
+    def __init__(self, made: Hosts, folder: Path, pods: Sequence[Pod]) -> None:
         self.hosts, self.folder = made, folder
-        self.pods = {pod.name: pod for pod in pods_of(text)}
+        self.pods = {pod.name: pod for pod in pods}
         self.running: dict[str, Started] = {}
         self._all: list[Started] = []
         self._addresses: dict[str, str] = {}
-        (folder / "runs").mkdir()
-        (folder / "token").mkdir()
+        for volume in ("runs", "token"):
+            (folder / volume).mkdir()
         (folder / "token" / "token").touch(mode=0o440)
         (folder / "token" / "token").write_text("of sixteen or more characters")
         self._names = folder / "names"
@@ -160,6 +160,8 @@ class Pods:
 
     def publish(self, name: str, place: int) -> None:
         """Makes the name of a pod lead to a place."""
+        if not self.pods[name].address:
+            return
         self._addresses[self.pods[name].address] = self.hosts[place].address
         self._write_names()
 
