@@ -9,7 +9,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -195,6 +197,10 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
         assert pod["subdomain"] == service["metadata"]["name"]
         assert service["spec"]["selector"].items() <= labels
         assert spec["backoffLimit"] == 20, "restarts times tasks"
+    else:
+        runtime = found["JobSet"]["spec"] if "JobSet" in found else found["TrainingRuntime"]["spec"]["template"]["spec"]
+        assert runtime["network"]["subdomain"] == "tf2dist", "that of the addresses"
+        assert runtime["network"]["enableDNSHostnames"]
 
 
 def test_only_workers_have_gpus() -> None:
@@ -230,6 +236,47 @@ def test_the_schemas_of_kubernetes_accept_it(name: str, version: str) -> None:
     for spec, _ in jobs(text):
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "its"}, "spec": spec}
         validator.validate(job, version, strict=True)
+
+
+MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+}
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_job_set_and_trainer_know_every_field(name: str) -> None:
+    """The models of their API let unknown ones pass by themselves."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    documents = manifests((RENDERED / name).read_text())
+    own = {kind: document for kind, document in documents.items() if kind in MODELS}
+    assert own
+    for kind, document in own.items():
+        assert list(unknown_fields(getattr(models, MODELS[kind]), document)) == []
+    document["spec"]["typo"] = 1
+    assert list(unknown_fields(getattr(models, MODELS[kind]), document)) == ["typo"]
+
+
+def unknown_fields(model: Any, tree: dict[str, Any]) -> Iterator[str]:
+    """The names in a document that no field of a pydantic model has, at any depth."""
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    for name, value in tree.items():
+        if name not in fields:
+            yield name
+            continue
+        inner = model_in(fields[name].annotation)
+        # A quantity, such as 2Gi, is a number or a text to the API.
+        for one in value if isinstance(value, list) else [value]:
+            if inner and isinstance(one, dict) and "actual_instance" not in inner.model_fields:
+                yield from unknown_fields(inner, one)
+
+
+def model_in(annotation: Any) -> Any:
+    """The model in an annotation such as list[Model] | None; None without one."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := model_in(part))), None)
 
 
 def test_every_service_of_compose_finds_its_place() -> None:
