@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -16,13 +17,15 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from tests.conftest import PAGES
+from tests.conftest import PAGES, REPOSITORY
 from tests.pods import expanded, jobs, manifests, pods_of
 from tf2dist import render
 from tf2dist.cluster.addresses import split
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.load import load
+from tf2dist.engines import pods
+from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError
 
 RENDERED = Path(__file__).parent / "rendered"
@@ -388,3 +391,14 @@ def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="there is no sbatch here; use --out FILE"):
         render.run(["slurm", "--submit"])
+
+
+def test_the_image_is_for_the_user_of_the_manifests() -> None:
+    """And has the files that installing the package needs."""
+    text = (REPOSITORY / "Containerfile").read_text()
+    assert re.findall(r"^USER (\d+)$", text, re.MULTILINE) == [str(pods.USER)]
+    copied = [name for line in re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE) for name in line.split()]
+    assert all((REPOSITORY / name).exists() for name in copied), copied
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], *project["license-files"]} <= set(copied)
+    assert f"--tag {JobRequest.image} " in text
