@@ -35,7 +35,7 @@ PODS = ("--gpus", "1", "--cpus", "4", "--memory", "16Gi", "--image", "registry.e
 CASES = {
     "slurm.sh": ("slurm", *ASYNC, "--cpus", "4", "--line", "#SBATCH --partition=gpu"),
     "slurm_gpus.sh": ("slurm", *SYNC, "run_dir=runs/mine", "--gpus", "2", "--restarts", "3", "--name", "mine"),
-    "kubernetes.yaml": ("kubernetes", *SYNC, *PODS),
+    "kubernetes.yaml": ("kubernetes", *SYNC, *PODS, "--gpus", "2"),
     "jobset.yaml": ("jobset", *ASYNC, *PODS),
     "trainjob.yaml": ("trainjob", *SYNC, *PODS),
     "compose.yaml": ("compose", *ASYNC, "--gpus", "1", "--memory", "4Gi", "grace_secs=20"),
@@ -221,6 +221,13 @@ def test_only_workers_have_gpus() -> None:
     assert numbers == {"worker-0": ["0"], "worker-1": ["1"], "worker-2": ["2"]}
 
 
+def test_the_gpus_of_a_container_can_be_connected() -> None:
+    """NCCL does so through /dev/shm."""
+    (pod, *_) = pods_of((RENDERED / "kubernetes.yaml").read_text())
+    assert pod.mounts["shm"] == "/dev/shm"
+    assert "shm" not in pods_of((RENDERED / "jobset.yaml").read_text())[-1].mounts, "of one GPU"
+
+
 def test_a_lost_worker_of_a_job_set_returns_alone() -> None:
     spec = manifests((RENDERED / "jobset.yaml").read_text())["JobSet"]["spec"]
     assert spec["failurePolicy"]["rules"][1:] == [
@@ -346,6 +353,10 @@ REFUSED = {
     ("slurm", "--gpu", "1"): "--gpu",
     ("kubernetes", "mode=async"): r"mode \(async\): is not for this engine; render jobset",
     ("jobset", "mode=sync"): "render kubernetes",
+    (
+        "jobset",
+        "cluster.num_workers=9000",
+    ): "addresses of all tasks have 2.*,... characters, of which Linux takes 128,000",
     ("kubernetes", "mode=sync", "run_dir=runs/a"): r"run_dir \(runs/a\): .*give a path such as /runs/a",
     ("kubernetes", "mode=sync", "--name", "A"): "--name .A.: must be small letters",
     ("kubernetes", "mode=sync", "--memory", "lots"): "--memory .lots.: must be a size such as 8Gi",

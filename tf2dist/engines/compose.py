@@ -48,5 +48,6 @@ def limits(request: JobRequest, task: Task) -> dict[str, Any]:
     return {
         **({"cpus": request.cpus} if request.cpus else {}),
         **({"mem_limit": request.memory.replace("i", "").lower()} if request.memory else {}),
+        **({"shm_size": "1gb"} if request.gpus > 1 else {}),  # NCCL connects GPUs through it, and 64 MB do not do
         **({"deploy": {"resources": {"reservations": devices}}} if gpus else {}),
     }

@@ -13,6 +13,7 @@ Manifest = dict[str, Any]
 TOKEN_DIR = "/etc/tf2dist"
 USER = 1000  # of the image
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"  # the field of a pod with its rank in a Job
+SHM = {"name": "shm", "mountPath": "/dev/shm"}  # through which NCCL connects GPUs; runtimes give it 64 MB otherwise
 START_SECS = 600  # in which all pods must have started: some may wait for a node, and a node for the image
 MEMORY = "2Gi"  # what a task needs at least, with TensorFlow
 
@@ -104,6 +105,7 @@ def pod(request: JobRequest, container: Manifest) -> Manifest:
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": f"{request.name}-runs"}},
             {"name": "token", "secret": {"secretName": f"{request.name}-token", "defaultMode": 0o440}},
+            *([{"name": "shm", "emptyDir": {"medium": "Memory"}}] if SHM in container["volumeMounts"] else []),
         ],
     }
     return {"metadata": {"labels": labels(request)}, "spec": spec}
@@ -130,6 +132,7 @@ def container(request: JobRequest, name: str, job: str, hosts: Sequence[str], ra
         "volumeMounts": [
             {"name": "runs", "mountPath": str(request.mounted_run_dir.parent)},
             {"name": "token", "mountPath": TOKEN_DIR, "readOnly": True},
+            *([SHM] if job == "worker" and request.gpus > 1 else []),
         ],
     }
 
