@@ -127,9 +127,9 @@ def test_the_command_trains_to_the_end(places: Hosts, tmp_path: Path, engine: st
     assert_exact(run, worker=2, ps=1)
 
 
-@pytest.mark.parametrize("engine", ["SkyPilot"])
-def test_a_synchronous_run(places: Hosts, tmp_path: Path, engine: str) -> None:
-    its = pods(engine, *SMALL, "mode=sync")
+@pytest.mark.slow
+def test_a_synchronous_run(places: Hosts, tmp_path: Path) -> None:
+    its = pods("SkyPilot", *SMALL, "mode=sync")
     two = [pod._replace(env=pod.env | {"SKYPILOT_NODE_IPS": "\n".join(IPS[:2])}) for pod in its[:2]]
     run = Pods(places, tmp_path, two)
     run.start_all()
