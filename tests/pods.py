@@ -156,6 +156,8 @@ class Pods:
 
     def start_all(self, first_place: int = 0) -> None:
         for number, name in enumerate(self.pods):
+            self.publish(name, first_place + number)
+        for number, name in enumerate(self.pods):
             self.start(name, first_place + number)
 
     def publish(self, name: str, place: int) -> None:

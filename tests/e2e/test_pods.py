@@ -85,9 +85,11 @@ def test_sync_pods_one_lost_and_one_evicted(places: Hosts, tmp_path: Path) -> No
     codes = run.codes()
     assert codes == {leader: 138, other: 137}, str(run)
     assert run.actions(codes) == {leader: "Count", other: "Count"}
-    # Both are made anew. The name server still has the address of the pod that is gone.
-    run.start(leader, place=2)
+    # Both are made anew, the leader at the address of the pod that is gone, which the name server still has for that.
+    run.start(leader, place=1)
     run.start(other, place=3, stale=True)
+    words = "waiting for the name of worker-1, tf2dist-1.tf2dist, to lead to another host than this one"
+    run.wait("the leader waits", lambda: words in run.running[leader].output)
     run.wait(
         "it waits", lambda: "waiting for this host's own name tf2dist-1.tf2dist to lead" in run.running[other].output
     )

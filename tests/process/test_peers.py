@@ -107,7 +107,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 def look(*addresses):
     try:
-        reachability.check_no_alias(Cluster("sync", {"worker": addresses}), Task("worker", 0))
+        reachability.check_no_alias(Cluster("sync", {"worker": addresses}), Task("worker", 0), 600.0, print)
     except ClusterError as error:
         print(error)
 look("one:2222", "two:2222", "no-such-host.invalid:2222", "other:2223")

@@ -36,11 +36,10 @@ def wait_for_own_name(
     # In Kubernetes the name of a pod is published only some seconds after the pod has started, and until then leads to
     # the pod that it replaces.
     host, _ = split(cluster.address(task))
-    is_our_name = host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
     wait = Wait(timeout_secs, notify, FIRST_LINE_SECS)
     while True:
         ips = ask_all(lambda _: ips_of(host), [task], wait.deadline - time.monotonic()).get(task)
-        if ips and not (must_lead_here and is_our_name and not any(map(_is_own, ips))):
+        if ips and not (must_lead_here and _is_name_of_this_host(host) and not any(map(_is_own, ips))):
             return
         if wait.is_over and ips:
             return  # the check of the address says what is wrong
@@ -53,32 +52,50 @@ def wait_for_own_name(
         time.sleep(LOOK_UP_EVERY_SECS)
 
 
+def _is_name_of_this_host(host: str) -> bool:
+    """Whether a name is the one that this host has given itself, so that a record of it that leads elsewhere is old."""
+    return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
+
+
 def _is_own(ip: Ip) -> bool:
     """Whether an address is one of this host."""
     return _bind_error(socket.AF_INET if ip.version == 4 else socket.AF_INET6, (str(ip), 0)) == 0
 
 
-def check_no_alias(cluster: Cluster, task: Task) -> None:
+def check_no_alias(cluster: Cluster, task: Task, timeout_secs: float, notify: Callable[[str], None]) -> None:
     """Checks that no other task has this task's address under another name; names that are still unknown pass.
 
     Raises:
         ClusterError: two tasks have the same address and port.
     """
+    # In Kubernetes a new pod may have the address of one that is gone, to which the name of that one leads for a while.
+    host, _ = split(cluster.address(task))
+    wait = Wait(timeout_secs if _is_name_of_this_host(host) else 0.0, notify, FIRST_LINE_SECS)
+    while alias := _alias(cluster, task):
+        other, ip = alias
+        if wait.is_over:
+            raise ClusterError(
+                f"{cluster.label(other)}: is {ip}, the same address as {cluster.label(task)}; every task needs its own"
+            )
+        wait.notify(f"the name of {other}, {split(cluster.address(other))[0]}, to lead to another host than this one")
+        time.sleep(LOOK_UP_EVERY_SECS)
+
+
+def _alias(cluster: Cluster, task: Task) -> tuple[Task, str] | None:
+    """Another task with the port and an address of this one, and that address."""
     _, port = split(cluster.address(task))
     # Only a task with the same port can have the same address, so most clusters need no look-up here.
     same_port = [other for other in cluster.tasks if other != task and split(cluster.address(other))[1] == port]
     if not same_port:
-        return
+        return None
     compared = [task, *same_port[:MAX_LOOKED_UP]]
     ips = ask_all(lambda candidate: ips_of(split(cluster.address(candidate))[0]), compared, ALIAS_SECS)
     # A task whose name was not resolved in time has no addresses here, and passes.
     own_ips = set(ips.get(task, []))
     for other in same_port:
         if shared := sorted(map(str, own_ips & set(ips.get(other, [])))):
-            raise ClusterError(
-                f"{cluster.label(other)}: is {shared[0]}, the same address as {cluster.label(task)}; "
-                "every task needs its own"
-            )
+            return other, shared[0]
+    return None
 
 
 def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: float) -> dict[Task, Answer]:

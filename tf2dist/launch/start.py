@@ -119,7 +119,7 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
     wait_for_own_name(cluster, task, config.startup_timeout_secs, console.note, must_lead_here=checked)
     check_not_public(cluster, task, allow_public=config.cluster.allow_public)
     if checked:
-        check_no_alias(cluster, task)
+        check_no_alias(cluster, task, config.startup_timeout_secs, console.note)
         check_own_address(cluster, task)
 
 
