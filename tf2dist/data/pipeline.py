@@ -102,6 +102,7 @@ class RangePipeline:
 
     def __init__(self, examples: Arrays) -> None:
         self._examples = examples
+        self._rows = np.empty(0, np.int32)  # to be gathered next
         self._lock = threading.Lock()
 
     def take(self, ranges: np.ndarray, order: ExampleOrder) -> list[np.ndarray]:
@@ -111,20 +112,24 @@ class RangePipeline:
             ranges: see `passes`; int64 [ranges, 2].
         """
         with self._lock:
-            rows, gathered = self._pipeline
-            rows.assign(np.concatenate([order.rows(int(first), int(last)) for first, last in ranges]))
-            return list(next(gathered))
+            self._rows = np.concatenate([order.rows(int(first), int(last)) for first, last in ranges])
+            return list(next(self._gathered))
 
-    # Not before the first call: connecting to a cluster ends what the process has in TensorFlow's runtime.
+    # Not before the first call: connecting to a cluster ends the iterators of the process.
     @functools.cached_property
-    def _pipeline(self) -> tuple[tf.Variable, Iterator[tuple[np.ndarray, ...]]]:
+    def _gathered(self) -> Iterator[tuple[np.ndarray, ...]]:
         with tf.device("CPU:0"):
             take = of_arrays(self._examples)
-            # A variable hands the rows over: a Python function in the pipeline would wait for the interpreter's lock.
-            rows = tf.Variable(tf.zeros([0], tf.int32), trainable=False, shape=[None])
-            gather = NO_AUTOGRAPH(lambda _: tuple(take(rows.read_value())))
+
+            @NO_AUTOGRAPH
+            def gather(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+                # Neither a queue nor a variable of TensorFlow: a process that connects to one cluster after another,
+                # as tests do, loses them, and the iterator would go on with the old one.
+                rows = tf.numpy_function(lambda: self._rows, [], tf.int32)
+                return tuple(take(tf.ensure_shape(rows, [None])))
+
             endless = tf.data.Dataset.range(np.iinfo(np.int64).max)
-            return rows, iter(endless.map(gather).with_options(_options()).as_numpy_iterator())
+            return iter(endless.map(gather).with_options(_options()).as_numpy_iterator())
 
 
 def rows_and_weights(sharding: Sharding, first: tf.Tensor, last: tf.Tensor, shard: int) -> tuple[tf.Tensor, tf.Tensor]:
