@@ -101,13 +101,13 @@ for verbose in (0, 1, 2):
     assert epochs == ["epoch 1/4", "epoch 2/4"], "each is told once"
     assert "EarlyStopping ended the run in epoch 2 of 4" in progress[1]
     last = progress[1][-4]
-    assert last.startswith("step 12/12  loss "), "the run ends here, so nothing is left"
+    assert last.startswith("step 10/10  loss "), "the run ends here, so nothing is left"
     (rate,) = re.findall(r" ([\d.,]+) steps/s", last)
-    assert f", 12 steps at {rate}/s (" in progress[1][-3]
+    assert f", 10 steps at {rate}/s (" in progress[1][-3]
     assert Path(progress[1][-1]).parent == tmp_path / "outputs"
     assert lines[1] == []
     assert lines[0][0] == "Epoch 1/4"
-    assert lines[0][1].startswith("6/6 - ")
+    assert lines[0][1].startswith("5/5 - ")
     assert " - loss: " in lines[0][1]
 
 
