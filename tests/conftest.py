@@ -52,7 +52,7 @@ def pytest_unconfigure() -> None:
 def ports_of_tasks(count: int) -> list[int]:
     """Unused ports whose control ports are unused too; control ports lie in the odd thousands, these ports do not."""
     even = (port for port in linux.unused_ports(512) if port // SHIFT % 2 == 0)
-    return list(itertools.islice((port for port in even if linux._is_free(port + SHIFT)), count))
+    return list(itertools.islice((port for port in even if linux.is_free(port + SHIFT)), count))
 
 
 @pytest.fixture(scope="session")

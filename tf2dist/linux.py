@@ -116,10 +116,10 @@ def unused_ports(count: int) -> list[int]:
     first_ephemeral = (ephemeral_ports() or DEFAULT_EPHEMERAL_PORTS)[0]
     candidates = list(range(10_000, max(first_ephemeral, 20_000)))
     random.SystemRandom().shuffle(candidates)
-    return list(itertools.islice(filter(_is_free, candidates), count))
+    return list(itertools.islice(filter(is_free, candidates), count))
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
     """Whether no process listens there, by IPv6 or IPv4; a kernel may have only one of the two."""
     for family in (socket.AF_INET6, socket.AF_INET):
         try:

@@ -1,12 +1,13 @@
 """``python -m tf2dist.render ENGINE [options]``
 
-Prints what an engine must be told to start this run: a script for SLURM, manifests for Kubernetes, or a file for
-Compose. ENGINE is one of
+Prints what an engine must be told to start this run: a script for SLURM or Ray, manifests for Kubernetes, or a
+file for Compose. ENGINE is one of
 
     slurm         a script for sbatch
     kubernetes    an Indexed Job, for mode=sync
     jobset        a JobSet, for the modes with parameter servers
     trainjob      a TrainJob of Kubeflow Trainer 2, for mode=sync
+    ray           a program for Ray Train
     compose       a file for Docker Compose, all on one machine
 
 The options are those of python -m tf2dist, and become part of the command. cluster.num_workers and cluster.num_ps give
@@ -14,14 +15,15 @@ the number of tasks. Flags of the request itself:
 
     --name NAME         of the job (tf2dist)
     --restarts N        how often the engine starts lost tasks again (10)
-    --gpus N            of each worker; with slurm of each task
+    --gpus N            of each worker; with slurm and ray of each task
     --cpus N            the same for cores
-    --memory SIZE       of each worker, such as 8Gi; not with slurm
-    --image IMAGE       that has tf2dist; not with slurm
+    --memory SIZE       of each worker, such as 8Gi; not with slurm and ray
+    --image IMAGE       that has tf2dist; not with slurm and ray
     --queue NAME        of Kueue, with kubernetes, jobset and trainjob
     --line LINE         with slurm, any number of times: one more line, such as '#SBATCH --partition=gpu'
     --out FILE          write it to a new file
-    --submit            also hand it to sbatch, kubectl or docker compose, exactly as printed
+    --submit            also hand it to sbatch, kubectl, ray job submit or docker compose, exactly as
+                        printed
 
     python -m tf2dist.render slurm mode=sync cluster.num_workers=8 --gpus 1 --line '#SBATCH --time=8:00:00' --submit
     python -m tf2dist.render jobset mode=async cluster.num_workers=8 cluster.num_ps=2 --out job.yaml
@@ -32,6 +34,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -41,7 +44,7 @@ from tf2dist.cluster.spec import ALL_JOBS
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig
-from tf2dist.engines import compose, jobset, kubernetes, slurm, trainjob
+from tf2dist.engines import compose, jobset, kubernetes, ray, slurm, trainjob
 from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.launch.command import report
@@ -79,6 +82,7 @@ class Engine(NamedTuple):
     render: Callable[[JobRequest], str]
     submit: Sequence[str]  # the command that takes the text from its standard input
     flags: Sequence[str]  # of those that not every engine has
+    file: str | None = None  # in which the command looks for the text instead, in the working directory
 
 
 ENGINES = {
@@ -86,6 +90,12 @@ ENGINES = {
     "kubernetes": Engine(kubernetes.render, KUBECTL, OF_PODS),
     "jobset": Engine(jobset.render, KUBECTL, OF_PODS),
     "trainjob": Engine(trainjob.render, KUBECTL, OF_PODS),
+    "ray": Engine(
+        ray.render,
+        ("ray", "job", "submit", "--no-wait", "--working-dir", ".", "--", "python", ray.FILE),
+        ("gpus", "cpus"),
+        ray.FILE,
+    ),
     "compose": Engine(
         compose.render,
         ("docker", "compose", "--file", "-", "up", "--detach"),
@@ -121,7 +131,7 @@ def run(arguments: list[str]) -> int:
         write(text, own.out)
     else:
         print(text, end="", flush=True)
-    return submit(text, engine.submit) if own.submit else 0
+    return submit(text, engine) if own.submit else 0
 
 
 def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -202,13 +212,16 @@ def write(text: str, path: str) -> None:
         raise ConfigError(f"--out ({path}): cannot be written ({reason}); name a new file") from None
 
 
-def submit(text: str, command: Sequence[str]) -> int:
+def submit(text: str, engine: Engine) -> int:
     """Hands over the text; returns the exit code of the command. Raises ConfigError."""
-    if not shutil.which(command[0]):
-        raise ConfigError(
-            f"--submit: there is no {command[0]} here; use --out FILE, and submit that where there is one"
-        )
-    return subprocess.run(command, input=text, text=True, check=False).returncode
+    program = engine.submit[0]
+    if not shutil.which(program):
+        raise ConfigError(f"--submit: there is no {program} here; use --out FILE, and submit that where there is one")
+    if engine.file is None:
+        return subprocess.run(engine.submit, input=text, text=True, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / engine.file).write_text(text, encoding="utf-8")
+        return subprocess.run(engine.submit, cwd=folder, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_a_kernel_without_ipv6_has_ports_too(monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("", 0)) as server:
         monkeypatch.setattr(socket, "socket", NoIpv6)
         assert len(linux.unused_ports(8)) == 8
-        assert not linux._is_free(server.getsockname()[1])
+        assert not linux.is_free(server.getsockname()[1])
 
 
 def test_an_address_that_the_kernel_cannot_reach_is_retried() -> None:

@@ -1,5 +1,6 @@
 """`python -m tf2dist.render`: the text for each engine, and that its tasks find the places that it gives them."""
 
+import ast
 import contextlib
 import os
 import re
@@ -19,11 +20,14 @@ import yaml
 
 from tests.conftest import PAGES, REPOSITORY
 from tests.pods import expanded, jobs, manifests, pods_of
-from tf2dist import render
+from tf2dist import linux, render
 from tf2dist.cluster.addresses import split
+from tf2dist.cluster.ranks import distinct_addresses
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
+from tf2dist.cluster.tf_config import text_of
 from tf2dist.config.load import load
+from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.engines import pods
 from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError
@@ -32,12 +36,14 @@ RENDERED = Path(__file__).parent / "rendered"
 ASYNC = ("mode=async", "cluster.num_workers=3", "cluster.num_ps=2", "train.steps=1000")
 SYNC = ("mode=sync", "cluster.num_workers=2", "model=cnn", "optimizer.learning_rate=0.01")
 PODS = ("--gpus", "1", "--cpus", "4", "--memory", "16Gi", "--image", "registry.example/tf2dist:1", "--queue", "team")
+SHARED = "run_dir=/shared/runs/mine"
 CASES = {
     "slurm.sh": ("slurm", *ASYNC, "--cpus", "4", "--line", "#SBATCH --partition=gpu"),
     "slurm_gpus.sh": ("slurm", *SYNC, "run_dir=runs/mine", "--gpus", "2", "--restarts", "3", "--name", "mine"),
     "kubernetes.yaml": ("kubernetes", *SYNC, *PODS, "--gpus", "2"),
     "jobset.yaml": ("jobset", *ASYNC, *PODS),
     "trainjob.yaml": ("trainjob", *SYNC, *PODS),
+    "ray_job.py": ("ray", *ASYNC, SHARED, "--gpus", "1", "--cpus", "4", "--restarts", "3", "grace_secs=20"),
     "compose.yaml": ("compose", *ASYNC, "--gpus", "1", "--memory", "4Gi", "grace_secs=20"),
 }
 OF_PODS = ("kubernetes.yaml", "jobset.yaml", "trainjob.yaml")
@@ -299,14 +305,50 @@ def test_every_service_of_compose_finds_its_place() -> None:
         assert service["stop_grace_period"] == "50s", "grace_secs=20, and more"
 
 
+# Ray
+
+
+def options_of(text: str) -> list[str]:
+    """The options that the tasks of a script for Ray get."""
+    (found,) = re.findall(r"^OPTIONS = (\[.*?^\])$", text, re.M | re.S)
+    words: list[str] = ast.literal_eval(found)
+    return words
+
+
+def test_every_worker_of_ray_finds_its_place() -> None:
+    ray_train = pytest.importorskip("tf2dist.engines.ray_train", reason="ray is not installed")
+    options = options_of((RENDERED / "ray_job.py").read_text())
+    # Of those on one node, a port must be neither the port of another task nor its control port.
+    offers = [("10.0.0.1", [20000, 21000, 22500, 30000])] * 3 + [(host, [20000]) for host in ("10.0.0.2", "fd00::3")]
+    addresses = distinct_addresses([*offers, ("10.0.0.4", [20000])], 1000)
+    assert addresses[:3] == ["10.0.0.1:20000", "10.0.0.1:22500", "10.0.0.1:30000"]
+    assert addresses[3:] == ["10.0.0.2:20000", "[fd00::3]:20000", "10.0.0.4:20000"]
+    places = [find_place(load([*options, *ray_train.options_of_rank(addresses, rank)], None), {}) for rank in range(6)]
+    assert [str(place.task) for place in places] == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
+    assert [place.cluster.address(place.task) for place in places] == addresses
+    # What fit finds in the worker's environment is the same.
+    config = RunConfig(mode="async", cluster=ClusterConfig(kind="tf_config"))
+    for place in places:
+        assert find_place(config, {"TF_CONFIG": text_of(place)}) == place
+    assert "ScalingConfig(num_workers=6, " in (RENDERED / "ray_job.py").read_text()
+
+
+def test_a_task_of_ray_gets_free_ports_that_ray_does_not_use_itself() -> None:
+    ray_train = pytest.importorskip("tf2dist.engines.ray_train", reason="ray is not installed")
+    _, ports = ray_train.offer_ports(1000)
+    assert len(set(ports)) == 64
+    assert min(ports) >= 20000 or linux.ephemeral_ports()[0] < 22000
+    assert all(linux.is_free(port) and linux.is_free(port + 1000) for port in ports[:5])
+
+
 # The command
 
 
-@pytest.mark.parametrize("engine", ["slurm", "jobset", "compose"])
+@pytest.mark.parametrize("engine", ["slurm", "jobset", "compose", "ray"])
 def test_options_arrive_as_the_user_has_written_them(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["run_dir='/runs/a b'", "init_layers='hidden$(1)|$HOME|$$|`x`|#'", f"init_from={tmp_path}"]
+    options = ["run_dir='/runs/a b'", "init_layers='hidden$(1)|$HOME|$$|`x`|\"|\\w|#'", f"init_from={tmp_path}"]
     text = rendered(capsys, engine, *options)
     if engine == "slurm":
         line = text[text.index("srun --kill") : text.index(" || code=$?")]
@@ -316,6 +358,8 @@ def test_options_arrive_as_the_user_has_written_them(
     elif engine == "compose":
         service = yaml.safe_load(text)["services"]["worker-0"]
         words = [word.replace("$$", "$") for word in service["entrypoint"]]
+    elif engine == "ray":
+        words = options_of(text)
     else:
         (*_, document) = yaml.safe_load_all(text)
         container = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -360,6 +404,9 @@ REFUSED = {
     ("kubernetes", "mode=sync", "run_dir=runs/a"): r"run_dir \(runs/a\): .*give a path such as /runs/a",
     ("kubernetes", "mode=sync", "--name", "A"): "--name .A.: must be small letters",
     ("kubernetes", "mode=sync", "--memory", "lots"): "--memory .lots.: must be a size such as 8Gi",
+    ("ray",): r"run_dir \(null\): .*give the path of a directory that all nodes share",
+    ("ray", "run_dir=runs/mine"): r"run_dir \(runs/mine\): ",
+    ("ray", SHARED, "--memory", "8Gi"): "--memory: is not for ray; leave it out",
     ("slurm", "--out", "/no/such/folder/x"): "--out ./no/such/folder/x.: cannot be written",
 }
 
@@ -382,20 +429,23 @@ def test_the_command_prints_one_line_for_an_error_and_loads_no_tensorflow() -> N
     assert not re.search(r"\| +(tensorflow|keras)$", done.stderr, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("jobset", "kubectl"), ("compose", "docker")])
+@pytest.mark.parametrize(
+    ("engine", "program"), [("slurm", "sbatch"), ("jobset", "kubectl"), ("compose", "docker"), ("ray", "ray")]
+)
 def test_submitted_is_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, program: str
 ) -> None:
     path = tmp_path / program
-    path.write_text(f'#!/bin/sh\ncat > {tmp_path}/submitted\necho "$@" > {tmp_path}/arguments\nexit 4\n')
+    source = "job.py" if engine == "ray" else ""  # in the working directory
+    path.write_text(f'#!/bin/sh\ncat {source} > {tmp_path}/submitted\necho "$@" > {tmp_path}/arguments\nexit 4\n')
     path.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert render.run([engine, "--submit"]) == 4, "the exit code of the engine's command"
+    assert render.run([engine, SHARED, "--submit"]) == 4, "the exit code of the engine's command"
     assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
-    assert render.run([engine, "--submit", "--out", str(tmp_path / "kept")]) == 4
+    assert render.run([engine, SHARED, "--submit", "--out", str(tmp_path / "kept")]) == 4
     assert (tmp_path / "submitted").read_text() == (tmp_path / "kept").read_text()
     with pytest.raises(ConfigError, match="name a new file"):
-        render.run([engine, "--out", str(tmp_path / "kept")])
+        render.run([engine, SHARED, "--out", str(tmp_path / "kept")])
 
 
 def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ The list and the rank are options, or stand in the environment.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tf2dist import linux
@@ -162,6 +162,21 @@ def with_ports(addresses: Sequence[str], control_port_shift: int, first: int = 0
             )
         ready.append(f"{host}:{port_of(number, control_port_shift)}")
     return ready
+
+
+def distinct_addresses(offers: Iterable[tuple[str, Sequence[int]]], control_port_shift: int) -> list[str]:
+    """An address for each task, of which no port or control port is one of another task.
+
+    Args:
+        offers: the host of each task, and ports that are free there, as are their control ports.
+    """
+    taken: set[tuple[str, int]] = set()
+    addresses = []
+    for host, ports in offers:
+        port = next(port for port in ports if taken.isdisjoint({(host, port), (host, port + control_port_shift)}))
+        taken |= {(host, port), (host, port + control_port_shift)}
+        addresses.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return addresses
 
 
 def port_of(number: int, control_port_shift: int) -> int:

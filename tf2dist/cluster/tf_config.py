@@ -46,6 +46,12 @@ def read(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return _with_chief(parsed["cluster"], parsed["task"])
 
 
+def text_of(place: Place) -> str:
+    """TF_CONFIG for the process at this place."""
+    cluster, task = place
+    return json.dumps({"cluster": cluster.jobs, "task": {"type": task.job, "index": task.index}})
+
+
 def _with_chief(jobs: dict[str, Any], task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The cluster and the task with "chief" for its old name "master", which TensorFlow and TFJob still accept."""
     if "master" in jobs and "chief" in jobs:

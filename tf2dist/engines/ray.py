@@ -1,0 +1,92 @@
+"""A script for Ray Train, whose workers run the command, one worker for each task."""
+
+import json
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from tf2dist.engines.request import JobRequest
+from tf2dist.errors import ConfigError
+
+FILE = "job.py"
+
+SCRIPT = '''\
+"""Trains on a Ray cluster: each worker of Ray Train is a task of tf2dist.
+
+On a machine of the cluster: python {file}. From elsewhere: ray job submit --working-dir . -- python {file}
+All nodes need tf2dist in the Python that runs Ray, and a file system in common for run_dir.
+"""
+
+import sys
+
+import ray
+from ray.train import FailureConfig, ScalingConfig
+
+from tf2dist.engines.ray_train import Gang, run_command, train
+
+# Of python -m tf2dist, which every task runs.
+OPTIONS = [
+{options}
+]
+
+
+def train_loop() -> None:
+    """One task. To train a model of your own, call tf2dist.fit here instead, in the mode of the Gang."""
+    run_command(OPTIONS)
+
+
+ray.init(address="auto")
+sys.exit(
+    train(
+        train_loop,
+        Gang({gang}),
+        # Ray starts all tasks together. Add what your site asks for, such as accelerator_type.
+        ScalingConfig({scaling}),
+        # After a loss all tasks go on from the last checkpoint. Exit codes 1, 2 and 3 end the job.
+        FailureConfig(max_failures={restarts}),
+    )
+)
+'''
+
+
+def render(request: JobRequest) -> str:
+    """The script.
+
+    Raises:
+        ConfigError: the run directory is not one that all nodes find.
+    """
+    run_dir = request.config.run_dir
+    if run_dir is None or not PurePosixPath(run_dir).is_absolute():
+        raise ConfigError(
+            f"run_dir ({run_dir or 'null'}): after a loss another node may go on; give the path of a directory that "
+            "all nodes share, as in run_dir=/shared/runs/mine"
+        )
+    return SCRIPT.format(
+        file=FILE,
+        options="\n".join(f"    {_literal(argument)}," for argument in request.arguments),
+        gang=_keywords(gang(request)),
+        scaling=_keywords(scaling(request)),
+        restarts=request.restarts,
+    )
+
+
+def gang(request: JobRequest) -> dict[str, object]:
+    cluster = request.config.cluster
+    num_ps = {"num_ps": cluster.num_ps} if request.has_ps else {}
+    rest = {"control_port_shift": cluster.control_port_shift, "stop_secs": request.stop_secs}
+    return {"mode": request.config.mode, **num_ps, **rest}
+
+
+def scaling(request: JobRequest) -> dict[str, object]:
+    gpus = {"use_gpu": True} if request.gpus else {}
+    resources = {"CPU": request.cpus or 1} | ({"GPU": request.gpus} if request.gpus else {})
+    return {"num_workers": len(request.tasks), **gpus, "resources_per_worker": resources}
+
+
+def _keywords(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={_literal(value)}" for name, value in values.items())
+
+
+def _literal(value: object) -> str:
+    """The value in Python, with the double quotes that most people write."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if not isinstance(value, bool) and text.isprintable() else repr(value)
