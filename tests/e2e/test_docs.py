@@ -89,7 +89,7 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     assert "`conf/experiment/wide.yaml`" in TEXT
     assert "`python -m tf2dist --config-dir conf experiment=wide`" in TEXT
     (tmp_path / "experiment").mkdir()
-    (experiment,) = blocks("yaml")
+    (experiment,) = re.findall("```yaml\n(.*?)```", PAGES["docs/sweeps.md"], re.DOTALL)
     (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
     config = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
     assert config.model["hidden_units"] == [1000, 500]
@@ -123,7 +123,7 @@ def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
     assert done.stdout.count("test accuracy") == 1
 
 
-LINES = re.findall(r"python -m tf2dist ([^`\n]*=[^`\n]*)", TEXT.replace(CONTRIBUTING, ""))
+LINES = re.findall(r"python -m tf2dist ([^`|\n]*=[^`|\n]*)", TEXT.replace(CONTRIBUTING, ""))
 LINES = [line for line in LINES if "--config-dir" not in line and "hydra/" not in line]
 LINES += re.findall(r'make train ARGS="(.*?)"', TEXT)
 

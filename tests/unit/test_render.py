@@ -379,7 +379,7 @@ def shown() -> Iterator[tuple[str, str]]:
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = list(shown())
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for options, block in blocks:
         text = rendered(capsys, *shlex.split(options))
         for part in block.split("...\n"):
