@@ -12,6 +12,8 @@
     |- TaskFailure            its task's   one or more tasks of this host failed
     |- NotFiniteError                3     the loss is not a finite number
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
+    |  `- LeaderLostError          139     the leader is gone, or did not come
+    |- Left                        143     this task alone ended on SIGTERM, see task.on_term
     `- Interrupted     143, 130 or 129     SIGTERM, Ctrl-C or SIGHUP
 
 Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 and higher ones.
@@ -21,6 +23,7 @@ import difflib
 import functools
 import json
 import re
+import signal
 import site
 import sysconfig
 import time
@@ -83,6 +86,23 @@ class NotFiniteError(TfDistError):
 
 class TaskLostError(TfDistError):
     exit_code = 138
+
+
+class LeaderLostError(TaskLostError):
+    exit_code = 139
+
+
+LOSSES = (TaskLostError.exit_code, LeaderLostError.exit_code)
+
+
+class Left(TfDistError):
+    """This task alone was told to end; the others go on without it."""
+
+    # Of SIGTERM: schedulers start again what has ended with it, and after 0 they would not.
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, task: str) -> None:
+        super().__init__(f"{task} has left after SIGTERM; the others go on, and it may come back")
 
 
 class Interrupted(TfDistError):

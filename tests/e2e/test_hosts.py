@@ -118,7 +118,7 @@ def test_sync_wrong_hosts_cut_links_stops(job: Callable[[str], Job]) -> None:
     run.wait_for_steps("worker-0", more=50)
     run.hosts.cut(2)
     run.assert_codes(138, "worker-0", "worker-1", says="worker-2: is gone (silent for", timeout_secs=LOST_SECS)
-    run.assert_codes(138, "worker-2", says="worker-0: is gone (silent for", timeout_secs=LOST_SECS)
+    run.assert_codes(139, "worker-2", says="worker-0: is gone (silent for", timeout_secs=LOST_SECS)
     run.hosts.heal(2)
     assert f"going on at step {saved}" in run.leader.stderr, str(run)
     run.start(endless, HASTY)
@@ -144,7 +144,7 @@ def test_async_losses(job: Callable[[str], Job]) -> None:
     # The coordinator: nobody goes on without it.
     run.leader.process.kill()
     others = ("ps-0", "worker-0", "worker-1")
-    run.assert_codes(138, *others, says="chief-0: is gone", timeout_secs=KILLED_SECS)
+    run.assert_codes(139, *others, says="chief-0: is gone", timeout_secs=KILLED_SECS)
     # A ps.
     run.start(*options)
     run.wait_for_steps("worker-0", "worker-1")
@@ -163,7 +163,7 @@ def test_async_hosts_cut_off_for_good(job: Callable[[str], Job]) -> None:
     run.hosts.cut(1)
     others = ("chief-0", "worker-0", "worker-1")
     run.assert_codes(138, *others, says="ps-0: is gone (silent for", timeout_secs=LOST_SECS)
-    run.assert_codes(138, "ps-0", says="chief-0: is gone (silent for", timeout_secs=LOST_SECS)
+    run.assert_codes(139, "ps-0", says="chief-0: is gone (silent for", timeout_secs=LOST_SECS)
     run.hosts.heal(1)
     # Without a worker it goes on to the end, though the coordinator waits for a call in which the worker is.
     step = int(re.findall(r"global_step=(\d+)", run.tasks["worker-0"].log)[-1])
@@ -171,7 +171,7 @@ def test_async_hosts_cut_off_for_good(job: Callable[[str], Job]) -> None:
     run.start(f"train.steps={target}", *options)
     run.wait(lambda: run.tasks["worker-0"].steps and run.tasks["worker-1"].steps, "both begin")
     run.hosts.cut(3)
-    run.assert_codes(138, "worker-1", says="chief-0: is gone (silent for", timeout_secs=LOST_SECS)
+    run.assert_codes(139, "worker-1", says="chief-0: is gone (silent for", timeout_secs=LOST_SECS)
     run.assert_codes(0, "chief-0", "ps-0", "worker-0", timeout_secs=RETRY_SECS)
     assert "warning: worker-1 is gone (silent for" in run.leader.stderr, str(run)
     run.summary(target)

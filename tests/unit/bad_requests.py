@@ -213,6 +213,19 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["watchdog_secs=0"], "must be more than 0"),
     # Hosts.
     (
+        [*HOSTS, "cluster.worker=[a:1]", "task.on_term=leave"],
+        "task.on_term (leave): with mode=sync every worker takes part in each step",
+    ),
+    (["task.on_term=leave"], "task.on_term (leave): with cluster=local one command runs all tasks"),
+    (["task.on_term=end"], "task.on_term (end): must be stop or leave\n"),
+    (
+        [
+            *("cluster=hosts", "mode=sync_replicas", "task.on_term=leave", "task.type=worker", "task.index=0"),
+            *("cluster.chief=[a:1]", "cluster.ps=[a:2]", "cluster.worker=[a:3,a:4]"),
+        ],
+        "each step takes 2 gradients of 2 workers",
+    ),
+    (
         [*HOSTS, "cluster.worker=[a:1]", "cluster.num_workers=7"],
         "cluster.num_workers (7): is not for cluster=hosts",
     ),

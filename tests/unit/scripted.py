@@ -143,10 +143,11 @@ def follow(
     leader: str = "",
     start: Callable[[str, int], None] | None = None,
     meeting: Any = None,
+    may_leave: bool = False,
 ) -> dict[str, Any]:
     """Monitors the script to its end, by its own clock; returns the result."""
     monitor = Monitor(launcher, Console(), config, meeting, launcher.received, lambda: None, clock=launcher)  # type: ignore[arg-type]
-    return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start))
+    return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start, may_leave))
 
 
 def warnings_of(launcher: ScriptedLauncher, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:

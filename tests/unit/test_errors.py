@@ -9,6 +9,8 @@ from tf2dist.errors import (
     ConfigError,
     FailureRecord,
     Interrupted,
+    LeaderLostError,
+    Left,
     NotFiniteError,
     TaskFailure,
     TaskLostError,
@@ -19,7 +21,8 @@ from tf2dist.errors import (
 
 
 def test_exit_codes() -> None:
-    assert [error.exit_code for error in (ConfigError, NotFiniteError, TaskLostError)] == [2, 3, 138]
+    found = [error.exit_code for error in (ConfigError, NotFiniteError, TaskLostError, LeaderLostError, Left)]
+    assert found == [2, 3, 138, 139, 143]
     assert [Interrupted(number).exit_code for number in (2, 15)] == [130, 143]
 
 
@@ -31,7 +34,7 @@ def test_a_record_survives_its_process(tmp_path: Path) -> None:
     record.write(tmp_path)
     assert FailureRecord.read(tmp_path, "worker-1") == record
     assert FailureRecord.read(tmp_path, "worker-2") is None
-    assert record.message == f"ValueError: wrong shape more ({__file__}:28)"
+    assert record.message == f"ValueError: wrong shape more ({__file__}:31)"
     assert "test_errors.py" in record.details
     assert record.exit_code == 1
 

@@ -22,9 +22,9 @@ from tests.unit.scripted import (
 )
 from tf2dist.config.schema import RunConfig
 from tf2dist.control.messages import Back, Ended, Lost, MeetingEvent
-from tf2dist.errors import TaskFailure
+from tf2dist.errors import Left, TaskFailure
 from tf2dist.launch import exit_causes
-from tf2dist.messages import PeerGone, ResultMessage, Saved
+from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
@@ -164,3 +164,34 @@ def test_tasks_learn_which_worker_of_another_host_is_gone(tmp_path: Path, capsys
     assert launcher.sent == [("chief-0", PeerGone("worker-1"))]
     printed = "worker-1 is gone (silent for 6 s); the others go on, and it may come back"
     assert capsys.readouterr().err == f"tf2dist: warning: {printed}\n"
+
+
+def test_the_summary_tells_which_worker_was_there_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that leaves is told as such, and nothing but its return follows from it."""
+    script = [
+        (102.0, ProgressMessage("chief-0", 40, 100, {"loss": 1.0})),
+        (104.0, ProgressMessage("chief-0", 60, 100, {"loss": 1.0})),
+        (106.0, ResultMessage("chief-0", {"done": True})),
+        (107.0, ended("chief-0", 0)),
+    ]
+    launcher = ScriptedLauncher(tmp_path, script)
+    left = Ended("worker-1", 143, str(Left("worker-1")), left=True)
+    news: list[tuple[float, MeetingEvent]] = [(103.0, left), (105.0, Back("worker-1")), (105.5, Lost("worker-0", ""))]
+    summary = follow(launcher, RunConfig(mode="async"), ["chief-0"], meeting=ScriptedMeeting(launcher, news))
+    assert summary["worker_events"] == [
+        {"secs": pytest.approx(3.0, abs=0.3), "step": 40, "worker": 1, "event": "left"},
+        {"secs": pytest.approx(5.0, abs=0.3), "step": 60, "worker": 1, "event": "back"},
+        {"secs": pytest.approx(5.5, abs=0.3), "step": 60, "worker": 0, "event": "lost"},
+    ]
+    assert launcher.sent == [("chief-0", PeerGone("worker-1")), ("chief-0", PeerGone("worker-0"))]
+    told = "worker-1 has left after SIGTERM; the others go on, and it may come back\n"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["chief-0", "ps-0"])
+def test_a_lost_leader_has_an_exit_code_of_its_own(tmp_path: Path, task: str) -> None:
+    launcher = ScriptedLauncher(tmp_path, [])
+    meeting = ScriptedMeeting(launcher, [(103.0, Lost(task, "silent for 6 s"))])
+    with pytest.raises(TaskFailure, match=f"^{task}: is gone") as caught:
+        follow(launcher, RunConfig(mode="async"), ["worker-0"], "chief-0", meeting=meeting)
+    assert caught.value.exit_code == (139 if task == "chief-0" else 138)

@@ -102,7 +102,7 @@ def start(folder: Path, script: str, code: int, restarts: int = 0) -> tuple[int,
     return done.returncode, (folder / "command").read_text().splitlines(), (folder / "requeued").exists()
 
 
-@pytest.mark.parametrize("code", [137, 138, 143])
+@pytest.mark.parametrize("code", [137, 138, 139, 143])
 def test_the_script_starts_lost_tasks_again_but_not_for_ever(tmp_path: Path, code: int) -> None:
     assert start(tmp_path, "slurm_gpus.sh", code)[::2] == (code, True)
     assert start(tmp_path, "slurm_gpus.sh", code, restarts=2)[::2] == (code, True)
@@ -188,7 +188,7 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
         names = [container["name"] for container in pod["containers"]]
         assert {rule["onExitCodes"]["containerName"] for rule in rules} <= set(names)
         actions = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules}
-        assert actions == {"FailJob": [1, 2, 3], "Ignore": [143], "Count": [137, 138]}
+        assert actions == {"FailJob": [1, 2, 3], "Ignore": [143], "Count": [137, 138, 139]}
         assert spec["completionMode"] == "Indexed"
         assert pod["terminationGracePeriodSeconds"] > 10, "grace_secs"
         labels = spec["template"]["metadata"]["labels"].items()
@@ -210,6 +210,21 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
         runtime = found["JobSet"]["spec"] if "JobSet" in found else found["TrainingRuntime"]["spec"]["template"]["spec"]
         assert runtime["network"]["subdomain"] == "tf2dist", "that of the addresses"
         assert runtime["network"]["enableDNSHostnames"]
+
+
+@pytest.mark.parametrize(
+    ("options", "leaves"),
+    [((), True), (("task.on_term=stop",), False), (("mode=sync_replicas",), False)],
+    ids=["async", "stop", "replicas"],
+)
+def test_an_asynchronous_worker_leaves_alone(
+    options: tuple[str, ...], leaves: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = rendered(capsys, "jobset", "cluster.num_workers=2", *options)
+    (job_set,) = [one for one in yaml.safe_load_all(text) if one and one["kind"] == "JobSet"]
+    for child in job_set["spec"]["replicatedJobs"]:
+        (container,) = child["template"]["spec"]["template"]["spec"]["containers"]
+        assert ("task.on_term=leave" in container["command"]) is (leaves and child["name"] == "worker")
 
 
 def test_only_workers_have_gpus() -> None:

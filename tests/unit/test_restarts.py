@@ -2,7 +2,7 @@
 
 import pytest
 
-from tf2dist.errors import FailureRecord
+from tf2dist.errors import FailureRecord, LeaderLostError
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.restarts import RestartDecision, RestartPolicy
 
@@ -47,8 +47,10 @@ def test_a_worker_that_reports_a_lost_peer_is_not_lost_itself() -> None:
     complaint = FailureRecord("worker-0", 0.0, LOST, "chief-0 is gone")
     assert RestartPolicy("async", 3, whole_cluster=False).decide(complaint) is RestartDecision.FAIL
     assert RestartPolicy("async", 3, whole_cluster=True).decide(complaint) is RestartDecision.RESTART_ALL
-    named = [complaint, failure("ps-0"), FailureRecord("chief-0", 1.0, 3, "the loss is nan")]
-    assert [record.task for record in sorted(named, key=cause_order)] == ["ps-0", "chief-0", "worker-0"]
+    orphan = FailureRecord("worker-0", 0.0, LeaderLostError.exit_code, "chief-0 is gone")
+    assert RestartPolicy("async", 3, whole_cluster=True).decide(orphan) is RestartDecision.RESTART_ALL
+    named = [complaint, orphan, failure("ps-0"), FailureRecord("chief-0", 1.0, 3, "the loss is nan")]
+    assert [record.task for record in sorted(named, key=cause_order)] == [*("ps-0", "chief-0", "worker-0", "worker-0")]
 
 
 def test_restarts_are_limited() -> None:

@@ -17,8 +17,8 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.messages import Ended
-from tf2dist.errors import Interrupted, TaskFailure
+from tf2dist.control.messages import Ended, Stop
+from tf2dist.errors import Interrupted, Left, TaskFailure
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 
@@ -104,3 +104,35 @@ def test_a_stop_on_another_host_gives_the_same_exit_code(tmp_path: Path) -> None
     with pytest.raises(Interrupted, match=r"^stopped by Ctrl-C") as caught:
         follow(launcher, RunConfig(mode="sync"), ["worker-0"], meeting=meeting)
     assert caught.value.exit_code == 130
+
+
+class StoppableMeeting(ScriptedMeeting):
+    """Keeps what is told to the other hosts."""
+
+    stops: list[int]
+
+    def stop(self, signum: int) -> None:
+        self.stops = [*getattr(self, "stops", []), signum]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_leaves_alone_after_a_while(tmp_path: Path, again: bool) -> None:
+    """A second signal does not wait."""
+    signals: list[tuple[float, Any]] = [(104.5, Signalled()), *[(105.0, Signalled())] * again]
+    launcher = ScriptedLauncher(tmp_path, signals)
+    meeting = StoppableMeeting(launcher, [])
+    with pytest.raises(Left, match="worker-1 has left after SIGTERM; the others go on"):
+        follow(launcher, RunConfig(mode="async"), ["worker-1"], "chief-0", meeting=meeting, may_leave=True)
+    assert not launcher.tasks, "the others are told when it has ended"
+    assert not hasattr(meeting, "stops")
+    assert launcher.now - 104.5 == pytest.approx(0.5 if again else shutdown.LEAVE_SECS, abs=2 * monitor.POLL_SECS)
+
+
+def test_a_worker_that_would_leave_stops_with_all_others(tmp_path: Path) -> None:
+    """A scheduler that ends a whole job signals its tasks one after another."""
+    launcher = ScriptedLauncher(tmp_path, [(104.0, Signalled()), (107.0, ended("worker-1", 143))])
+    meeting = StoppableMeeting(launcher, [(105.0, Stop("chief-0", 15))])
+    with pytest.raises(Interrupted, match="stopped by SIGTERM") as caught:
+        follow(launcher, RunConfig(mode="async"), ["worker-1"], "chief-0", meeting=meeting, may_leave=True)
+    assert caught.value.exit_code == 143
+    assert launcher.now > 106.5, "it serves until the leader has saved"

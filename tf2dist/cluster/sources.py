@@ -27,6 +27,7 @@ def find_place(config: RunConfig, environ: Mapping[str, str]) -> Place:
     if task.job == "evaluator" and config.run_dir is None:
         raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
     _check_replicas(config, cluster)
+    _check_leaving(config, cluster)
     return place
 
 
@@ -37,6 +38,19 @@ def _check_replicas(config: RunConfig, cluster: Cluster) -> None:
         raise ConfigError(
             f"sync_replicas.replicas_to_aggregate ({replicas}): is more than the {num_workers} workers, which needs a "
             f"single ps; give at most {num_workers}, or use one ps"
+        )
+
+
+def _check_leaving(config: RunConfig, cluster: Cluster) -> None:
+    """Refuses to let workers leave if every step needs all of them."""
+    if config.mode != "sync_replicas" or config.task.on_term != "leave":
+        return
+    num_workers = cluster.num_workers
+    replicas = config.sync_replicas.replicas_to_aggregate or num_workers
+    if replicas >= num_workers:
+        raise ConfigError(
+            f"task.on_term (leave): each step takes {replicas} gradients of {num_workers} workers, so it would wait "
+            f"for one that has left; leave it out, or give sync_replicas.replicas_to_aggregate less than {num_workers}"
         )
 
 

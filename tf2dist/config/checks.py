@@ -28,6 +28,7 @@ def check(config: RunConfig) -> None:
         *_mode(config),
         *_hosts(config),
         *_local(config),
+        *_leaving(config),
         *_first_weights(config),
         *_algorithm(config),
         *_transfers(config),
@@ -130,6 +131,17 @@ def _local(config: RunConfig) -> list[Rule]:
     fits = sum(counts.values()) + (config.mode in PS_MODES) <= MAX_LOCAL_TASKS
     rule = f"a local cluster has at most {MAX_LOCAL_TASKS} tasks; use several hosts for more"
     return [(largest, counts[largest], cluster.kind != "local" or fits, rule)]
+
+
+def _leaving(config: RunConfig) -> list[Rule]:
+    """Refuses to let a task leave where none can; `cluster.sources` has the rule that depends on the workers."""
+    name, stays = "task.on_term", config.task.on_term != "leave"
+    in_every_step = "with mode=sync every worker takes part in each step, so none can leave; leave it out"
+    together = "with cluster=local one command runs all tasks, so none gets a signal of its own; leave it out"
+    return [
+        (name, config.task.on_term, stays or config.mode in PS_MODES, in_every_step),
+        (name, config.task.on_term, stays or config.cluster.kind != "local", together),
+    ]
 
 
 def _first_weights(config: RunConfig) -> list[Rule]:

@@ -145,10 +145,16 @@ class ClusterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """Which task this process is; only with cluster=hosts."""
+    """Which task this process is, with cluster=hosts, and how it ends."""
 
     type: str | None = option(None, help="chief, worker, ps or evaluator")
     index: int | None = option(None)
+    on_term: str = option(
+        "stop",
+        one_of("stop", "leave"),
+        help="what SIGTERM to one task does; stop: all tasks save and end; leave: a worker with parameter servers ends "
+        "alone, and may come back",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

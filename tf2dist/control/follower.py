@@ -21,7 +21,7 @@ from tf2dist.control.messages import (
     TryAgain,
 )
 from tf2dist.control.token import VARIABLE
-from tf2dist.errors import ClusterError, TaskLostError, TfDistError
+from tf2dist.errors import ClusterError, LeaderLostError, TaskLostError, TfDistError
 
 CALL_EVERY_SECS = 0.25
 MAX_DENIALS = 3  # in a row: a leader that ends in the middle of a handshake looks like one denial
@@ -110,14 +110,14 @@ class Follower:
             text = f"{self._membership.task} differs from {self._leader}: {diffs}"
         else:
             text = f"{self._leader} refuses {self._membership.task}: {refused.text}"
-        self._membership.fail(_kind_of(refused.code), text)
+        self._membership.fail(_kind_of(refused.code, TaskLostError), text)
 
     def _on_ended(self, ended: Ended) -> None:
         is_leader = ended.task == str(self._leader.task)
         if self._membership.agreed.is_set():
             self._membership.events.put(ended)
         elif is_leader:
-            self._membership.fail(_kind_of(ended.code), f"{self._leader} has ended: {ended.message}")
+            self._membership.fail(_kind_of(ended.code, LeaderLostError), f"{self._leader} has ended: {ended.message}")
         if is_leader and self._link:
             # The leader closes the connection next; once it is forgotten here, `on_closed` reports no loss.
             self._link.finish()
@@ -145,6 +145,6 @@ class Follower:
         return f"{self._leader}: it has one, and this task has none; set {VARIABLE} here too"
 
 
-def _kind_of(code: int) -> type[TfDistError]:
-    """The error to raise when the leader has refused us, or has ended, with this exit code."""
-    return ClusterError if code == ClusterError.exit_code else TaskLostError
+def _kind_of(code: int, lost: type[TaskLostError]) -> type[TfDistError]:
+    """The error to raise when the leader has refused us, or has ended, with this exit code; `lost`: for a loss."""
+    return ClusterError if code == ClusterError.exit_code else lost

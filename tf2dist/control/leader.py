@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Task
@@ -174,7 +174,7 @@ class Leader:
         del self._members[member.task]
         member.link.finish()
         if self._membership.agreed.is_set():
-            ended = Ended(str(member.task), ended.code, ended.message)
+            ended = replace(ended, task=str(member.task))
             self._membership.events.put(ended)
             self.announce(ended)
         else:

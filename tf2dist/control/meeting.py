@@ -38,7 +38,7 @@ from tf2dist.control.messages import (
     Wire,
 )
 from tf2dist.control.token import NO_TOKEN_KEY
-from tf2dist.errors import ClusterError, Interrupted, TaskLostError
+from tf2dist.errors import ClusterError, Interrupted, LeaderLostError, Left, TaskLostError
 
 POLL_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
@@ -129,6 +129,7 @@ class Meeting:
             ClusterError: this task differs from the others, or is held by another process.
             TaskLostError: tasks did not join within `timeout_secs`; the message names them and says why. Or the
                 job runs already, without this task.
+            LeaderLostError: the leader did not come within `timeout_secs`, or has ended.
             Interrupted: another task was told to stop.
         """
         wait = Wait(timeout_secs, self._notify)
@@ -143,7 +144,8 @@ class Meeting:
                 conflict = self._membership.conflict
                 if not conflict and self._membership.lists_differ:
                     conflict = "; the cluster lists differ"
-                raise (ClusterError if conflict else TaskLostError)(still_waiting(wait.secs, f"{names}{conflict}"))
+                lost = TaskLostError if self._role.held else LeaderLostError
+                raise (ClusterError if conflict else lost)(still_waiting(wait.secs, f"{names}{conflict}"))
             wait.notify(names)
         self._pass_on_lines()
 
@@ -156,11 +158,11 @@ class Meeting:
         """Tells all other tasks that this one was told to stop by a signal."""
         self._say(Stop(str(self._membership.task), signum))
 
-    def ended(self, code: int, message: str) -> None:
+    def ended(self, code: int, message: str, left: bool = False) -> None:
         """Tells all other tasks that this one has ended, so that they do not take the closed connection for a loss."""
         self._ended = True  # so that leaving the block does not report another end
         # On one line: the others show it in the middle of their own.
-        self._say(Ended(str(self._membership.task), code, " ".join(message.split())[:MAX_CHARACTERS]))
+        self._say(Ended(str(self._membership.task), code, " ".join(message.split())[:MAX_CHARACTERS], left))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # The others learn the reason before the connection closes, or they would report a loss.
@@ -168,7 +170,7 @@ class Meeting:
             if isinstance(error, Interrupted):
                 self.stop(error.exit_code - 128)  # the exit code is 128 plus the signal's number
             code = getattr(error, "exit_code", 1) if error else 0
-            self.ended(code, (str(error) or type(error).__name__) if error else "")
+            self.ended(code, (str(error) or type(error).__name__) if error else "", isinstance(error, Left))
         self._commands.put(None)  # ends the thread, after the messages that were put before
         self._links.wake()
         self._thread.join(CLOSE_SECS)

@@ -209,11 +209,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ended:
-    """A task has ended with this exit code and last message. Its connection will close, which is no loss."""
+    """A task has ended with this exit code and last message. Its connection will close, which is no loss.
+
+    Attributes:
+        left: whether it was told to end alone; the others go on, and it may join again.
+    """
 
     task: str
     code: int
     message: str
+    left: bool = False
 
 
 # A connection accepts only the messages of one union at a time, so a message at the wrong moment is refused unread.

@@ -1,5 +1,7 @@
 """A JobSet for the modes with parameter servers: a child Job for each task, so that a lost worker returns alone."""
 
+from dataclasses import replace
+
 from tf2dist.engines import pods
 from tf2dist.engines.request import JobRequest, check_mode
 
@@ -41,6 +43,10 @@ def job_set(request: JobRequest) -> tuple[str, pods.Manifest]:
 
 def child(request: JobRequest, job: str, count: int, hosts: list[str]) -> pods.Manifest:
     """The child Jobs of one kind, of one pod each; it is the JobSet that starts them again."""
+    # A pod that is evicted makes room for another one of its Job, and the others can do without a worker meanwhile.
+    is_given = any(argument.startswith("task.on_term=") for argument in request.arguments)
+    if job == "worker" and request.config.mode == "async" and not is_given:
+        request = replace(request, arguments=[*request.arguments, "task.on_term=leave"])
     spec = {
         "completionMode": "Indexed",
         "completions": 1,

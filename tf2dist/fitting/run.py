@@ -17,7 +17,16 @@ from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
-from tf2dist.errors import ConfigError, FitError, NotFiniteError, TaskFailure, TaskLostError, TfDistError, kind_of
+from tf2dist.errors import (
+    ConfigError,
+    FitError,
+    LeaderLostError,
+    NotFiniteError,
+    TaskFailure,
+    TaskLostError,
+    TfDistError,
+    kind_of,
+)
 from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
@@ -38,6 +47,7 @@ ERRORS: dict[int, type[TfDistError]] = {
     ConfigError.exit_code: ConfigError,
     NotFiniteError.exit_code: NotFiniteError,
     TaskLostError.exit_code: TaskLostError,
+    LeaderLostError.exit_code: LeaderLostError,
 }
 
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tf2dist.errors import FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
+from tf2dist.errors import LOSSES, FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
 from tf2dist.launch.exit_causes import OomKills, limit_reached, signal_name
 from tf2dist.launch.messages import Exited
 from tf2dist.launch.run_state import Kill
@@ -60,7 +60,7 @@ class FailureReader:
 
 def is_secondary(failure: FailureRecord) -> bool:
     """Whether the task failed only because it lost another one."""
-    return failure.exit_code == TaskLostError.exit_code and not failure.by_signal
+    return failure.exit_code in LOSSES and not failure.by_signal
 
 
 def blames_another(task: str, message: str) -> bool:

@@ -8,7 +8,7 @@ from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.config.schema import RunConfig
 from tf2dist.control import messages as control
 from tf2dist.control.meeting import Meeting
-from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
+from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFailure, TaskLostError
 from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_secondary
 from tf2dist.launch.launcher import Launcher
@@ -58,6 +58,8 @@ class Monitor:
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`
         self._lost_peers: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
+        self._began_at, self._global_step = clock.monotonic(), 0
+        self._worker_events: list[dict[str, Any]] = []  # for the summary
 
     def run(self, tasks: Tasks) -> dict[str, Any]:
         """Starts the tasks, and follows them to the end.
@@ -68,8 +70,10 @@ class Monitor:
         Raises:
             TaskFailure: a task failed for good.
             Interrupted: by a signal; what could be saved is saved.
+            Left: by a signal to this process that ends its task alone.
         """
         self._tasks = tasks
+        self._shutdown.may_leave = tasks.may_leave
         self._start_all()
         while self._launcher.tasks or (self._attempt.failures and self._phase() is not Phase.DONE):
             self._step()
@@ -99,6 +103,7 @@ class Monitor:
         Raises:
             TaskFailure: a task failed for good.
             Interrupted: the stop is over.
+            Left: the task of this host has ended alone.
         """
         if self._phase() is Phase.STOPPING:
             signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
@@ -106,6 +111,8 @@ class Monitor:
                 raise self._shutdown.outcome(signum, self._tasks.leader, self._attempt.failures)
         elif self._phase() is Phase.RUNNING and self._attempt.failures:
             self._restart_or_fail()
+        elif self._phase() is Phase.RUNNING:
+            self._shutdown.leave(self._tasks.names[0])
 
     def _set_exit_deadline(self) -> None:
         """Sets the time by which the other tasks must end, once the leader has ended.
@@ -131,8 +138,10 @@ class Monitor:
             self._caller.hear(event)
         match event:
             case ProgressMessage():
+                self._global_step = event.step
                 self._console.progress(event)
             case Began():
+                self._global_step = event.step
                 self._shutdown.leader_began(event.step)
                 self._console.began(event.step)
                 self._on_begun()
@@ -146,7 +155,8 @@ class Monitor:
                 self._shutdown.leader_saved(event.step, event.stopping)
             case ResultMessage():
                 # No task knows how often tasks were started again.
-                self._attempt.summary = {**event.summary, "restarts": self._policy.restarts}
+                events = {"worker_events": self._worker_events} if self._worker_events else {}
+                self._attempt.summary = {**event.summary, "restarts": self._policy.restarts, **events}
             case Exited():
                 self._on_exit(event)
 
@@ -167,8 +177,14 @@ class Monitor:
                 self._shutdown.request_from_peer(event.signum)
             case control.Back():
                 self._lost_peers.pop(event.task, None)
+                self._add_event(event.task, "back")
             case control.Lost(task, why):
-                self._on_end_elsewhere(task, TaskLostError.exit_code, why, was_lost=True)
+                is_leaders = task == self._tasks.leader and not self._tasks.has_leader
+                code = (LeaderLostError if is_leaders else TaskLostError).exit_code
+                self._on_end_elsewhere(task, code, why, was_lost=True)
+            case control.Ended(left=True) if self._phase() is Phase.RUNNING:
+                self._console.note(str(Left(event.task)))
+                self._go_on_without(event.task, "left after SIGTERM", "left")
             case control.Ended(task, code, message):
                 self._on_end_elsewhere(task, code, message, was_lost=False)
 
@@ -179,26 +195,34 @@ class Monitor:
         elif code == 0 or self._phase() is Phase.DONE:
             pass
         elif self._can_lose(task, code) and not blames_another(task, why):
-            self._go_on_without(task, why)
+            if not self._attempt.failures:
+                self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
+            self._go_on_without(task, why, "lost")
         elif not (self._attempt.failures and blames_another(task, why)):  # a consequence of a known failure
             message_text = f"is gone ({why})" if was_lost else why
             self._attempt.failures.append(
                 FailureRecord(task, self._clock.time(), code, message_text, by_signal=was_lost)
             )
 
-    def _go_on_without(self, task: str, why: str) -> None:
+    def _go_on_without(self, task: str, why: str, event: str) -> None:
         self._lost_peers[task] = why
-        if not self._attempt.failures:
-            self._console.warn(f"{task} is gone ({why}); the others go on, and it may come back")
+        self._add_event(task, event)
         for local_task in self._launcher.tasks:  # any of them may wait in a call to the lost task
             self._launcher.send_to_task(local_task, PeerGone(task))
+
+    def _add_event(self, name: str, event: str) -> None:
+        """Notes for the summary what became of a worker on another host, and when."""
+        task, secs = Task.parse(name), round(self._clock.monotonic() - self._began_at, 1)
+        if task.job == "worker":
+            what = {"secs": secs, "step": self._global_step, "worker": task.index, "event": event}
+            self._worker_events.append(what)
 
     def _can_lose(self, task: str, code: int) -> bool:
         """Whether the others can go on without a task of another host."""
         # A worker that failed by an error of its own would fail again. An evaluator only reads checkpoints, so nothing
         # depends on it.
         job = Task.parse(task).job
-        return can_lose(self._mode, job) and (job == "evaluator" or code == TaskLostError.exit_code)
+        return can_lose(self._mode, job) and (job == "evaluator" or code in LOSSES)
 
     def _restart_or_fail(self) -> None:
         """Deals with the failures since the last call.

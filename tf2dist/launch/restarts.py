@@ -3,7 +3,7 @@
 import enum
 
 from tf2dist.cluster.spec import Task, can_lose
-from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.errors import LOSSES, FailureRecord
 
 
 class RestartDecision(enum.Enum):
@@ -33,7 +33,7 @@ class RestartPolicy:
     def decide(self, failure: FailureRecord) -> RestartDecision:
         """What to do about a failure; counts the restart, if it is one."""
         # An error of the training code or of the request, or a loss that is not finite, would come back.
-        if failure.exit_code != TaskLostError.exit_code or self.restarts >= self._max_restarts:
+        if failure.exit_code not in LOSSES or self.restarts >= self._max_restarts:
             return RestartDecision.FAIL
         job = Task.parse(failure.task).job
         # A worker that reports the loss of another task is not lost itself: starting it again would not help.

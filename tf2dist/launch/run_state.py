@@ -29,11 +29,13 @@ class Tasks:
         names: of the tasks of this host.
         leader: the task that saves and makes the result; it may be on another host.
         start: starts a task, by its name and the number of restarts of all tasks so far.
+        may_leave: whether SIGTERM to this process ends its task alone, and not the whole job.
     """
 
     names: list[str]
     leader: str
     start: Callable[[str, int], None]
+    may_leave: bool = False
 
     @property
     def has_leader(self) -> bool:

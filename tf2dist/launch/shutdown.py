@@ -4,13 +4,14 @@ import signal
 from collections.abc import Callable
 
 from tf2dist.control.meeting import Meeting
-from tf2dist.errors import FailureRecord, Interrupted, NotFiniteError, RequestError, TaskFailure, TfDistError
+from tf2dist.errors import FailureRecord, Interrupted, Left, NotFiniteError, RequestError, TaskFailure, TfDistError
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.run_state import Clock
 
 OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
 FOLLOW_SECS = 5.0  # in addition, on hosts without the leader
+LEAVE_SECS = 2.0  # for the news that the other tasks are stopped, too
 START_SECS = 2.0  # for a leader at its start: it has nothing to save, and TensorFlow swallows a SIGTERM there
 
 
@@ -20,6 +21,7 @@ class Shutdown:
     Nothing else sends SIGTERM to the tasks.
 
     Attributes:
+        may_leave: whether SIGTERM to this process ends the task of this host alone.
         saved_step: the step of the last checkpoint; None if there is none.
 
     Args:
@@ -41,19 +43,41 @@ class Shutdown:
         self._launcher, self._meeting, self._received = launcher, meeting, received
         self._grace_secs, self._notify, self._clock = grace_secs, notify, clock
         self._deadline: float | None = None
+        self._leave_at: float | None = None
         self._peer_signum = 0  # the signal that another host has got; 0 for none
         self._has_begun = False  # the leader trains; stays False if it is on another host
         self._has_saved = False  # since it was asked to stop
+        self.may_leave = False
         self.saved_step: int | None = None
 
     @property
     def is_requested(self) -> bool:
-        return self.is_signalled or bool(self._peer_signum)
+        return bool(self._peer_signum) or (self.is_signalled and not self._is_leaving)
 
     @property
     def is_signalled(self) -> bool:
         """Whether this process itself has got a signal."""
         return bool(self._received)
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self.may_leave and self._received[:1] == [signal.SIGTERM]
+
+    def leave(self, task: str) -> None:
+        """Ends the task of this host alone if a signal asks for that; to be called several times a second.
+
+        Raises:
+            Left: it has ended.
+        """
+        if not self._is_leaving:
+            return
+        # If all tasks are told to stop, the leader needs the workers to save, and the hosts do not learn of it at once.
+        if self._leave_at is None:
+            self._leave_at = self._clock.monotonic() + min(LEAVE_SECS, self._grace_secs / 2)
+            self._notify("leaving")
+        if self._clock.monotonic() >= self._leave_at or len(self._received) > 1:
+            self._launcher.kill_all()  # before the others are told that it is gone
+            raise Left(task)
 
     def request_from_peer(self, signum: int) -> None:
         self._peer_signum = signum

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.identity import identity_of
 from tf2dist.control.meeting import Meeting
 from tf2dist.control.token import job_key
-from tf2dist.errors import Interrupted, TrainingError
+from tf2dist.errors import Interrupted, Left, TrainingError
 from tf2dist.files import as_json, write_whole
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.environment import environment_of
@@ -61,6 +62,7 @@ def supervise(
         TrainingError: the result could not be written, or its weights could not be saved, or the run has lost its
             directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
+        Left: by a signal that has ended the task of this host alone.
     """
     launcher = Launcher(run_dir / "logs", isolate=place.cluster.is_managed, env=environment_of(config))
     with contextlib.ExitStack() as stack:
@@ -91,12 +93,12 @@ def run_tasks(
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place.has_peers else None
         begun = functools.partial(note_begin, config, run_dir, lock, console)
-        check = functools.partial(check_signals, received)
+        tasks = tasks_of(config, run_dir, place, started_at, launcher, caller)
+        check = functools.partial(check_signals, received, tasks)
         monitor = Monitor(launcher, console, config, meeting, received, begun, caller)
         if meeting:
             meeting.join(config.startup_timeout_secs, check)
         launcher.wait_ready(check)
-        tasks = tasks_of(config, run_dir, place, started_at, launcher, caller)
         if not place.has_address:
             console.note(
                 f"{place.task} has no address in the cluster: it follows the checkpoints in {run_dir} to the last "
@@ -133,11 +135,14 @@ def tasks_of(
         launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
 
     tasks = cluster.tasks if cluster.is_managed else [place.task]
-    return Tasks([str(task) for task in tasks], str(cluster.leader), start)
+    may_leave = config.task.on_term == "leave" and place.has_peers and cluster.can_lose(place.task)
+    return Tasks([str(task) for task in tasks], str(cluster.leader), start, may_leave)
 
 
-def check_signals(received: list[int]) -> None:
-    """Raises Interrupted if this process has got a signal."""
+def check_signals(received: list[int], tasks: Tasks) -> None:
+    """Raises Interrupted if this process has got a signal, or Left if its task may leave."""
+    if tasks.may_leave and received[:1] == [signal.SIGTERM]:
+        raise Left(tasks.names[0])
     if received:
         raise Interrupted(received[0])
 

@@ -30,7 +30,7 @@ srun --kill-on-bad-exit=0 \
 
 # The script has no trap, so that scancel ends it here and the job does not come back.
 case $code in
-137|138|143)  # lost tasks, or saved after the signal above or a preemption: go on from the last checkpoint
+137|138|139|143)  # lost tasks, or saved after the signal above or a preemption: go on from the last checkpoint
     if [ "$starts" -lt 3 ]; then
         scontrol requeue "$SLURM_JOB_ID"
         exit "$code"

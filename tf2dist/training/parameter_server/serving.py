@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import Interrupted, TaskLostError
+from tf2dist.errors import Interrupted, LeaderLostError
 from tf2dist.process import heartbeat, profiling
 from tf2dist.process.strategy import start_server
 
@@ -35,7 +35,7 @@ def serve(
         silence_secs: a coordinator that does not answer for so long is taken for lost.
 
     Raises:
-        TaskLostError: the coordinator did not start in time, is gone, or has failed.
+        LeaderLostError: the coordinator did not start in time, is gone, or has failed.
         Interrupted: the run was stopped.
     """
     start_server(cluster, task, server_config)
@@ -58,10 +58,10 @@ def serve(
             seen, last_seen = True, time.monotonic()
         elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
             what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"
-            raise TaskLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
+            raise LeaderLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
     profile.finish()
     if "failure" in message:
-        raise TaskLostError(f"{chief} has failed: {message['failure']}")
+        raise LeaderLostError(f"{chief} has failed: {message['failure']}")
     if message["final"] is None:  # the run was stopped and saved, so all tasks end with the code of a signal
         raise Interrupted(signal.SIGTERM)
     return message
