@@ -34,13 +34,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from tf2dist import files
-from tf2dist.cluster.spec import ALL_JOBS
+from tf2dist.cluster.sources import check_workers
+from tf2dist.cluster.spec import ALL_JOBS, Cluster
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig
@@ -175,6 +177,8 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
     )
     if len(request.tasks) > MAX_TASKS:
         raise ConfigError(f"cluster.num_ps ({config.cluster.num_ps}): makes more than {MAX_TASKS:,} tasks; give fewer")
+    counts = Counter(task.job for task in request.tasks)
+    check_workers(config, Cluster(config.mode, {job: ("",) * count for job, count in counts.items()}))
     return ENGINES[name], request
 
 

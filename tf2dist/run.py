@@ -137,7 +137,7 @@ def train(
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher)
         reporter = Reporter(run_dir, task, to_launcher, started_at)
 
-    # The servers of a cluster with a coordinator, all of which must listen before it can use them.
+    # The servers of a cluster with a coordinator, which must listen before it can use them.
     if cluster.has_coordinator:
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         still_starting = functools.partial(heartbeat.progress, heartbeat.START_SECS)

@@ -1,4 +1,4 @@
-"""Asynchronous workers that leave a running job, and come back; every example is still seen once in a pass."""
+"""Asynchronous workers that leave a running job, come back, or come late; every example is seen once in a pass."""
 
 import json
 import signal
@@ -113,3 +113,42 @@ def test_a_worker_that_is_stopped_with_its_job_waits_for_the_leader_to_save(comm
     ends = {name: job.end(name, 143) for name in names}
     assert "; saved at step " in ends["chief-0"].stderr
     assert all("stopped by SIGTERM" in end.stderr for end in ends.values()), ends
+
+
+def test_a_job_begins_with_one_worker_and_others_join(command: Command) -> None:
+    """The last of its three workers never comes; the first one is lost when the second has joined, and comes back."""
+    job = Job(command, 3, "cluster.min_workers=1")
+    job.start("chief-0", "ps-0", "worker-1")
+    job.wait_for_training("worker-1")
+    job.start("worker-0")
+    job.wait_for_training("worker-0", "worker-1")
+    job.processes["worker-1"].kill()
+    job.end("worker-1", -signal.SIGKILL)
+    job.wait_for_training("worker-0")
+    job.start("worker-1")
+    job.wait_for_training("worker-1", "worker-0")
+    summary = job.assert_exact()
+    assert events(summary) == [(0, "joined"), (1, "lost"), (1, "back")]
+    assert summary["workers"][2]["local_steps"] == 0
+    assert all(worker["local_steps"] > 0 for worker in summary["workers"][:2])
+    told = job.ends["chief-0"].stderr
+    assert "beginning without worker-0 at localhost:" in told
+    assert "worker-0 has joined, host " in told
+    assert "worker-1 is back, host " in told
+
+
+@pytest.mark.slow
+def test_a_worker_comes_back_while_another_stays_away(command: Command) -> None:
+    """TensorFlow alone takes nobody back until all are there."""
+    job = Job(command, 3)
+    job.start("chief-0", "ps-0", "worker-0", "worker-1", "worker-2")
+    job.wait_for_training("worker-0", "worker-1", "worker-2")
+    job.processes["worker-2"].send_signal(signal.SIGTERM)
+    job.end("worker-2", 143)
+    for _ in range(2):
+        job.processes["worker-0"].kill()
+        job.end("worker-0", -signal.SIGKILL)
+        job.start("worker-0")
+        job.wait_for_training("worker-0", "worker-1")
+    summary = job.assert_exact()
+    assert events(summary) == [(2, "left"), *[(0, "lost"), (0, "back")] * 2]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,24 @@ def test_a_worker_that_has_left_may_return(enter: Meetings) -> None:
     enter(cluster, "worker-1").go()
     participants["chief-0"].event(Back, "worker-1")
     assert [type(event) for event in participants["chief-0"].events()] == [Ended, Back], "neither a stop nor a loss"
+
+
+def test_a_job_begins_with_some_of_its_workers_and_others_join(enter: Meetings) -> None:
+    cluster = replace(cluster_of("async", chief=1, ps=1, worker=3), min_workers=1)
+    chief, worker = enter(cluster, "chief-0"), enter(cluster, "worker-1")
+    wait_for(lambda: "ps-0" in worker.waiting_for, "it has joined")
+    assert not chief.joined.done(), "all ps are needed"
+    for participant in (enter(cluster, "ps-0"), chief, worker):
+        participant.go()
+    first, third = cluster.address(Task("worker", 0)), cluster.address(Task("worker", 2))
+    told = f"beginning without worker-0 at {first}, worker-2 at {third}; each may join later"
+    chief.events()  # passes on what is to be told
+    assert told in chief.printed
+    enter(cluster, "worker-2").go()
+    assert chief.event(Back, "worker-2").is_first
+    worker.vanish()
+    enter(cluster, "worker-1").go()
+    assert not chief.event(Back, "worker-1").is_first
 
 
 def test_a_worker_that_leaves_before_the_start_is_waited_for(enter: Meetings) -> None:

@@ -9,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.ops import script_ops
@@ -31,6 +32,14 @@ SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 
 
 ANOTHER = re.compile("another")
+
+
+HANDLER = cluster_coordinator.WorkerPreemptionHandler
+
+
+def follow_workers(handler: Any) -> None:
+    coordinator: Any = SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler))
+    tf_internals.Attendance(1, set, context.Context()).follow(coordinator)
 
 
 def test_nothing_is_missing() -> None:
@@ -80,6 +89,20 @@ LACKS = [
         lambda: context.Context,
         "wait_at_barrier",
         lambda _: tf_internals.wait_at_barrier("end", 1.0),
+    ),
+    *(
+        Lack(
+            "a worker could not come back until all are there",
+            owner,
+            name,
+            lambda owner: follow_workers(HANDLER(None, None) if isinstance(owner, type) else owner),
+        )
+        for owner, name in (
+            (lambda: HANDLER, "wait_on_failure"),
+            (lambda: context.Context, "update_server_def"),
+            (lambda: HANDLER(None, None), "_cluster_due_for_update_or_finish"),
+            (lambda: HANDLER(None, None), "_error_from_recovery"),
+        )
     ),
     Lack(
         "workers could not read their own examples",

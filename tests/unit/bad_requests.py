@@ -216,6 +216,13 @@ OPTIONS: list[tuple[list[str], str]] = [
         [*HOSTS, "cluster.worker=[a:1]", "task.on_term=leave"],
         "task.on_term (leave): with mode=sync every worker takes part in each step",
     ),
+    (["cluster.min_workers=1"], "cluster.min_workers (1): with cluster=local one command starts all workers"),
+    ([*HOSTS, "cluster.worker=[a:1]", "cluster.min_workers=1"], "cluster.min_workers (1): is for mode=async; leave"),
+    (["cluster=ranks", "cluster.min_workers=0"], "cluster.min_workers (0): must be at least 1"),
+    (
+        ["cluster=ranks", "cluster.addresses=[a,b,c]", "cluster.rank=0", "cluster.min_workers=2"],
+        "cluster.min_workers (2): the cluster has 1 workers; give at most as many",
+    ),
     (["task.on_term=leave"], "task.on_term (leave): with cluster=local one command runs all tasks"),
     (["task.on_term=end"], "task.on_term (end): must be stop or leave\n"),
     (

@@ -417,6 +417,7 @@ REFUSED = {
     ("slurm", "--multirun", "seed=1,2"): "--multirun: is not for a request",
     ("slurm", "--gpus"): "--gpus: expected one argument",
     ("slurm", "--gpu", "1"): "--gpu",
+    ("jobset", "cluster.num_workers=2", "cluster.min_workers=3"): r"the cluster has 2 workers; give at most as many",
     ("kubernetes", "mode=async"): r"mode \(async\): is not for this engine; render jobset",
     ("jobset", "mode=sync"): "render kubernetes",
     (

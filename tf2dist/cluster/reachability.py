@@ -175,7 +175,7 @@ def wait_for_peers(
     notify: Callable[[str], None],
     on_round: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits until every task listens at its address.
+    """Waits until every task listens at its address, or enough of them to begin with; see `Cluster.awaited`.
 
     Args:
         notify: takes a line for the user every few seconds.
@@ -190,7 +190,7 @@ def wait_for_peers(
     while True:
         answers = {task: why_unreachable(cluster.address(task)) for task in missing}
         missing = {task: reason for task, reason in answers.items() if reason}
-        if not missing:
+        if not cluster.awaited([task for task in cluster.tasks if task not in missing]):
             return
         names = ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in missing.items())
         if wait.is_over:

@@ -1,6 +1,7 @@
 """Where a run finds out which cluster it is part of: one source for each value of the option `cluster`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tf2dist.cluster import ranks, slurm, tf_config
 from tf2dist.cluster.spec import ALL_JOBS, Cluster, Place
@@ -22,13 +23,20 @@ def find_place(config: RunConfig, environ: Mapping[str, str]) -> Place:
     kind = config.cluster.kind
     if kind not in SOURCES:
         raise ConfigError(f"cluster.kind ({kind}): must be one of {', '.join(SOURCES)}")
-    cluster, task = place = SOURCES[kind](config, environ)
+    cluster, task = SOURCES[kind](config, environ)
+    cluster = replace(cluster, min_workers=config.cluster.min_workers)
     # The default is a new directory, in which an evaluator would wait for checkpoints for ever.
     if task.job == "evaluator" and config.run_dir is None:
         raise ClusterError(f"run_dir (null): {task} reads the checkpoints there; give it and {cluster.leader} the same")
+    check_workers(config, cluster)
+    return Place(cluster, task)
+
+
+def check_workers(config: RunConfig, cluster: Cluster) -> None:
+    """Checks the options that depend on the number of workers. Raises ConfigError."""
     _check_replicas(config, cluster)
     _check_leaving(config, cluster)
-    return place
+    _check_min_workers(config, cluster)
 
 
 def _check_replicas(config: RunConfig, cluster: Cluster) -> None:
@@ -51,6 +59,15 @@ def _check_leaving(config: RunConfig, cluster: Cluster) -> None:
         raise ConfigError(
             f"task.on_term (leave): each step takes {replicas} gradients of {num_workers} workers, so it would wait "
             f"for one that has left; leave it out, or give sync_replicas.replicas_to_aggregate less than {num_workers}"
+        )
+
+
+def _check_min_workers(config: RunConfig, cluster: Cluster) -> None:
+    min_workers = config.cluster.min_workers
+    if min_workers is not None and min_workers > cluster.num_workers:
+        raise ConfigError(
+            f"cluster.min_workers ({min_workers}): the cluster has {cluster.num_workers} workers; give at most "
+            "as many, and list all that may come"
         )
 
 

@@ -1,6 +1,6 @@
 """The cluster as a small immutable value: its tasks and their addresses."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,12 +37,14 @@ class Cluster:
     Attributes:
         is_managed: whether one launcher starts and owns all tasks; otherwise each is started by a command of its own.
         shares_host: whether all tasks divide the devices of one host.
+        min_workers: with how many workers a run with parameter servers begins; None for all.
     """
 
     mode: str
     jobs: dict[str, tuple[str, ...]]
     is_managed: bool = False
     shares_host: bool = False
+    min_workers: int | None = None
 
     @property
     def num_workers(self) -> int:
@@ -82,6 +84,15 @@ class Cluster:
     def label(self, task: Task) -> str:
         """A task with its address, for errors: "worker 0 (host:2222)"."""
         return f"{task.job} {task.index} ({self.address(task)})"
+
+    def awaited(self, there: Collection[Task]) -> list[Task]:
+        """The tasks without which a run does not begin, of those that are not there."""
+        # Nobody waits for an evaluator: it reads checkpoints, and may be started at any time.
+        missing = [task for task in self.tasks if task not in there and task.job != "evaluator"]
+        workers = sum(task.job == "worker" for task in there)
+        if self.min_workers is not None and workers >= self.min_workers:
+            return [task for task in missing if task.job != "worker"]
+        return missing
 
     def can_lose(self, task: Task) -> bool:
         """Whether the others go on when a task is lost, and take it back when it returns."""

@@ -29,6 +29,7 @@ def check(config: RunConfig) -> None:
         *_hosts(config),
         *_local(config),
         *_leaving(config),
+        *_joining(config),
         *_first_weights(config),
         *_algorithm(config),
         *_transfers(config),
@@ -141,6 +142,16 @@ def _leaving(config: RunConfig) -> list[Rule]:
     return [
         (name, config.task.on_term, stays or config.mode in PS_MODES, in_every_step),
         (name, config.task.on_term, stays or config.cluster.kind != "local", together),
+    ]
+
+
+def _joining(config: RunConfig) -> list[Rule]:
+    """Refuses to begin without workers where all are needed, or started together."""
+    name, count = "cluster.min_workers", config.cluster.min_workers
+    together = "with cluster=local one command starts all workers; leave it out"
+    return [
+        (name, count, count is None or config.mode == "async", "is for mode=async; leave it out"),
+        (name, count, count is None or config.cluster.kind != "local", together),
     ]
 
 

@@ -99,6 +99,11 @@ class ClusterConfig:
     kind: str = choice("local")  # one of `cluster.sources`
     num_workers: int = option(3, *COUNT)
     num_ps: int = option(1, at_least(0), help="number of parameter servers, not with mode=sync")
+    min_workers: int | None = option(
+        None,
+        *COUNT,
+        help="mode=async on many hosts; how many workers a run begins with, while others may join later; null: all",
+    )
     # Under the names of TensorFlow's jobs, as TF_CONFIG has them.
     chief: list[str] = option([], help="lists of host:port, only with cluster=hosts")
     ps: list[str] = option([])

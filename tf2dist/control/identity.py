@@ -18,7 +18,7 @@ from tf2dist.errors import ConfigError
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 # Of the options of the cluster, those that all hosts must give alike.
-SHARED_CLUSTER_OPTIONS = ("placement", "min_part_bytes", "transfer_dtype", "all_reduce")
+SHARED_CLUSTER_OPTIONS = ("min_workers", "placement", "min_part_bytes", "transfer_dtype", "all_reduce")
 # Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
 # the options "cluster" and "plugins".
 HOST_OPTIONS = (

@@ -58,12 +58,11 @@ class Leader:
         self._membership, self._links = membership, links
         self._members: dict[Task, Member] = {}
         cluster = membership.cluster
-        # Nobody waits for an evaluator: it reads checkpoints, and may be started at any time.
-        peers = [task for task in cluster.tasks if task != membership.task and task.job != "evaluator"]
-        self._dialers = {task: self._dialer(task) for task in peers}
+        self._dialers = {task: self._dialer(task) for task in cluster.awaited([membership.task])}
+        self._known: set[Task] = set()  # the tasks that have ever joined
         self._refused: dict[Task, str] = {}
         self._beat_at = 0.0
-        self.waiting_for = ", ".join(str(membership.task_address(task)) for task in peers)
+        self.waiting_for = ", ".join(str(membership.task_address(task)) for task in self._dialers)
         self.held = HoldingJob(membership.job_id, membership.task_address(membership.task), membership.process)
 
     def _dialer(self, task: Task) -> Dialer:
@@ -83,11 +82,15 @@ class Leader:
             self.announce(Beat(self.waiting_for[:MAX_CHARACTERS]))
 
     def _gather(self) -> None:
-        """Says go if all tasks have joined; otherwise asks which processes are at the addresses of the missing ones."""
+        """Says go if enough tasks have joined; otherwise asks which processes are at the addresses of the others."""
+        membership = self._membership
         missing = [task for task in self._dialers if task not in self._members]
-        if not missing:
+        if not membership.cluster.awaited({membership.task, *self._members}):
             self.waiting_for = ""
-            self._membership.agreed.set()
+            if missing:
+                addresses = ", ".join(str(membership.task_address(task)) for task in missing)
+                membership.notify(f"beginning without {addresses}; each may join later")
+            membership.agreed.set()
             self.announce(Go())
             return
         for task in missing:
@@ -121,9 +124,11 @@ class Leader:
         self._members[task] = link.owner = Member(task, link, join.process)
         link.keep(FromFollower)
         link.send(answer)
+        is_first = task not in self._known
+        self._known.add(task)
         if self._membership.agreed.is_set():
-            self._membership.notify(f"{task} is back, {join.process}")
-            self._membership.events.put(Back(str(task)))
+            self._membership.notify(f"{task} {'has joined' if is_first else 'is back'}, {join.process}")
+            self._membership.events.put(Back(str(task), is_first))
             # All others have had their go; this process waits for one like every process that joins.
             link.send(Go())
 

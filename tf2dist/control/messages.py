@@ -194,9 +194,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """A task that was lost has joined again."""
+    """A task that was lost has joined again; or `is_first`: one has joined for the first time."""
 
     task: str
+    is_first: bool = False
 
 
 @dataclass(frozen=True)

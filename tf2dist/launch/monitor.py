@@ -177,7 +177,7 @@ class Monitor:
                 self._shutdown.request_from_peer(event.signum)
             case control.Back():
                 self._lost_peers.pop(event.task, None)
-                self._add_event(event.task, "back")
+                self._add_event(event.task, "joined" if event.is_first else "back")
             case control.Lost(task, why):
                 is_leaders = task == self._tasks.leader and not self._tasks.has_leader
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code

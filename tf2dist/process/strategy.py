@@ -1,7 +1,9 @@
 """TensorFlow's two strategies and its server, made for a `Cluster`."""
 
+import functools
 import itertools
 import os
+from collections.abc import Collection
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +16,7 @@ from tf2dist.process import heartbeat, tf_internals
 from tf2dist.process.tf_internals.error_texts import late_tasks
 
 LEAVE_TIMEOUT_SECS = 10.0
+LOOK_SECS = reachability.PROBE_SECS + 1.0  # for all workers
 _calls = itertools.count()
 
 
@@ -39,10 +42,24 @@ def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto)
 
 
 def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.ParameterServerStrategy:
-    """Connects the coordinator to all ps and workers, which must be listening."""
-    strategy = tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
+    """Connects the coordinator to all ps, which must be listening, and to the workers that are; others may follow."""
+    attendance = tf_internals.Attendance(cluster.num_workers, functools.partial(_listening, cluster))
+    with attendance.connecting():
+        strategy = tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
     _make_room_for_copies(3 * len(cluster.tasks))
+    attendance.follow(tf.distribute.coordinator.ClusterCoordinator(strategy))  # the strategy's only one
     return strategy
+
+
+def _listening(cluster: Cluster, workers: Collection[int]) -> set[int]:
+    """The asynchronous workers of these that listen, by their indices."""
+
+    def why_away(task: Task) -> str:
+        return reachability.why_unreachable(cluster.address(task))
+
+    tasks = [Task("worker", index) for index in sorted(workers)]
+    answers = reachability.ask_all(why_away, tasks, LOOK_SECS)
+    return {task.index for task, why in answers.items() if not why}
 
 
 def _make_room_for_copies(number: int) -> None:

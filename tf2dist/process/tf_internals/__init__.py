@@ -5,6 +5,7 @@ each function checks that what it touches exists and has the expected type; all 
 which gives the name and the installed version. `missing` tries them all.
 """
 
+from tf2dist.process.tf_internals.attendance import Attendance
 from tf2dist.process.tf_internals.of_keras import (
     build_metrics,
     config_of,
@@ -45,6 +46,7 @@ from tf2dist.process.tf_internals.probes import missing
 from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
 
 __all__ = [
+    "Attendance",
     "PartitionedVariable",
     "as_one_node",
     "build_metrics",

@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from tf2dist.config import keras_settings
 from tf2dist.errors import DataError, InstallationError, first_line, reason_of
 from tf2dist.process.current_function import CALLS_PYTHON
 from tf2dist.process.tf_internals import error_texts
+from tf2dist.process.tf_internals.attendance import COORDINATOR, Attendance
 from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 from tf2dist.process.tf_internals.of_keras import (
     NAME_COUNTS,
@@ -113,6 +115,17 @@ def _service_is_there() -> bool:
 def _one_node_is_kept() -> bool:
     traced = as_one_node(lambda: tf.constant(0)).get_concrete_function()
     return bool(traced.function_def.attr[NO_INLINE].b)
+
+
+def _workers_are_followed() -> bool:
+    context = module_of(CONTEXT).Context()
+    handler = attribute(tf, module_of(COORDINATOR), "WorkerPreemptionHandler", type)(None, None)
+    attendance = Attendance(1, set, context)
+    with attendance.connecting():
+        pass
+    attendance.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
+    handler.stop()
+    return True
 
 
 def _published_is_called() -> bool:
@@ -372,6 +385,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _service_is_there,
+    (tf, "WorkerPreemptionHandler"): _workers_are_followed,
     (tf, NO_INLINE): _one_node_is_kept,
     (tf, "FuncRegistry._funcs"): _published_is_called,
     (keras, "Optimizer._get_variable_index"): _slots_are_found,

@@ -110,3 +110,4 @@ def _write_shutdown(cluster: Cluster, task: Task, text: str, deadline: float) ->
             if time.monotonic() > deadline:
                 print(f"no shutdown message to {task}: {error}", flush=True)
                 return
+            time.sleep(POLL_SECS)  # a worker that has just come is not known to TensorFlow yet
