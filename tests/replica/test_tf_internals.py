@@ -1,11 +1,14 @@
 """Each private name behaves as this project needs it in the installed TensorFlow and Keras."""
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, random_model
@@ -130,3 +133,38 @@ def test_names_restart_in_the_block_and_continue_after_it() -> None:
         assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
     after = keras.layers.Dense(1).name
     assert int(after.rpartition("_")[2]) == 1 + int(f"0{before.removeprefix('dense').removeprefix('_')}")
+
+
+class FakeContext:
+    """Keeps the workers of each list that it is given."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[int]] = []
+
+    def set_server_def(self, server_def: Any) -> None:
+        self.lists.append(sorted(server_def.cluster.job[0].tasks))
+
+    update_server_def = set_server_def
+
+
+def test_a_worker_that_comes_must_listen_for_a_while() -> None:
+    """A process that ends may close its connections before its port, and TensorFlow would wait for it without end."""
+    there, own = {0}, FakeContext()
+    attendance = tf_internals.Attendance(3, lambda workers: there.intersection(workers), own)
+    cluster = tf.train.ClusterSpec({"worker": ["a:1", "a:2", "a:3"]}).as_cluster_def()
+    with attendance.connecting():
+        own.set_server_def(tf.train.ServerDef(cluster=cluster))
+    handler: Any = cluster_coordinator.WorkerPreemptionHandler(None, None)
+    attendance.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
+    handler.stop()
+    there |= {1}
+    own.update_server_def(None)
+    there -= {1}
+    own.update_server_def(None)
+    there |= {1, 2}
+    own.update_server_def(None)
+    assert own.lists == [[0]]
+    time.sleep(0.6)  # longer than between two looks
+    there -= {0}
+    own.update_server_def(None)
+    assert own.lists == [[0], [1, 2]], "one that is gone unnoticed is left out"

@@ -37,7 +37,8 @@ class Attendance:
         self._context = context or this_context()
         self._server_def: Any = None  # TensorFlow's list of all tasks
         self._away: set[int] = set()
-        self._changed = threading.Condition()  # holds `_away`
+        self._heard_at: dict[int, float] = {}  # since when a worker that is away listens
+        self._changed = threading.Condition()  # holds these two
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -85,7 +86,11 @@ class Attendance:
         """
         with self._changed:
             away = set(self._away)
-        come = self._listening(away)
+        listening, now = self._listening(away), time.monotonic()
+        with self._changed:
+            # A process that is just ending may close its connections first. TensorFlow would wait for it without end.
+            self._heard_at = {worker: self._heard_at.get(worker, now) for worker in listening}
+            come = {worker for worker, since in self._heard_at.items() if now - since >= LOOK_EVERY_SECS}
         if not come:
             return
         gone = (self._all - away) - self._listening(self._all - away)  # TensorFlow has not noticed it yet
@@ -98,6 +103,7 @@ class Attendance:
             raise
         with self._changed:
             self._away -= come
+            self._heard_at.clear()
             self._changed.notify_all()
 
     def _patient(self, handler: Any, wait: Waiter, wanted: threading.Event) -> Waiter:
@@ -118,6 +124,7 @@ class Attendance:
             def failed(error: Exception) -> None:
                 with self._changed:
                     self._away.add(worker)
+                    self._heard_at.pop(worker, None)
                 if on_failure_fn:
                     on_failure_fn(error)
 
