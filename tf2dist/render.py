@@ -34,8 +34,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
