@@ -72,6 +72,17 @@ def test_several_tasks_of_a_node_with_another_distribution(nodes: Slurm, tmp_pat
     assert trained(nodes, tmp_path, "async", *srun)["cluster"] == {"worker": 3, "ps": 1}
 
 
+def test_a_heterogeneous_job(nodes: Slurm, tmp_path: Path) -> None:
+    """The chief and the ps on one node, and workers with GPUs on two others."""
+    options = ("cluster=slurm", "mode=async", "train.steps=200", f"run_dir={tmp_path / 'run'}", *SMALL)
+    command = (*COMMAND, *options)
+    done = nodes.run("srun", "-N1", "-n2", *command, ":", "-N2", "-n2", "--gpus-per-task=1", *command)
+    assert done.returncode == 0, done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["global_step"] == summary["updates_applied"] == 200
+    assert summary["cluster"] == {"worker": 2, "ps": 1}
+
+
 @pytest.mark.parametrize("distribution", ["block", "cyclic", "plane=3", "plane=4", "block:cyclic"])
 def test_forty_tasks_on_four_nodes_know_where_they_are(nodes: Slurm, distribution: str) -> None:
     options = ("--quiet", "--overcommit", "-N4", "-n40", f"--distribution={distribution}", f"--chdir={REPOSITORY}")

@@ -74,6 +74,21 @@ def test_the_roles_of_a_step() -> None:
     assert place({}, "async", num_ps=2).cluster.num_ps == 2
 
 
+def test_the_components_of_a_heterogeneous_job_follow_each_other() -> None:
+    """What `srun -N1 -n2 ... : -N2 -n2 ...` gave: the variable is that of a component with one task a node."""
+    common = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_STEP_NODELIST": "node[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+        "SLURM_DISTRIBUTION": "cyclic",
+    }
+    for rank, (node, local) in enumerate([(1, 0), (1, 1), (2, 0), (3, 0)]):
+        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURMD_NODENAME": f"node{node}"}
+        assert place({**common, **own}).task == Task("worker", rank)
+    with pytest.raises(ClusterError, match="but SLURM started it as task 0 of node2"):
+        place({**common, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "node2"})
+
+
 @pytest.mark.parametrize(("counts", "distribution", "plane", "ranks_of"), GIVEN)
 def test_every_rank_is_where_srun_has_started_it(counts: str, distribution: str, plane: str, ranks_of: Any) -> None:
     common = {

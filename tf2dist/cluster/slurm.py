@@ -18,6 +18,7 @@ START = "srun --ntasks=4 python -m tf2dist cluster=slurm"
 JOB, STEP, RANK = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
 NODES, COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 DISTRIBUTION, PLANE = "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE"
+COMPONENTS = "SLURM_HET_SIZE"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")  # of Open MPI's mpirun, and of those of MPICH and Intel
 # What SLURM calls the steps of batch scripts and of interactive shells, and two that run no command.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -120,6 +121,10 @@ def _tasks_in_a_row(environ: Mapping[str, str]) -> int:
     # Behind the colon and the comma stands how tasks are bound to the sockets and cores of a node. Without the option
     # SLURM takes block, or cyclic where no node has two tasks, which is the same.
     text = environ.get(DISTRIBUTION) or "block"
+    # In a heterogeneous job each component deals its own tasks, and the variable has the word of one of them. Unless a
+    # component asks for something else, which `_check_node` finds, that comes to the same as block for all.
+    if environ.get(COMPONENTS, "1") != "1":
+        text = "block"
     kind = re.split("[:,]", text)[0]
     if kind == "plane":
         return max(1, _number(PLANE, environ))
