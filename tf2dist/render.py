@@ -193,7 +193,7 @@ def size(overrides: list[str]) -> tuple[int, list[str]]:
 
 def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
     """The values of the flags that are given. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for flag, (form, described) in FORMS.items():
         value = getattr(own, flag)
         if value is None:
@@ -203,8 +203,8 @@ def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
         for text in value if flag == "line" else [value]:
             if not form.fullmatch(text):
                 raise ConfigError(f"--{flag} ({' '.join(text.split())[:60]}): must be {described}")
-        found["lines" if flag == "line" else flag] = int(value) if flag in NUMBERS else value
-    return found
+        flags["lines" if flag == "line" else flag] = int(value) if flag in NUMBERS else value
+    return flags
 
 
 def write(text: str, path: str) -> None:

@@ -66,14 +66,14 @@ class Facts:
     keras: KerasConfig
 
     @classmethod
-    def of_json(cls, found: dict[str, Any]) -> "Facts":
+    def of_json(cls, values: dict[str, Any]) -> "Facts":
         """Reads what `to_json` of this or another version has written; unknown fields are ignored.
 
         Raises:
             ValueError: names the first fact that is missing or of another type.
         """
         try:
-            facts = from_json(cls, found, is_open=True)
+            facts = from_json(cls, values, is_open=True)
             # Types alone do not show this, and a worker without a position would fail far from here.
             positions = facts.input.positions
             if len(positions) != facts.input.sharding.num_shards and (positions or facts.input.position is None):
@@ -89,8 +89,8 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        found = asdict(self)
+        values = asdict(self)
         # Left out where it is that of the workers, so that all modes write the same.
-        if found["input"]["sharding"]["replicas_to_aggregate"] is None:
-            del found["input"]["sharding"]["replicas_to_aggregate"]
-        return found
+        if values["input"]["sharding"]["replicas_to_aggregate"] is None:
+            del values["input"]["sharding"]["replicas_to_aggregate"]
+        return values

@@ -104,16 +104,16 @@ def assign(named: Named, arrays: dict[str, np.ndarray]) -> None:
             variable.value.assign(array.astype(variable.dtype) if variable.dtype != "bfloat16" else array)
 
 
-def differences(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+def differences(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
     """The arrays that a checkpoint lacks, has in excess, or has in another shape, a line for each kind."""
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [
-        f"{name} is {list(found[name])} there and {list(wanted[name])} here"
-        for name in sorted(found.keys() & wanted.keys())
-        if found[name] != wanted[name]
+    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    reshaped = [
+        f"{name} is {list(shapes[name])} there and {list(wanted[name])} here"
+        for name in sorted(shapes.keys() & wanted.keys())
+        if shapes[name] != wanted[name]
     ]
     lists = [f"{what} {_some(names)}" for what, names in (("missing:", missing), ("extra:", extra)) if names]
-    return [*lists, *([_some(shapes)] if shapes else [])]
+    return [*lists, *([_some(reshaped)] if reshaped else [])]
 
 
 def _some(names: list[str]) -> str:
@@ -150,14 +150,14 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
     if snapshot.facts.data != data:
         raise CheckpointError(f"run_dir: was trained on {snapshot.facts.data}, and data is {data} now; {way_out}")
     check_keras(snapshot.facts.keras, settings, "run_dir")
-    found = {name: array.shape for name, array in snapshot.arrays.items()}
+    shapes = {name: array.shape for name, array in snapshot.arrays.items()}
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
     # The model first: another model has another optimizer's slots too, and only the cause should be told. Arrays that
     # a mode keeps for itself are in neither group, since the other mode can do without them.
     for group in ("model/", "optimizer/"):
         mine, theirs = (
             {name: shape for name, shape in all_of_them.items() if name.startswith(group)}
-            for all_of_them in (wanted, found)
+            for all_of_them in (wanted, shapes)
         )
         if problems := differences(theirs, mine):
             raise CheckpointError(
@@ -278,19 +278,19 @@ def input_position(snapshot: Snapshot | None, sharding: Sharding) -> InputPositi
     """Where the input of arrays continues: at the same example, or of other data at the same fraction of a pass."""
     if snapshot is None:
         return InputPosition()
-    found, num_examples = snapshot.facts.input, snapshot.facts.input.sharding.num_examples
-    if found.position is None:
-        position = InputPosition(_counted_position(found))
+    facts, num_examples = snapshot.facts.input, snapshot.facts.input.sharding.num_examples
+    if facts.position is None:
+        position = InputPosition(_counted_position(facts))
     else:
-        position = InputPosition(found.position, found.unseen)
+        position = InputPosition(facts.position, facts.unseen)
     if num_examples == sharding.num_examples:
         return position
     return InputPosition(round(position.next / num_examples * sharding.num_examples))
 
 
-def _counted_position(found: InputFacts) -> int:
+def _counted_position(facts: InputFacts) -> int:
     """The position in a checkpoint that has only the steps of each worker, who cut the data among themselves."""
-    before, positions = found.sharding, found.positions
+    before, positions = facts.sharding, facts.positions
     sharding = Sharding(before.num_examples, before.batch_size, before.num_shards, 0, before.whole_batch_loss)
     steps = positions[0] if sharding.whole_batch_loss else sum(positions)
     return NumberedSteps(sharding, InputPosition()).position(steps).next

@@ -80,13 +80,13 @@ def _expanded(part: str) -> list[str]:
 
 def _numbers(ranges: str) -> list[str]:
     """The numbers in brackets such as "08-11,20", each as long as the first of its range."""
-    found = []
+    numbers = []
     for text in ranges.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
         if not match or int(match[1]) > int(match[2] or match[1]):
             _refuse(NODES, f"[{ranges}]", "must have ranges such as 01-04,07")
-        found += [f"{number:0{len(match[1])}}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
-    return found
+        numbers += [f"{number:0{len(match[1])}}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
 
 
 def counts_in(text: str) -> list[int]:

@@ -27,9 +27,9 @@ def resolve(settings: KerasConfig) -> KerasConfig:
     Raises:
         ConfigError: the file holds a value that Keras or this program refuses.
     """
-    found = from_file()
+    in_file = from_file()
     given = {name: value for name, value in asdict(settings).items() if value is not None}
-    resolved = replace(DEFAULTS, **{**found, **given})
+    resolved = replace(DEFAULTS, **{**in_file, **given})
     # After the merge: a value out of range in the file does no harm where an option overrides it.
     for name, value, holds, rule in rules_of(resolved, "keras."):
         if not holds:

@@ -80,8 +80,8 @@ class Splits:
 
     def sizes(self) -> dict[str, int]:
         """The number of examples in each split that can be evaluated."""
-        found = {"validation": self.validation, "test": self.test}
-        return {name: len(arrays) for name, arrays in found.items() if arrays is not None and len(arrays)}
+        splits = {"validation": self.validation, "test": self.test}
+        return {name: len(arrays) for name, arrays in splits.items() if arrays is not None and len(arrays)}
 
 
 def checked(name: str, splits: Splits) -> Splits:
@@ -99,10 +99,10 @@ def checked(name: str, splits: Splits) -> Splits:
     for split, arrays in others.items():
         if arrays is None:
             continue
-        others[split] = found = _checked(f"{name}: {split}", arrays, num_classes)
+        others[split] = result = _checked(f"{name}: {split}", arrays, num_classes)
         # A split without examples says nothing, and its empty arrays may have any shape.
-        if len(found) and found.layout != train.layout:
-            raise DataError(f"{name}: {split} is {found.layout}, and train is {train.layout}; give both the same kind")
+        if len(result) and result.layout != train.layout:
+            raise DataError(f"{name}: {split} is {result.layout}, and train is {train.layout}; give both the same kind")
     return Splits(train, others["validation"], others["test"], num_classes)
 
 
@@ -118,8 +118,8 @@ def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
     # The tree again with the converted arrays. None has its place in it, but not among the leaves.
     left = iter(leaves)
     tree = (arrays.x, arrays.y, arrays.sample_weight)
-    found = Arrays(*keras.tree.map_structure(lambda leaf: None if leaf is None else next(left), tree))
-    y = found.y
+    standard = Arrays(*keras.tree.map_structure(lambda leaf: None if leaf is None else next(left), tree))
+    y = standard.y
     # Only a vector can hold the numbers of classes. A one-hot matrix is left to the loss, which knows what it wants.
     if num_classes and isinstance(y, np.ndarray) and y.ndim == 1 and len(y):
         if not np.issubdtype(y.dtype, np.integer):
@@ -129,18 +129,18 @@ def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:
             )
         if not 0 <= y.min() <= y.max() < num_classes:
             raise DataError(f"{name} y ({y.min()} to {y.max()}): must be from 0 to {num_classes - 1}")
-        return Arrays(found.x, y.astype(np.int32), found.sample_weight)
-    return found
+        return Arrays(standard.x, y.astype(np.int32), standard.sample_weight)
+    return standard
 
 
 def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
     """Each leaf with its name for messages, such as "x[1]"; the number counts the leaves of its part."""
-    found = []
+    paths = []
     for part in ("x", "y", "sample_weight"):
         leaves = leaves_of(getattr(arrays, part))
         names = [part] if len(leaves) == 1 else [f"{part}[{number}]" for number in range(len(leaves))]
-        found += list(zip(names, leaves, strict=True))
-    return found
+        paths += list(zip(names, leaves, strict=True))
+    return paths
 
 
 def _standard(name: str, leaf: Any) -> np.ndarray:

@@ -42,8 +42,8 @@ class ExampleOrder(NamedTuple):
 @functools.lru_cache(maxsize=2)  # a call may reach from one pass into the next
 def _order_of_pass(order: ExampleOrder, number: int) -> np.ndarray:
     with tf.device("CPU:0"):
-        found: np.ndarray = order.of_pass(tf.constant(number)).numpy()
-    return found
+        indices: np.ndarray = order.of_pass(tf.constant(number)).numpy()
+    return indices
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,10 @@ class NumberedSteps:
             return first, last
         numbers_of, ranges = tf.constant(self._numbers[:-1], tf.int64), tf.constant(self._ranges, tf.int64)
         place = tf.searchsorted(numbers_of, numbers, side="right") - 1
-        early = tf.gather(ranges[:, 0], place) + (numbers - tf.gather(numbers_of, place)) * size
-        early_last = tf.minimum(early + size, tf.gather(ranges[:, 1], place))
-        is_early = number < 0
-        return tf.where(is_early, early, first), tf.where(is_early, early_last, last)
+        unseen = tf.gather(ranges[:, 0], place) + (numbers - tf.gather(numbers_of, place)) * size
+        unseen_last = tf.minimum(unseen + size, tf.gather(ranges[:, 1], place))
+        is_unseen = number < 0
+        return tf.where(is_unseen, unseen, first), tf.where(is_unseen, unseen_last, last)
 
     def examples(self, first: int, last: int) -> list[Range]:
         """The examples of the steps from number `first` up to `last`, not including it."""
@@ -191,12 +191,12 @@ class NumberedSteps:
             self._sharding.num_examples,
             self._sharding.steps_per_pass,
         )
-        found = []
+        ranges = []
 
         def add(begin: int, end: int, number: int, count: int) -> None:
             low, high = max(first - number, 0), min(last - number, count)
             if low < high:
-                found.append((begin + low * size, min(begin + high * size, end)))
+                ranges.append((begin + low * size, min(begin + high * size, end)))
 
         for (begin, end), number, following in zip(self._ranges, self._numbers, self._numbers[1:], strict=False):
             add(begin, end, number, following - number)
@@ -204,7 +204,7 @@ class NumberedSteps:
         for number in passes:
             begin = (self._pass + number) * num_examples
             add(begin, begin + num_examples, self.to_pass_end + number * num_steps, num_steps)
-        return found
+        return ranges
 
     def position(self, next_number: int, left: tuple[Range, ...] = ()) -> InputPosition:
         """The position at which the steps from `next_number` on are to be seen, and before it the ranges `left`."""
@@ -226,16 +226,16 @@ class NumberedSteps:
     def steps_to(self, position: int) -> int:
         """How many steps see all examples before a position."""
         size, num_examples = self._sharding.step_size, self._sharding.num_examples
-        early = sum(-(-max(0, min(last, position) - first) // size) for first, last in self._ranges)
+        unseen = sum(-(-max(0, min(last, position) - first) // size) for first, last in self._ranges)
         whole, rest = divmod(max(0, position - self._pass * num_examples), num_examples)
-        return early + whole * self._sharding.steps_per_pass + -(-rest // size)
+        return unseen + whole * self._sharding.steps_per_pass + -(-rest // size)
 
 
 def ranges_to_pass_end(begin: InputPosition, num_examples: int) -> tuple[list[Range], int]:
     """What is to be seen before the first whole pass, in ranges of one pass each; and the number of that pass."""
     whole = -(-begin.next // num_examples)
-    found = []
+    ranges = []
     for first, last in [*begin.unseen, (begin.next, whole * num_examples)]:
         limits = list(range((first // num_examples + 1) * num_examples, last, num_examples))
-        found += [part for part in zip([first, *limits], [*limits, last], strict=True) if part[0] < part[1]]
-    return found, whole
+        ranges += [part for part in zip([first, *limits], [*limits, last], strict=True) if part[0] < part[1]]
+    return ranges, whole

@@ -36,8 +36,8 @@ def _taker(array: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
             return tf.ensure_shape(taken, index.shape.concatenate(array.shape[1:]))
 
         return take
-    found = tf.constant(array) if tensor is None else tensor
-    return lambda index: tf.gather(found, index)
+    rows = tf.constant(array) if tensor is None else tensor
+    return lambda index: tf.gather(rows, index)
 
 
 class _Writable:
@@ -70,7 +70,7 @@ def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) ->
     elements costs far more.
     """
     size = sharding.num_examples
-    early, first_pass = ranges_to_pass_end(begin, size)
+    unseen, first_pass = ranges_to_pass_end(begin, size)
 
     @NO_AUTOGRAPH
     def examples(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -82,8 +82,8 @@ def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) ->
 
     passes = tf.data.Dataset.range(first_pass * size, np.iinfo(np.int64).max - size, size)
     ranges = passes.map(NO_AUTOGRAPH(lambda first: (first, first + size)))
-    if early:
-        array = np.array(early, np.int64)
+    if unseen:
+        array = np.array(unseen, np.int64)
         ranges = tf.data.Dataset.from_tensor_slices((array[:, 0], array[:, 1])).concatenate(ranges)
     return ranges.flat_map(rows).map(examples).prefetch(2).with_options(_options())
 

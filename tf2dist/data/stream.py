@@ -237,11 +237,11 @@ class Reader:
             self._move_to(first)
             if not self._fetch(num) and self._error:
                 raise self._error
-            found = [leaf for _, batch in zip(range(num), self._kept, strict=False) for leaf in batch]
+            leaves = [leaf for _, batch in zip(range(num), self._kept, strict=False) for leaf in batch]
             # A daemon: a generator of the user's that hangs must not keep the process from ending.
             self._ahead = threading.Thread(target=self._fetch, args=(num + max(num, 2),), name="input", daemon=True)
             self._ahead.start()
-            return found
+            return leaves
 
     def size(self, number: int) -> int:
         """How many examples a batch has that is not before the last one given; 0 if it cannot be read."""

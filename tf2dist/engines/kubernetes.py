@@ -11,8 +11,8 @@ def render(request: JobRequest) -> str:
         ConfigError: the tasks are of several kinds, which one Job cannot have.
     """
     check_mode(request, needs_ps=False, other="jobset")
-    found = [pods.claim(request), pods.network_policy(request), pods.service(request), job(request)]
-    return pods.to_text(request, found)
+    manifests = [pods.claim(request), pods.network_policy(request), pods.service(request), job(request)]
+    return pods.to_text(request, manifests)
 
 
 def job(request: JobRequest) -> tuple[str, pods.Manifest]:

@@ -14,8 +14,8 @@ def render(request: JobRequest) -> str:
         ConfigError: the tasks are of several kinds, which the nodes of a TrainJob are not.
     """
     check_mode(request, needs_ps=False, other="jobset")
-    found = [pods.claim(request), pods.network_policy(request), runtime(request), train_job(request)]
-    return pods.to_text(request, found)
+    manifests = [pods.claim(request), pods.network_policy(request), runtime(request), train_job(request)]
+    return pods.to_text(request, manifests)
 
 
 def container(request: JobRequest) -> pods.Manifest:

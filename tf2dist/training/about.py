@@ -34,14 +34,14 @@ def hparams_of(config: RunConfig) -> dict[str, bool | float | str]:
 
 
 def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool | float | str]]:
-    found: list[tuple[str, bool | float | str]] = []
+    leaves: list[tuple[str, bool | float | str]] = []
     for name, value in options.items():
         if isinstance(value, dict):
-            found += _leaves(value, f"{prefix}{name}.")
+            leaves += _leaves(value, f"{prefix}{name}.")
         elif value not in (None, []):
             # TensorBoard takes no other types; a list, for instance, is shown as its text.
-            found.append((prefix + name, value if isinstance(value, bool | int | float | str) else str(value)))
-    return found
+            leaves.append((prefix + name, value if isinstance(value, bool | int | float | str) else str(value)))
+    return leaves
 
 
 class LearningRate:

@@ -47,16 +47,16 @@ class EpochState:
     def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
         """The state in which the run of a loop continues."""
         none = np.zeros(loop.metrics.size)
-        found = loop.start.arrays if loop.start else {}
-        done = found.get(METRICS, none)
+        arrays = loop.start.arrays if loop.start else {}
+        done = arrays.get(METRICS, none)
         # The sums of a process begin at 0, so those of the part of the epoch that was trained before are a negative
         # beginning. A model compiled with other metrics now cannot use them, and counts the rest of the epoch alone.
         return cls(
             position=EpochPosition.of(loop.start, plan, loop.sharding),
             before=loop.progress.metrics - (done if done.shape == none.shape else none),
-            has_stopped=bool(found.get(STOPPED, False)),
-            callbacks={name.removeprefix(CALLBACKS): a for name, a in found.items() if name.startswith(CALLBACKS)},
-            learning_rate=float(found[RATE]) if RATE in found else None,
+            has_stopped=bool(arrays.get(STOPPED, False)),
+            callbacks={name.removeprefix(CALLBACKS): a for name, a in arrays.items() if name.startswith(CALLBACKS)},
+            learning_rate=float(arrays[RATE]) if RATE in arrays else None,
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:

@@ -189,6 +189,6 @@ def take_arrays(path: str) -> NamedArrays:
     """
     # Pickled objects are refused, since reading them could run code.
     with np.load(path, allow_pickle=False) as arrays:
-        found = dict(arrays)
+        contents = dict(arrays)
     os.unlink(path)
-    return found
+    return contents

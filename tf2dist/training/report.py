@@ -50,12 +50,12 @@ def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[s
     """What summary.json holds of the last evaluations."""
     # The format of the file promises this name for every classifier, even without a validation set.
     classifies = test is not None and "accuracy" in test.metrics
-    found: dict[str, Any] = {"validation_accuracy": None} if classifies else {}
+    results: dict[str, Any] = {"validation_accuracy": None} if classifies else {}
     for split, evaluation in (("test", test), ("validation", validation)):
         if evaluation:
-            found |= {f"{split}_{name}": value for name, value in evaluation.metrics.items()}
-            found[f"{split}_examples"] = evaluation.num_examples
-    return found
+            results |= {f"{split}_{name}": value for name, value in evaluation.metrics.items()}
+            results[f"{split}_examples"] = evaluation.num_examples
+    return results
 
 
 def simulated(config: RunConfig) -> dict[str, Any]:

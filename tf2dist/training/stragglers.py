@@ -124,8 +124,8 @@ class Stragglers:
             with tf.control_dependencies(tf.nest.flatten(inputs)):
                 waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
             with tf.control_dependencies(waited):
-                found: Tensors = tf.nest.map_structure(tf.identity, inputs)
-                return found
+                copies: Tensors = tf.nest.map_structure(tf.identity, inputs)
+                return copies
 
     def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         """The outputs of a step's computation, before they are sent."""

@@ -76,8 +76,8 @@ def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
         inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
         noted = tf.raw_ops.PyFunc(input=inputs, token=TOKEN, Tout=[tf.int64])
     with tf.control_dependencies(noted):
-        found: Tensors = tf.nest.map_structure(tf.identity, tensors)
-        return found
+        copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        return copies
 
 
 def publish(config: RunConfig, run_dir: Path) -> None:

@@ -71,8 +71,8 @@ def data_error(text: str) -> str:
 
 def unknown_code(text: str) -> tuple[str, str] | None:
     """What a saved model needs and Keras does not find: "class" or "function", and its name; None if that is not it."""
-    found = UNKNOWN_CODE.search(text)
-    return (found[1], found[2]) if found else None
+    match = UNKNOWN_CODE.search(text)
+    return (match[1], match[2]) if match else None
 
 
 def is_unsafe_code(text: str) -> bool:

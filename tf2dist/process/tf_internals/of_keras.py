@@ -35,24 +35,24 @@ def velocities(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def _variables(optimizer: keras.Optimizer, name: str) -> list[keras.Variable]:
-    found: list[keras.Variable] = attribute(keras, optimizer, name, list)
+    variables: list[keras.Variable] = attribute(keras, optimizer, name, list)
     # A list of something else, such as of names, would pass the check of its type.
-    if not all(isinstance(variable, keras.Variable) for variable in found):
+    if not all(isinstance(variable, keras.Variable) for variable in variables):
         raise lack(keras, f"{type(optimizer).__name__}.{name}")
-    return found
+    return variables
 
 
 def slots_of(optimizer: keras.Optimizer) -> dict[str, list[keras.Variable]]:
     """The lists, by the names of their attributes, in which an optimizer has a variable for each that it trains."""
     left = set(map(id, state_of(optimizer)))
     number = len(trained_variables(optimizer))
-    found = {}
+    slots = {}
     # By the form of an attribute and not by a list of names, since every optimizer has its own, and users write more.
     for attribute_name, values in vars(optimizer).items():
         if isinstance(values, list) and len(values) == number and all(id(value) in left for value in values):
-            found[attribute_name] = values
+            slots[attribute_name] = values
             left -= {id(value) for value in values}
-    return found
+    return slots
 
 
 def state_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -148,8 +148,8 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
 
 def own_layers_of_keras(model: keras.Model) -> list[keras.Layer]:
     """The layers of a model that Keras defines and that have no layers inside."""
-    found = [layer for layer in layers_of(model) if type(layer).__module__.partition(".")[0] == "keras"]
-    return [layer for layer in found if len(layers_of(layer)) == 1]
+    layers = [layer for layer in layers_of(model) if type(layer).__module__.partition(".")[0] == "keras"]
+    return [layer for layer in layers if len(layers_of(layer)) == 1]
 
 
 def seeds_of(model: keras.Model) -> list[keras.Variable]:

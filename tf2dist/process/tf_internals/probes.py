@@ -76,15 +76,15 @@ def missing() -> list[str]:
 
     Creates variables and graphs, which initializes the devices: best called in a process of its own.
     """
-    found = []
+    lacks = []
     for (package, name), works in PROBES.items():
         try:
             if not works():
-                found.append(str(lack(package, name)))
+                lacks.append(str(lack(package, name)))
         except Exception as error:  # a change in a library may show as an error of any type, from inside of it
-            found.append(str(error if isinstance(error, InstallationError) else lack(package, name)))
+            lacks.append(str(error if isinstance(error, InstallationError) else lack(package, name)))
     # Several probes may fail for the same reason, such as a module that has moved.
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lacks))
 
 
 def _context_is_configured() -> bool:
@@ -93,8 +93,8 @@ def _context_is_configured() -> bool:
     keep_threads_from_spinning(context)
     optimize_graphs_for_cpus(context)
     rewriting = context.config.graph_options.rewrite_options
-    found = rewriting.meta_optimizer_iterations, rewriting.layout_optimizer, rewriting.memory_optimization
-    is_short = found == (rewriting.ONE, rewriting.OFF, rewriting.NO_MEM_OPT)
+    settings = rewriting.meta_optimizer_iterations, rewriting.layout_optimizer, rewriting.memory_optimization
+    is_short = settings == (rewriting.ONE, rewriting.OFF, rewriting.NO_MEM_OPT)
     limit_gpu_memory(0.25, context)
     is_limited = context.config.gpu_options.per_process_gpu_memory_fraction == 0.25
     return bool(context.config.experimental.disable_thread_spinning and is_short and is_limited)
@@ -145,19 +145,19 @@ def _built(kind: Callable[..., keras.Optimizer], **arguments: Any) -> keras.Opti
 
 def _slots_are_found() -> bool:
     adam, rmsprop = _built(keras.optimizers.Adam), _built(keras.optimizers.RMSprop, momentum=0.5)
-    found = [slots(optimizer) for optimizer in (adam, rmsprop) for slots in (momentums, velocities)]
+    slot_lists = [slots(optimizer) for optimizer in (adam, rmsprop) for slots in (momentums, velocities)]
     (variable,) = trained_variables(adam)
-    return place_of(adam, variable) == 0 and [len(slots) for slots in found] == [1] * 4
+    return place_of(adam, variable) == 0 and [len(slots) for slots in slot_lists] == [1] * 4
 
 
 def _slots_are_named() -> bool:
     # These names stand in checkpoints.
     kinds = keras.optimizers.Adam, keras.optimizers.Adagrad, keras.optimizers.RMSprop
     optimizers = _built(keras.optimizers.SGD, momentum=0.5), *map(_built, kinds)
-    found = [attribute_name for optimizer in optimizers for attribute_name in slots_of(optimizer)]
+    slot_names = [attribute_name for optimizer in optimizers for attribute_name in slots_of(optimizer)]
     unnamed = state_of(_built(keras.optimizers.Nadam))[-1]
     expected = ["momentums", "_momentums", "_velocities", "_accumulators", "_velocities"]
-    return found == expected and len(state_of(optimizers[0])) == 1 and name_of(unnamed) == "variable"
+    return slot_names == expected and len(state_of(optimizers[0])) == 1 and name_of(unnamed) == "variable"
 
 
 def _updates_are_counted() -> bool:
@@ -358,26 +358,26 @@ def _variables_are_read() -> bool:
 def _settings_are_read() -> bool:
     other = {"floatx": "float64", "image_data_format": "channels_first", "epsilon": 0.25}
     wrong = {"backend": "jax", "nnx_enabled": True}
-    found = []
+    agree = []
     for variable in ("HOME", KERAS_HOME):
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KERAS_ON_TENSORFLOW):
             os.environ.pop(KERAS_HOME, None)
             os.environ[variable] = folder
-            found.append(_settings_in_keras() == keras_settings.from_file() == KERAS_DEFAULTS)
+            agree.append(_settings_in_keras() == keras_settings.from_file() == KERAS_DEFAULTS)
             Path(keras_settings.path()).write_text(json.dumps(other | wrong))
-            found.append(_settings_in_keras() == keras_settings.from_file() == other)
-    return all(found)
+            agree.append(_settings_in_keras() == keras_settings.from_file() == other)
+    return all(agree)
 
 
 def _settings_in_keras() -> dict[str, Any]:
     """What Keras would have as its settings if it were imported now."""
     # A second instance of the module, which reads everything anew.
     spec = module_of(SETTINGS).__spec__
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    if (found.backend(), found.is_nnx_enabled()) != ("tensorflow", False):
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if (module.backend(), module.is_nnx_enabled()) != ("tensorflow", False):
         raise lack(keras, "KERAS_BACKEND and no KERAS_NNX_ENABLED")
-    return {name: getattr(found, name)() for name in KERAS_DEFAULTS}
+    return {name: getattr(module, name)() for name in KERAS_DEFAULTS}
 
 
 # By the package and the private name or the text that the probe stands for, which is what the user reads if it fails.

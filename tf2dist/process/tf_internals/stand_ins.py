@@ -84,11 +84,11 @@ class PartitionedVariable(StandIn):
         return tf.concat([part.read_value() for part in self.parts], 0)
 
     def numpy(self) -> np.ndarray:
-        found = np.empty(self.shape.as_list(), self.dtype.as_numpy_dtype)
+        array = np.empty(self.shape.as_list(), self.dtype.as_numpy_dtype)
         # One after the other: all parts and the whole together would take twice the memory.
         for part, rows in zip(self.parts, self._rows(), strict=True):
-            found[rows] = part.numpy()
-        return found
+            array[rows] = part.numpy()
+        return array
 
     def assign(self, value: Any) -> "PartitionedVariable":
         # Each ps gets its part alone.
@@ -130,10 +130,10 @@ class View(StandIn):
 
 
 def _strategy_of(variable: tf.Variable | View) -> tf.distribute.Strategy | None:
-    found: tf.distribute.Strategy | None = attribute(
+    strategy: tf.distribute.Strategy | None = attribute(
         tf, variable, "_distribute_strategy", tf.distribute.Strategy | None
     )
-    return found
+    return strategy
 
 
 def let_lie_in(vector: keras.Variable, variables: Sequence[keras.Variable]) -> None:

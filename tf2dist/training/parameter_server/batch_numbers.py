@@ -106,8 +106,8 @@ class SharedNumbers:
 
     def close(self) -> None:
         ranges = self._exchange(tf.zeros(self._free.shape, tf.int64)).numpy()
-        found = [(int(first), int(last)) for first, last in ranges if first < last]
-        self._left = sorted([*found, *self._left])
+        unfinished = [(int(first), int(last)) for first, last in ranges if first < last]
+        self._left = sorted([*unfinished, *self._left])
         # What nothing follows was not begun. It may be as long as the run; listing its passes would take seconds.
         while self._left and self._left[-1][1] == self._next:
             self._next = self._left.pop()[0]

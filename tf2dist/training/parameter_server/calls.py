@@ -41,9 +41,9 @@ class Patience:
         # Without a stop the launcher restarts lost workers, and a limit here would end a run that could continue.
         if PauseRequest.STOP not in self.requested:
             return
-        now, found = time.monotonic(), self._progress()
-        if self._seen is None or found != self._seen:
-            self._seen, self._since = found, now
+        now, progress = time.monotonic(), self._progress()
+        if self._seen is None or progress != self._seen:
+            self._seen, self._since = progress, now
         elif now - self._since > self._quiet_secs:
             raise WorkersAway
 
@@ -141,14 +141,14 @@ def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, q
         Exception: what a worker has raised.
     """
     # `fetch` cannot be given a limit, so it waits in a thread of its own, which is left behind if a value never comes.
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def fetch() -> None:
         for value in values:
             try:
-                found.put((coordinator.fetch(value), None))
+                results.put((coordinator.fetch(value), None))
             except Exception as error:
-                found.put((None, error))
+                results.put((None, error))
                 return
 
     threading.Thread(target=fetch, name="results", daemon=True).start()
@@ -157,7 +157,7 @@ def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, q
         patience = Patience(pause_request, functools.partial(int, number), quiet_secs)
         while True:
             try:
-                value, error = found.get(timeout=POLL_SECS)
+                value, error = results.get(timeout=POLL_SECS)
                 break
             except queue.Empty:
                 patience.look()

@@ -53,10 +53,10 @@ class PackedRead:
         It may be called from any thread, and while tasks train: a ps that changes a variable leaves the memory alone
         that somebody still has to read, and takes other memory for the new value.
         """
-        found = values(self._rest)
+        arrays = values(self._rest)
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
-            found |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
+            arrays |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
         kept: dict[str, dict[int, tf.Tensor]] = {}
         for keys, read in self._kept:
             for (name, number), tensor in zip(keys, read(), strict=True):
@@ -65,9 +65,9 @@ class PackedRead:
         def fetch() -> Arrays:
             # One after the other, so that the ps can free each, and no part is in memory with all of the whole.
             for name in list(kept):
-                found.update(finite({name: _joined(kept.pop(name))}))
+                arrays.update(finite({name: _joined(kept.pop(name))}))
             # The order of the names decides the order of the arrays in a checkpoint.
-            return {name: found[name] for name in self._names}
+            return {name: arrays[name] for name in self._names}
 
         return fetch
 

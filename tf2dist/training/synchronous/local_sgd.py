@@ -197,8 +197,8 @@ class LocalSgdStep(SyncStep):
 
         def one_round(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             tf.while_loop(lambda taken: taken < num_steps, step, [tf.constant(0)])
-            found = tf.cond(ends, lambda: self._average(length, shared), lambda: tf.zeros_like(sums))
-            return number + 1, sums + found
+            round_sums = tf.cond(ends, lambda: self._average(length, shared), lambda: tf.zeros_like(sums))
+            return number + 1, sums + round_sums
 
         start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
         return tf.while_loop(lambda number, _: number < num_rounds, one_round, start)[1]

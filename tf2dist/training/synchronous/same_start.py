@@ -52,7 +52,7 @@ def synchronize_initial_state(
 
     # Each worker fills its own row, so the sum holds the rows of all.
     digests = np.zeros([num_workers, len(own) + 1])
-    digests[worker] = [*(_digest(hashlib.sha256(text)) for text in own), _digest(weights)]
+    digests[worker] = [*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)]
     # Every worker sees all rows, so all of them raise the same error and none is left waiting.
     everywhere = add_up(digests.reshape(-1)).reshape(digests.shape)
     differs = everywhere != everywhere[0]
@@ -95,5 +95,5 @@ def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
     return json.dumps([type(optimizer).__name__, config], default=kind, sort_keys=True).encode()
 
 
-def _digest(found: "hashlib._Hash") -> float:
-    return float(int.from_bytes(found.digest()[:DIGEST_BYTES], "big"))
+def _as_number(sha256: "hashlib._Hash") -> float:
+    return float(int.from_bytes(sha256.digest()[:DIGEST_BYTES], "big"))

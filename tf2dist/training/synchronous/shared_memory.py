@@ -71,11 +71,11 @@ def open_shared_memory(
         for worker in range(num_workers):
             if worker != index:
                 files[worker] = _open_file(*places[worker], _header(worker, secret))
-    found = SharedMemory(index, files)
+    memory = SharedMemory(index, files)
     # All of them get the same sum, so all of them decide alike.
     if add_up([float(len(files) == num_workers)])[0] == num_workers:
-        return found
-    found.close()
+        return memory
+    memory.close()
     return None
 
 

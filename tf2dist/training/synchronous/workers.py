@@ -88,9 +88,9 @@ class Workers:
         """
         own_gpus = devices.own_gpus()
         own = json.dumps([own_gpus, bool(own_gpus) and summing.has_nccl()])  # not looked for in vain: it is large
-        found = [json.loads(text) for text in from_all("all-reduce", own, self.cluster, self.task, timeout_secs)]
+        replies = [json.loads(text) for text in from_all("all-reduce", own, self.cluster, self.task, timeout_secs)]
         # All workers see the same, so all of them decide alike.
-        kind, why = summing.choose(choice, [gpus for gpus, _ in found], [has_nccl for _, has_nccl in found])
+        kind, why = summing.choose(choice, [gpus for gpus, _ in replies], [has_nccl for _, has_nccl in replies])
         all_reduce = self._connect() if kind == "tf2dist" else None
         if kind == "tf2dist" and all_reduce is None and self.count > 1:
             why = "not all workers can connect to each other"
