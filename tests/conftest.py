@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -24,11 +26,28 @@ pytest_plugins = ["tf2dist.testing"]
 REPOSITORY = Path(__file__).parents[1]
 PREPARED = REPOSITORY.parent / "shared" / "tensorflow_datasets"
 COMMAND = [sys.executable, "-m", "tf2dist"]
-# The text of each page for users and contributors, by its path in the repository.
+# The text of each page for users and contributors, by its path in the repository; a folder _build is not a source.
 PAGES = {
     str(path.relative_to(REPOSITORY)): path.read_text()
-    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    for path in [*sorted(REPOSITORY.glob("README*.md")), *sorted(REPOSITORY.glob("docs/**/[!_]*.md"))]
+    if "_build" not in path.parts
 }
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+# In the order of the pages, and of the blocks in each.
+BLOCKS = [
+    Block(page, language.strip(), re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+    for page, content in PAGES.items()
+    for indent, _, language, text in re.findall(r"^( *)(`{3,})(.*)\n((?:.*\n)*?)\1\2 *$", content, re.MULTILINE)
+]
 
 # For TensorFlow in the tests' own process, and against every network.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

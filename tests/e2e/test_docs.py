@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PAGES, REPOSITORY, Command
+from tests.conftest import BLOCKS, PAGES, REPOSITORY, Command
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.sweeps import expanded
@@ -20,12 +20,9 @@ from tf2dist.linux import unused_ports
 TEXT = "\n".join(PAGES.values()).replace("\\\n", "")  # a command may be continued on the next line
 
 
-def blocks(language: str) -> list[str]:
-    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
-
-
 # By the name in the first line of each.
-PROGRAMS = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python")}
+PYTHON = [block.text for block in BLOCKS if block.language == "python"]
+PROGRAMS = {text.partition("\n")[0].removeprefix("# "): text for text in PYTHON}
 
 
 def run_program(name: str, folder: Path) -> str:
@@ -40,7 +37,7 @@ def run_program(name: str, folder: Path) -> str:
 
 def test_every_program_is_run() -> None:
     """By the tests below, or by those of the page about the four ideas."""
-    assert len(PROGRAMS) == len(blocks("python")), "each has a name of its own"
+    assert len(PROGRAMS) == len(PYTHON), "each has a name of its own"
     elsewhere = {name for name in PROGRAMS if name.startswith("docs/four_ideas/")}
     assert set(PROGRAMS) - elsewhere == {
         "train.py",
@@ -89,7 +86,7 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     assert "`conf/experiment/wide.yaml`" in TEXT
     assert "`python -m tf2dist --config-dir conf experiment=wide`" in TEXT
     (tmp_path / "experiment").mkdir()
-    (experiment,) = re.findall("```yaml\n(.*?)```", PAGES["docs/sweeps.md"], re.DOTALL)
+    experiment, _ = [block.text for block in BLOCKS if block[:2] == ("docs/sweeps.md", "yaml")]
     (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
     config = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
     assert config.model["hidden_units"] == [1000, 500]
@@ -98,7 +95,7 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
 
 CONTRIBUTING = PAGES["docs/CONTRIBUTING.md"]
 EXAMPLES = re.findall(
-    r"^## Adding an (.*?)\n.*?```diff\n(.*?)```\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
+    r"^## Adding an (.*?)\n.*?```diff\n(.*?)```\n\n```sh\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
 )
 
 

@@ -276,7 +276,7 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
     assert "no run has come to the target" in (tmp_path / "report.html").read_text()
 
 
-LINES = re.findall(r"^\$ python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)
+LINES = re.findall(r"^(?:\$ )?python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.conftest import PAGES, REPOSITORY
+from tests.conftest import BLOCKS, PAGES, REPOSITORY
 from tf2dist.config.choices import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
@@ -72,8 +72,20 @@ def test_the_default_length_of_a_training() -> None:
     assert text in LISTED["train.epochs"][1]
 
 
+# sh is for commands alone, console and pycon for commands with what they print, text for what is neither.
+LANGUAGES = {"console", "diff", "dockerfile", "json", "pycon", "python", "sh", "text", "yaml"}
+
+
+def test_every_block_has_a_language() -> None:
+    """Or is a directive, which the build of the pages executes."""
+    found = {(block.page, block.language) for block in BLOCKS if not block.language.startswith("{")}
+    assert {(page, language) for page, language in found if language not in LANGUAGES} == set()
+    prompts = [block.text for block in BLOCKS if block.language == "console" and not re.match(r"\w*[$] ", block.text)]
+    assert prompts == []
+
+
 def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^ *(`{3,}).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -99,8 +111,13 @@ def test_every_link_leads_somewhere(page: str, link: str) -> None:
 
 
 def test_the_front_page_leads_to_every_page() -> None:
-    linked = {link.partition("#")[0] for page, link in LINKS if page == "README.md"}
-    assert {page for page in PAGES if page.startswith("docs/")} <= linked
+    reached, found = set[str](), {"README.md"}
+    while found - reached:
+        reached |= found
+        links = [(REPOSITORY / page).parent / link.partition("#")[0] for page, link in LINKS if page in reached]
+        paths = {str(path.resolve().relative_to(REPOSITORY)) for path in links}
+        found |= paths & set(PAGES)
+    assert reached == set(PAGES)
 
 
 def test_every_file_that_is_named_exists() -> None:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from tests.conftest import PAGES, REPOSITORY
+from tests.conftest import BLOCKS, REPOSITORY
 from tests.pods import expanded, jobs, manifests, pods_of
 from tf2dist import linux, render
 from tf2dist.cluster.addresses import split
@@ -385,13 +385,13 @@ def test_options_arrive_as_the_user_has_written_them(
 def shown() -> Iterator[tuple[str, str]]:
     """The blocks of the page that show text, each with the options of the command above it."""
     options = ""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", PAGES["docs/engines.md"], re.M | re.S):
-        if language:
+    for block in BLOCKS:
+        if block.page != "docs/engines.md":
             continue
-        if command := re.search(r"^\$ python -m tf2dist\.render (.*)$", block, re.M):
+        if command := re.search(r"^(?:\$ )?python -m tf2dist\.render (.*)$", block.text, re.MULTILINE):
             options = re.sub(r" --(out \S+|submit)", "", command[1])
-        elif not block.startswith("$ "):
-            yield options, block
+        elif block.language in ("text", "yaml"):
+            yield options, block.text
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
