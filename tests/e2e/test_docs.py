@@ -1,4 +1,4 @@
-"""What README.md and the pages in docs/ show is what happens."""
+"""Examples of README.md and the pages in docs/ have the effects that the pages say."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import BLOCKS, PAGES, REPOSITORY, Command
+from tests.conftest import BLOCKS, PAGES, REPOSITORY
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.sweeps import expanded
@@ -20,14 +20,17 @@ from tf2dist.linux import unused_ports
 TEXT = "\n".join(PAGES.values()).replace("\\\n", "")  # a command may be continued on the next line
 
 
-# By the name in the first line of each.
-PYTHON = [block.text for block in BLOCKS if block.language == "python"]
-PROGRAMS = {text.partition("\n")[0].removeprefix("# "): text for text in PYTHON}
+# By page and by the name in the first line of each.
+PROGRAMS = {
+    (block.page, block.text.partition("\n")[0].removeprefix("# ")): block.text
+    for block in BLOCKS
+    if block.language == "python"
+}
 
 
-def run_program(name: str, folder: Path) -> str:
-    """What a program of the pages prints, run in a folder of its own."""
-    (folder / name).write_text(PROGRAMS[name])
+def run_program(page: str, name: str, folder: Path) -> str:
+    """What a program of a page prints, run in a folder of its own."""
+    (folder / name).write_text(PROGRAMS[page, name])
     completed = subprocess.run(
         [sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
@@ -35,41 +38,22 @@ def run_program(name: str, folder: Path) -> str:
     return completed.stdout
 
 
-def test_every_program_is_run() -> None:
-    """By the tests below, or by those of the page about the four ideas."""
-    assert len(PROGRAMS) == len(PYTHON), "each has a name of its own"
-    elsewhere = {name for name in PROGRAMS if name.startswith("docs/four_ideas/")}
-    assert set(PROGRAMS) - elsewhere == {
-        "train.py",
-        "table.py",
-        "stream.py",
-        "mine.py",
-        "conftest.py",
-        "test_example.py",
-    }
-
-
 @pytest.mark.slow
 def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
     for name in ("conftest.py", "test_example.py"):
-        (tmp_path / name).write_text(PROGRAMS[name])
+        (tmp_path / name).write_text(PROGRAMS["docs/testing.md", name])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "2 passed" in completed.stdout, completed.stdout + completed.stderr
 
 
-def test_the_example_of_a_plugin(command: Command) -> None:
-    (command.folder / "mine.py").write_text(PROGRAMS["mine.py"])
-    line = "'plugins=[mine.py]' model=wide +model.width=128 mode=sync"
-    assert f"python -m tf2dist {line}\n" in TEXT
-    finished = command(*shlex.split(line), "data=digits", "train.steps=20")
-    assert finished.code == 0, finished
-
-
-@pytest.mark.parametrize("name", ["train.py", pytest.param("table.py", marks=pytest.mark.slow)])
-def test_the_examples_of_a_call_from_python(name: str, tmp_path: Path) -> None:
-    mae, steps = run_program(name, tmp_path).splitlines()[0].split()
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "train.py"), pytest.param("docs/fit.md", "table.py", marks=pytest.mark.slow)],
+)
+def test_the_examples_of_a_call_from_python(page: str, name: str, tmp_path: Path) -> None:
+    mae, steps = run_program(page, name, tmp_path).splitlines()[0].split()
     # What a model that always answers 0 gets is 1.4; how far below it an asynchronous run comes varies with its timing.
     assert float(mae) < 0.5
     assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
@@ -79,7 +63,7 @@ def test_the_examples_of_a_call_from_python(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_stream(tmp_path: Path) -> None:
-    assert len(json.loads(run_program("stream.py", tmp_path))) == 5, "a loss for each epoch"
+    assert len(json.loads(run_program("docs/fit.md", "stream.py", tmp_path))) == 5, "a loss for each epoch"
 
 
 def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
@@ -91,6 +75,18 @@ def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
     config = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
     assert config.model["hidden_units"] == [1000, 500]
     assert (config.optimizer["name"], config.train.steps, config.train.eval_every_steps) == ("adamw", 2000, 100)
+
+
+FOLDER = REPOSITORY / "docs/four_ideas"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_the_page_of_the_four_ideas_shows_the_programs_as_they_are(path: Path) -> None:
+    """What they print is compared with the page by tests/e2e/test_page_commands.py."""
+    name = str(path.relative_to(REPOSITORY))
+    assert PROGRAMS["docs/four_ideas.md", name] == f"# {name}\n{path.read_text()}"
+    code = [line for line in path.read_text().splitlines() if line.strip()]
+    assert 20 <= len(code) <= 40
 
 
 CONTRIBUTING = PAGES["docs/CONTRIBUTING.md"]

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
+from hydra._internal.utils import get_args_parser
 
 from tests.conftest import BLOCKS, PAGES, REPOSITORY
+from tf2dist import doctor, render
+from tf2dist.comparing.options import PARSERS
 from tf2dist.config.choices import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
@@ -130,6 +133,35 @@ def test_every_file_in_the_tables_of_inside_exists() -> None:
     paths = [path.as_posix() for folder in ("tf2dist", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
     named = re.findall(r"`([\w/]+\.py)`", PAGES["docs/inside.md"])
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
+# By page, what it has in code outside of blocks; a page about other programs has their names, too.
+MENTIONED = {page: " ".join(f"<{code}>" for code in in_code(without_code(text))) for page, text in PAGES.items()}
+FILES = ("py", "sh", "keras", "json", "yaml")
+# Of Keras, Hydra's examples, pip, podman, SLURM and SageMaker.
+FOREIGN = {"alpha", "custom_objects", "distribution", "name", "override"}
+FOREIGN_FLAGS = {"--build-arg", "--gpu-bind", "--gpus-per-task"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_option_that_is_named_exists(page: str) -> None:
+    """Those with a plus are options of a user's own."""
+    names = set(defaults()) | set(OPTIONS) | set(groups())
+    dotted = {name.partition(".")[0] for name in names if "." in name}
+    found = re.findall(rf"(?<![\w+./-])(?:{'|'.join(dotted)})\.[a-z]\w*(?![\w(/])", MENTIONED[page])
+    if "coming_from" not in page and "from_tf1" not in page:
+        own = set(PARSERS) | {"step", "format"} | FOREIGN
+        found += [name for name in re.findall(r"<([a-z_]+)=", MENTIONED[page]) if name not in own]
+    assert [name for name in found if name not in names and name.rpartition(".")[2] not in FILES] == []
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    helps = f"{render.__doc__}{doctor.__doc__}{(REPOSITORY / 'tests/bench/__main__.py').read_text()}"
+    hydras = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    known = {*re.findall(r"--[a-z]+", helps), *hydras, *FOREIGN_FLAGS, "--help"}
+    named = {flag for text in MENTIONED.values() for flag in re.findall(r"<(--[a-z-]+)", text)}
+    assert named <= known
+    assert named >= FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"python -m (tf2dist\.\w+)", "\n".join(PAGES.values())))))
