@@ -66,17 +66,6 @@ def test_the_example_of_a_stream(tmp_path: Path) -> None:
     assert len(json.loads(run_program("docs/fit.md", "stream.py", tmp_path))) == 5, "a loss for each epoch"
 
 
-def test_the_example_of_an_own_experiment(tmp_path: Path) -> None:
-    assert "`conf/experiment/wide.yaml`" in TEXT
-    assert "`python -m tf2dist --config-dir conf experiment=wide`" in TEXT
-    (tmp_path / "experiment").mkdir()
-    experiment, _ = [block.text for block in BLOCKS if block[:2] == ("docs/sweeps.md", "yaml")]
-    (tmp_path / "experiment" / "wide.yaml").write_text(experiment)
-    config = load(["experiment=wide"], None, ConfigSource(str(tmp_path)))
-    assert config.model["hidden_units"] == [1000, 500]
-    assert (config.optimizer["name"], config.train.steps, config.train.eval_every_steps) == ("adamw", 2000, 100)
-
-
 FOLDER = REPOSITORY / "docs/four_ideas"
 
 

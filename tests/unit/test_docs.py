@@ -83,6 +83,8 @@ def test_every_block_has_a_language() -> None:
     """Or is a directive, which the build of the pages executes."""
     found = {(block.page, block.language) for block in BLOCKS if not block.language.startswith("{")}
     assert {(page, language) for page, language in found if language not in LANGUAGES} == set()
+    nameless = [block for block in BLOCKS if block.language == "python" and not block.text.startswith("# ")]
+    assert nameless == []
     prompts = [block.text for block in BLOCKS if block.language == "console" and not re.match(r"\w*[$] ", block.text)]
     assert prompts == []
 
@@ -162,6 +164,14 @@ def test_every_flag_that_is_named_exists() -> None:
     named = {flag for text in MENTIONED.values() for flag in re.findall(r"<(--[a-z-]+)", text)}
     assert named <= known
     assert named >= FOREIGN_FLAGS
+
+
+def test_every_target_of_make_exists() -> None:
+    targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    shell = [block.text for block in BLOCKS if block.language in ("sh", "console")]
+    assert set(re.findall(r"(?:<|^)make ([a-z]+)", "\n".join([*MENTIONED.values(), *shell]), re.MULTILINE)) <= set(
+        targets
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"python -m (tf2dist\.\w+)", "\n".join(PAGES.values())))))
