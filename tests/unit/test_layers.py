@@ -24,7 +24,7 @@ PACKAGE = REPOSITORY / "tf2dist"
 FLOORS: list[set[str]] = [
     {
         *("declared", "errors", "files", "interpreter", "linux"),
-        *("messages", "packing", "registry", "requirements", "signals", "tf_constants", ""),
+        *("messages", "packing", "palette", "registry", "requirements", "signals", "tf_constants", ""),
     },
     {"config"},
     {"cluster"},
@@ -39,7 +39,7 @@ FLOORS: list[set[str]] = [
 ]
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "control", "launch", "cli", "doctor"),
-    *("compare", "comparing", "engines", "evaluate", "export", "plot", "predict", "render", "__main__", ""),
+    *("compare", "comparing", "engines", "evaluate", "export", "palette", "plot", "predict", "render", "__main__", ""),
 )
 HEAVY = ("tensorflow", "keras", "tensorboard", "tensorflow_datasets")
 TWINS = ("training.synchronous", "training.parameter_server")
