@@ -221,3 +221,12 @@ def test_mnist_is_downloaded_from_the_named_host_and_not_as_a_prepared_copy() ->
     # The access is enabled first, in case a setting of this machine disables it; the download disables it in this way.
     with tfds.testing.enable_gcs_access(), tfds.testing.disable_gcs_access():
         assert not tfds.is_dataset_on_gcs("mnist/3.0.1")
+
+
+def test_the_parabola_knows_its_curve_and_its_noise() -> None:
+    splits = data.load(DataConfig(name="parabola", arguments={"points": 1000, "noise": 0.2}))
+    assert splits.test is not None
+    assert splits.truth is not None
+    assert splits.truth.noise == 0.2
+    assert np.std(splits.test.y - splits.truth.y) == pytest.approx(0.2, rel=0.1)
+    np.testing.assert_allclose(splits.truth.y, splits.test.x**2)

@@ -53,6 +53,14 @@ class Arrays:
 
 
 @dataclass(frozen=True)
+class Truth:
+    """What made-up test examples come from: `y` without noise, and the standard deviation of the normal noise in it."""
+
+    y: np.ndarray
+    noise: float
+
+
+@dataclass(frozen=True)
 class Splits:
     """The data of a run.
 
@@ -61,6 +69,7 @@ class Splits:
         validation, test: None, or without examples, if there is no such split.
         num_classes: of a classification; None for other data.
         stream: yields the training set in batches, for data that do not fit into memory.
+        truth: of the test set of made-up data; `python -m tf2dist.predict` draws it.
     """
 
     train: Arrays
@@ -68,6 +77,7 @@ class Splits:
     test: Arrays | None = None
     num_classes: int | None = 10
     stream: "Stream | None" = None
+    truth: Truth | None = None
 
     @property
     def input_shape(self) -> Any:
@@ -103,7 +113,7 @@ def checked(name: str, splits: Splits) -> Splits:
         # A split without examples says nothing, and its empty arrays may have any shape.
         if len(result) and result.layout != train.layout:
             raise DataError(f"{name}: {split} is {result.layout}, and train is {train.layout}; give both the same kind")
-    return Splits(train, others["validation"], others["test"], num_classes)
+    return Splits(train, others["validation"], others["test"], num_classes, truth=splits.truth)
 
 
 def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:

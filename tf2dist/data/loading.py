@@ -7,7 +7,7 @@ from importlib import resources
 import numpy as np
 
 from tf2dist.config.schema import DataConfig
-from tf2dist.data.arrays import Arrays, Splits, checked
+from tf2dist.data.arrays import Arrays, Splits, Truth, checked
 from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.data.mnist import decoded
 from tf2dist.errors import DataError, kind_of
@@ -71,5 +71,6 @@ def load_digits(config: DataConfig) -> Splits:
 def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> Splits:
     """Points of y = x^2 + normal noise, x and y float32 [n, 1]; the test set has the same x and noise of its own."""
     x = np.linspace(-1, 1, points, dtype=np.float32)[:, None]
-    train, test = (x**2 + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
-    return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None)
+    curve = x**2
+    train, test = (curve + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
+    return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None, truth=Truth(curve, noise))
