@@ -10,9 +10,9 @@ digits on black). Arrays have the shape of one example or of several, with value
 images from 0 to 255.
 
 Without a FILE the model is shown the test set of the run, or of data=NAME. For a classifier the accuracy and the
-confusion matrix are printed (a row for each class, a column for each prediction) and drawn in RUN_DIR/confusion.png,
-and the first 36 images in RUN_DIR/predictions.png, the wrong ones marked. Of other models the outputs are printed; a
-curve of one input and one output is drawn in RUN_DIR/regression.png, over the points of the test set.
+confusion matrix are printed (a row for each class, a column for each prediction) and drawn in RUN_DIR/confusion.png;
+of images, the 36 most confident mistakes and a few right ones in RUN_DIR/predictions.png. Of other models the outputs
+are printed; a curve of one input and one output is drawn in RUN_DIR/regression.png, over the points of the test set.
 
 With step=N it takes the weights of that checkpoint. A model or data with code of your own needs the files in which
 that is: plugins=[FILE.py].

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests.conftest import Command
 from tests.e2e.test_run_commands import typed
+from tf2dist.palette import SPLIT_STYLES
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,8 @@ def test_a_regression_is_learned_and_predict_draws_it(command: Command, options:
     assert drawn.stdout.splitlines()[-1] == str(finished.run_dir / "regression.png")
     picture = tf.io.decode_png((finished.run_dir / "regression.png").read_bytes(), 3)
     assert min(picture.shape[:2]) > 400
-    red = tf.reduce_all(tf.equal(picture, tf.constant([192, 57, 43], tf.uint8)), axis=-1)
-    columns = tf.reduce_any(red, axis=0)
+    of_model = tf.constant(list(bytes.fromhex(SPLIT_STYLES["training"].colour[1:])), tf.uint8)
+    columns = tf.reduce_any(tf.reduce_all(tf.equal(picture, of_model), axis=-1), axis=0)
     assert int(tf.math.count_nonzero(columns)) > 0.7 * picture.shape[1], "the curve goes from side to side"
 
 

@@ -6,11 +6,15 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
@@ -18,6 +22,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
 from tf2dist.launch.plotting import SeriesByName, draw_run, metrics_of, rows_of, series_of, training_figure
 from tf2dist.launch.start import draw_training
+from tf2dist.palette import SPLIT_STYLES
 
 
 def row(step: int, secs: float, /, task: str = "chief-0", **values: Any) -> dict[str, Any]:
@@ -32,21 +37,26 @@ def points(series: SeriesByName, name: str) -> list[tuple[float, float, float]]:
 
 def test_repeated_steps_replace_earlier_ones() -> None:
     first = [row(step, secs, loss=1.0) for step, secs in ((1, 5.0), (50, 6.0), (90, 7.0))]
-    # The run continues from the checkpoint at step 40: in the same command, and in a new one, whose clock starts at 0.
+    # The run continues from the checkpoint at step 40, in the same command.
     same_command = series_of([*first, row(41, 9.0, loss=0.5), row(95, 10.0, loss=0.4)])
-    assert points(same_command, "loss") == [(1, 5, 1), (41, 9, 0.5), (95, 10, 0.4)]
-    new_command = series_of([*first, row(41, 4.0, loss=0.5), row(95, 5.0, loss=0.4)])
-    assert points(new_command, "loss") == [(1, 5, 1), (41, 11, 0.5), (95, 12, 0.4)], (
-        "the times of both commands must be added up"
-    )
+    assert points(same_command, "loss") == [(1, 0, 1), (41, 4, 0.5), (95, 5, 0.4)]
+
+
+@pytest.mark.parametrize(("began", "start_up"), [(0.0, 4.0), (60.0, 4.0), (60.0, 30.0)])
+def test_the_time_is_that_of_all_commands_without_their_start_up(began: float, start_up: float) -> None:
+    """Of a new command, whose clock starts at 0; it may have needed longer than all of the one before it."""
+    first = [row(step, secs, loss=1.0) for step, secs in ((1, 5.0), (50, 6.0), (90, 7.0))]
+    second = [row(41, start_up, loss=0.5), row(95, start_up + 1.0, loss=0.4)]
+    series = series_of([*first, *({**one, "time": one["time"] + began} for one in second)])
+    assert points(series, "loss") == [(1, 0, 1), (41, 2, 0.5), (95, 3, 0.4)]
 
 
 def test_evaluations_are_drawn_at_the_time_of_the_leader() -> None:
     """The evaluator counts its seconds from its own start."""
     rows = [row(1, 5.0, loss=1.0), row(1, 900.0, "evaluator-0", validation_loss=2.0), row(9, 6.0, loss=0.5)]
     series = series_of(rows)
-    assert points(series, "validation_loss") == [(1, 5, 2)]
-    assert points(series, "loss")[-1] == (9, 6, 0.5)
+    assert points(series, "validation_loss") == [(1, 0, 2)]
+    assert points(series, "loss")[-1] == (9, 1, 0.5)
 
 
 def test_the_metrics_to_draw() -> None:
@@ -136,34 +146,138 @@ def write_run(run_dir: Path, rows: list[dict[str, Any]], summary: dict[str, Any]
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
+def figure_of(rows: list[dict[str, Any]], staleness: Sequence[int] = ()) -> Figure:
+    figure = training_figure(series_of(rows), "a: test accuracy 0.94", "a line", staleness)
+    figure.draw_without_rendering()
+    return figure
+
+
+def quantities(figure: Figure) -> list[str]:
+    """What the vertical axes show, of the panels that name it."""
+    return [title for axes in figure.axes if (title := axes.get_title(loc="left"))]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_axes_of_each_mode(mode: str) -> None:
     staleness = MODES[mode].get("staleness_counts", [])
-    figure = training_figure(series_of(rows_of_mode(mode)), ["a line", "another"], staleness)
-    axes = [(axes.get_xlabel().partition(" (")[0], axes.get_ylabel()) for axes in figure.axes]
-    metrics = [pair for name in ("loss", "accuracy") for pair in (("global step", name), ("wall time", ""))]
-    assert axes == metrics + ([("staleness", "updates")] if mode == "async" else [])
+    figure = figure_of(rows_of_mode(mode), staleness)
+    labels = [axes.get_xlabel().partition(" (")[0].partition(":")[0] for axes in figure.axes]
+    assert labels == 2 * ["global step", "time since the first step"] + (["staleness"] if mode == "async" else [])
+    assert quantities(figure) == ["loss", "accuracy (log scale of 1 - value)"] + (
+        ["updates (log scale)"] if mode == "async" else []
+    )
     for one, values in zip(figure.axes[::2], ((0.548, 0.853, 0.43), (0.825, 0.833, 0.94)), strict=False):
         lines = {line.get_label(): line.get_ydata()[-1] for line in one.lines}  # type: ignore[index]
         assert lines == dict(zip(("training", "validation", "test"), values, strict=True))
-    assert [text.get_text() for text in figure.texts] == ["Training", "a line\nanother"]
+    assert [text.get_text() for text in figure.texts] == ["a: test accuracy 0.94", "a line"]
+
+
+def test_each_split_has_its_style_and_a_single_point_no_line() -> None:
+    """In the picture and in the legend."""
+    rows = [row(step, step, loss=1 / step, validation_loss=2 / step) for step in range(1, 60)]
+    figure = figure_of([*rows, row(60, 60.0, test_loss=0.1)])
+    (legend,) = figure.legends
+    shown = {
+        text.get_text(): (line.get_color(), line.get_linestyle(), line.get_marker())
+        for line, text in zip(legend.get_lines(), legend.get_texts(), strict=True)
+    }
+    colours = {split: style.colour for split, style in SPLIT_STYLES.items()}
+    # Of 59 points none is marked.
+    assert shown == {
+        "training": (colours["training"], "-", ""),
+        "validation": (colours["validation"], "--", ""),
+        "test": (colours["test"], "None", SPLIT_STYLES["test"].marker),
+    }
+
+
+def test_the_time_begins_at_0() -> None:
+    figure = figure_of(rows_of_mode("sync"))
+    by_time = figure.axes[1]
+    assert by_time.lines[0].get_xdata()[0] == 0  # type: ignore[index]
+    assert by_time.get_xlim()[0] <= 0 < by_time.get_xlim()[1]
+
+
+def test_a_single_step_has_whole_numbers_beside_it() -> None:
+    by_step = figure_of([row(7, 5.0, loss=2.0)]).axes[0]
+    low, high = by_step.get_xlim()
+    assert [tick for tick in by_step.get_xticks() if low <= tick <= high] == [6, 7, 8]
+
+
+def test_a_logarithmic_axis_is_marked() -> None:
+    falling = figure_of([row(step, step, loss=30 / step, mae=1 + 1 / step) for step in range(1, 30)])
+    assert quantities(falling) == ["loss (log scale)", "mae"]
+    assert [axes.get_yscale() for axes in falling.axes] == ["log", "log", "linear", "linear"]
+
+
+def part_of_axis(axes: Axes, low: float, high: float) -> float:
+    """How far two values are apart, in parts of the vertical axis."""
+    (_, y), (_, other) = axes.transAxes.inverted().transform(axes.transData.transform([(0, low), (0, high)]))
+    return float(other - y)
+
+
+# The accuracy of a step, at the same time after the start.
+ACCURACIES: dict[str, Callable[[int], float]] = {
+    "smooth": lambda step: 0.98 - 0.9 * math.exp(-step / 40),
+    "with batches without a mistake": lambda step: 1.0 if step > 100 and step % 3 == 0 else 0.98 - 0.9 / step,
+}
+
+
+@pytest.mark.parametrize("num_steps", [150, 900])
+@pytest.mark.parametrize("name", ACCURACIES)
+def test_an_accuracy_of_97_and_one_of_98_are_apart(name: str, num_steps: int) -> None:
+    """On a linear axis from 0 to 1 it would be a hundredth."""
+    accuracy = ACCURACIES[name]
+    figure = figure_of([row(step, step, accuracy=accuracy(step)) for step in range(1, num_steps)])
+    assert quantities(figure) == ["accuracy (log scale of 1 - value)"]
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        assert low < accuracy(1) < max(map(accuracy, range(1, num_steps))) <= high, "all of it is seen"
+        assert part_of_axis(axes, 0.97, 0.98) > 0.04
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+        assert len(ticks) >= 5
+        assert all(part_of_axis(axes, *pair) > 0.05 for pair in pairwise(ticks))
+
+
+@pytest.mark.parametrize(
+    "values", [(0.971, 0.978), (0.1, 0.4), (0.98, 0.5), (0.2, 1.5)], ids=["narrow", "far from 1", "falling", "no share"]
+)
+def test_other_metrics_stay_linear(values: tuple[float, float]) -> None:
+    figure = figure_of([row(1, 1.0, score=values[0]), row(9, 2.0, score=values[1])])
+    assert quantities(figure) == ["score"]
+    assert part_of_axis(figure.axes[0], *sorted(values)) > 0.8, "the axis is that of these values"
+
+
+def test_a_late_update_does_not_squeeze_the_staleness() -> None:
+    counts = [1000, 500, 200, 50] + [0] * 50 + [1, 1]
+    axes = figure_of(rows_of_mode("async"), counts).axes[-1]
+    assert axes.get_xlim()[1] < 12
+    assert axes.get_xlabel().endswith("its push; 2 beyond this axis, up to 55")
+    for few in ([1000, 500, 200, 50, 0, 0, 0, 0, 1], [5] * 100):
+        axes = figure_of(rows_of_mode("async"), few).axes[-1]
+        assert axes.get_xlim()[1] >= len(few) - 0.5
+        assert axes.get_xlabel().endswith("its push")
 
 
 @pytest.mark.parametrize("summary", [None, SUMMARY, {"of": "something else"}], ids=["none", "its own", "foreign"])
-def test_a_run_that_goes_on_is_drawn_without_its_result(
+def test_the_title_has_the_name_and_the_result(
     summary: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that goes on has none yet; in its own directory it has its name, too."""
     above: list[str] = []
 
-    def note(series: SeriesByName, lines: list[str], staleness: list[int]) -> Any:
-        above.extend(lines)
-        return training_figure(series, lines, staleness)
+    def note(series: SeriesByName, title: str, line: str, staleness: list[int]) -> Any:
+        above.extend([title, line])
+        return training_figure(series, title, line, staleness)
 
     monkeypatch.setattr("tf2dist.launch.plotting.training_figure", note)
     write_run(tmp_path, rows_of_mode("sync"), summary)
-    assert draw_run(tmp_path)
-    unfinished = [f"{tmp_path.name}: not finished, step 100"]
-    result = ["sync softmax on digits: 2 workers, 100 steps", "test accuracy 0.9400, loss 0.4300 over 360 examples"]
+    monkeypatch.chdir(tmp_path)
+    assert draw_run(Path())
+    unfinished = [f"{tmp_path.name}: not finished, step 100", ""]
+    result = [
+        f"{tmp_path.name}: test accuracy 0.9400, loss 0.4300 over 360 examples",
+        "sync softmax on digits: 2 workers, 100 steps",
+    ]
     assert above == (result if summary == SUMMARY else unfinished)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, reason_of
+from tf2dist.finished import pictures
 from tf2dist.finished.classes import Classifier, class_numbers, confusion, confusion_text
 from tf2dist.finished.inputs import read
 from tf2dist.finished.opening import data_of, model_of, split_of
 from tf2dist.finished.shell import Request
-from tf2dist.launch import plotting
 from tf2dist.launch.console import print_lines
 
 BATCH_SIZE = 256
@@ -42,7 +42,8 @@ def predict(request: Request) -> None:
         _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
         columns = [test.x, test.y, outputs]
         if all(isinstance(column, np.ndarray) and column.size == len(test) for column in columns):
-            path = plotting.draw_regression(request.run_dir, *(column.reshape(-1) for column in columns))
+            x, y, predicted = map(np.ravel, columns)
+            path = pictures.draw_regression(request.run_dir, x, y, predicted, truth=splits.truth)
             print_lines(str(path), sys.stdout)
     else:
         _show(request.run_dir, test, classifier.probabilities(outputs))
@@ -78,7 +79,7 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
-    """Prints the accuracy and the confusion matrix, and draws the matrix and the first images.
+    """Prints the accuracy and the confusion matrix, and draws the matrix and images.
 
     Raises:
         DataError: the data has classes that the model does not have.
@@ -95,7 +96,7 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     print_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
     if num_classes <= MOST_CLASSES:
         print_lines(confusion_text(counts), sys.stdout)
-    print_lines(str(plotting.draw_confusion(run_dir, counts)), sys.stdout)
-    if isinstance(test.x, np.ndarray) and plotting.are_images(test.x):
-        path = plotting.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
+    print_lines(str(pictures.draw_confusion(run_dir, counts)), sys.stdout)
+    if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
+        path = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
         print_lines(str(path), sys.stdout)

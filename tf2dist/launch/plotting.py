@@ -1,4 +1,4 @@
-"""The pictures of a run, from its metrics.jsonl and summary.json, and of what its model predicts.
+"""training.png, from the metrics.jsonl and the summary.json of a run, and the look that all pictures of runs share.
 
 This module imports matplotlib, so whatever can do without a picture imports it late.
 """
@@ -6,7 +6,9 @@ This module imports matplotlib, so whatever can do without a picture imports it 
 import contextlib
 import io
 import json
+import math
 import textwrap
+import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,27 +18,32 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from tf2dist.errors import ConfigError
 from tf2dist.files import open_to_read, write_whole
-from tf2dist.launch.console import result_lines
+from tf2dist.launch.console import last_evaluation, result_lines
+from tf2dist.palette import SPLIT_STYLES, Style
 
 WIDTH, ROW_HEIGHT, DPI = 9.0, 2.3, 100  # in inches, and dots an inch: 900 pixels wide
-HEAD_INCHES, FOOT_INCHES, GAP_INCHES = 0.95, 0.5, 0.75
-LINE_CHARS = 120  # that fit into the width
+MARGIN_INCHES, TITLE_INCHES, LINE_INCHES = 0.18, 0.24, 0.19  # around the head, and for each of its lines
+LEGEND_INCHES, FOOT_INCHES, GAP_INCHES = 0.42, 0.55, 0.85
+TITLE_CHARS, LINE_CHARS = 84, 120  # that fit into the width
+LABEL_CHARS = 40  # that fit above a panel, with the name of a scale
 COLUMNS = ("step", "time", "secs", "task")  # of every row
 NO_METRICS = ("loss", "steps_per_sec", "learning_rate", "training_secs")
-SPLITS = {"validation": "#d1702b", "test": "#2f6f4f"}
-TRAINING, PALE, GRID = "#2b6ca3", "#a9c6de", "#e4e7ea"
+GREY, GRID = "#6e7781", "#e4e7ea"
+PALE = 0.35  # how much of a colour stays in the curve behind a moving mean
 MAX_METRICS = 3  # the pictures of more would not fit on a screen
 LOG_FROM = 20.0  # a loss whose largest value is so many times the smallest has a logarithmic axis
+NEAR_ONE, ERRORS_FROM = 0.9, 4.0  # a share that comes so near 1, and whose distance from 1 shrinks so much, has another
+MIN_ERROR, MOST_ERRORS = 1e-4, 0.1  # see `_set_scale`
+SHARES = (0.9, 0.99, 0.5, 0.0, 1.0, 0.95, 0.98, 0.97, 0.8, 0.999, 0.96, 0.995, 0.7, 0.92, 0.998, 0.94, 0.6, 0.3, 0.9999)
+MIN_TICK_GAP = 0.1  # between two of these ticks, the more important ones first, in parts of the axis
 FEW_POINTS = 40  # each of so few is marked
 MANY_POINTS = 200  # so many are drawn pale, with a moving mean over them
 UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
-IMAGES_A_SIDE = 6  # of predictions.png
-RIGHT, WRONG = "#2f6f4f", "#c0392b"
-MAX_NUMBERED_CLASSES = 20  # with more the cells of the confusion matrix have no room for a number
+SAME_COMMAND_SECS = 1.0  # by which the begin of a command may seem to move while it runs
+MOST_UPDATES, MIN_SHOWN, CUT_FROM = 0.995, 10, 1.5  # see `_shown_staleness`
 
 
 class Series:
@@ -63,18 +70,20 @@ SeriesByName = dict[str, Series]
 
 
 def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
-    """The series by name, from the rows of metrics.jsonl in order."""
+    """The series by name, from the rows of metrics.jsonl in order; each command's time counts from its first row on."""
     series: SeriesByName = {}
-    elapsed_secs = earlier_secs = 0.0
+    began_at, last_secs = math.nan, 0.0  # of the command that wrote the last row
+    elapsed_secs = offset_secs = 0.0  # since the first row of all, and what that is more than the command's own
     for row in rows:
-        step, secs, task = row.get("step"), row.get("secs"), row.get("task")
-        if not isinstance(step, int | float) or not isinstance(secs, int | float) or not isinstance(task, str):
+        step, time, secs = (row.get(name) for name in COLUMNS[:3])
+        if not (isinstance(step, int | float) and isinstance(time, int | float) and isinstance(secs, int | float)):
             continue
         # The evaluator's command began at another time than the leader's, so its rows get the time of the leader's.
-        if not task.startswith("evaluator"):
-            if earlier_secs + secs < elapsed_secs:  # a new command, which counts from its own beginning
-                earlier_secs = elapsed_secs
-            elapsed_secs = earlier_secs + secs
+        if not str(row.get("task")).startswith("evaluator"):
+            # Also false at the first row, whose `began_at` is not a number. The clock of the host may be set.
+            is_same = abs(time - secs - began_at) <= SAME_COMMAND_SECS and secs >= last_secs
+            offset_secs = offset_secs if is_same else elapsed_secs - secs
+            began_at, last_secs, elapsed_secs = time - secs, secs, offset_secs + secs
         for name, value in row.items():
             if name not in COLUMNS and (value is None or isinstance(value, int | float)):
                 # JSON has no NaN: the file has null for it.
@@ -115,77 +124,96 @@ def draw_run(run_dir: Path) -> Path | None:
     series = series_of(rows_of(run_dir / "metrics.jsonl"))
     if not metrics_of(series):
         return None
-    # The same look on every machine, whatever the user's matplotlibrc says; a program that calls `fit` keeps its own.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        write_whole(run_dir / "training.png", _png(training_figure(series, *_result(run_dir, series))))
+    with own_look():
+        write_whole(run_dir / "training.png", as_png(training_figure(series, *_result(run_dir, series))))
     return run_dir / "training.png"
 
 
-def _result(run_dir: Path, series: SeriesByName) -> tuple[list[str], list[int]]:
-    """The lines above the picture, and how many updates had a staleness of 0, 1, 2, ...; empty without summary.json."""
+@contextlib.contextmanager
+def own_look() -> Iterator[None]:
+    """The same look on every machine, whatever its matplotlibrc says; a program that calls `fit` keeps its own."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character of a name
+        yield
+
+
+def _result(run_dir: Path, series: SeriesByName) -> tuple[str, str, list[int]]:
+    """The title and the line below it, and how many updates had a staleness of 0, 1, 2, ...; see `training_figure`."""
+    name = run_dir.resolve().name
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there yet, or edited
         with open_to_read(run_dir / "summary.json") as file:
             summary = json.load(file)
-        return result_lines(summary, "").splitlines(), summary.get("staleness_counts", [])
+        title = f"{name}: {last_evaluation(summary).strip() or 'done, not evaluated'}"
+        return title, result_lines(summary, "").splitlines()[0], summary.get("staleness_counts", [])
     last_step = max(curve.steps[-1] for curve in series.values())
-    return [f"{run_dir.name}: not finished, step {last_step:,.0f}"], []
+    return f"{name}: not finished, step {last_step:,.0f}", "", []
 
 
-def training_figure(series: SeriesByName, lines: Sequence[str], staleness: Sequence[int]) -> Figure:
+def training_figure(series: SeriesByName, title: str, line: str, staleness: Sequence[int]) -> Figure:
     """Loss and metrics against steps and time, a row each, and the staleness of an asynchronous run."""
     names = metrics_of(series)
     num_rows = len(names) + bool(sum(staleness))
-    figure, legend_y = _figure([part for line in lines for part in textwrap.wrap(line, LINE_CHARS)], num_rows)
+    figure, legend_y = _figure(title, line, num_rows)
     secs_per, unit = _unit(max(curve.secs[-1] for curve in series.values()))
     grid = figure.add_gridspec(num_rows, 2)
     for row, name in enumerate(names):
         by_step, by_time = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
-        values = _draw_metric(by_step, series, name, 0.0)
+        curves = _draw_metric(by_step, series, name, 0.0)
         _draw_metric(by_time, series, name, secs_per)
-        by_step.set_ylabel(name, parse_math=False)
         by_step.set_xlabel("global step")
-        by_time.set_xlabel(f"wall time ({unit})")
+        by_time.set_xlabel(f"time since the first step ({unit})")
         _set_axes(by_step, by_time)
-        training = series[name].finite()
-        ratio = values.max() / values.min() if values.min() > 0 else 0.0
-        # An accuracy that grows stays linear.
-        if ratio >= LOG_FROM and (name == "loss" or training[0] > training[-1]):
-            _set_log(by_step, ratio)
-            _set_log(by_time, ratio)
+        scale = _set_scale((by_step, by_time), name, curves)
+        set_quantity(by_step, _shortened(name) + scale)
         by_time.sharey(by_step)
         by_time.tick_params(labelleft=False)
     labels = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     # Above all axes, where it covers no line.
-    figure.legend(labels.values(), labels, loc="lower right", bbox_to_anchor=(0.98, legend_y), ncols=3, frameon=False)
+    figure.legend(
+        labels.values(), labels, loc="lower right", bbox_to_anchor=(0.98, legend_y), ncols=3, frameon=False, fontsize=9
+    )
     if sum(staleness):
         _draw_staleness(figure.add_subplot(grid[num_rows - 1, :]), np.array(staleness))
     return figure
 
 
-def _figure(lines: list[str], num_rows: int) -> tuple[Figure, float]:
+def _shortened(name: str) -> str:
+    return name if len(name) <= LABEL_CHARS else f"{name[: LABEL_CHARS - 1]}…"
+
+
+def _figure(title: str, line: str, num_rows: int) -> tuple[Figure, float]:
     """An empty figure with its head, and the height at which the legend stands, in parts of the whole height."""
-    head = HEAD_INCHES + 0.17 * len(lines)
+    lines = textwrap.wrap(title, TITLE_CHARS), textwrap.wrap(line, LINE_CHARS)
+    head = MARGIN_INCHES + TITLE_INCHES * len(lines[0]) + LINE_INCHES * len(lines[1]) + LEGEND_INCHES
     total = head + ROW_HEIGHT * num_rows + GAP_INCHES * (num_rows - 1) + FOOT_INCHES
     figure = Figure(figsize=(WIDTH, total))
     # Fixed margins: finding them by layout takes half of the time of drawing.
     figure.subplots_adjust(
-        left=0.1,
+        left=0.085,
         right=0.975,
         top=1 - head / total,
         bottom=FOOT_INCHES / total,
         wspace=0.06,
         hspace=GAP_INCHES / ROW_HEIGHT,
     )
+    set_head(figure, lines[0], lines[1])
+    return figure, 1 - head / total
+
+
+def set_head(figure: Figure, title: Sequence[str], lines: Sequence[str]) -> None:
+    """Writes the title, and the lines below it, at the top left of a figure."""
+    total = figure.get_figheight()
     for inches, text, style in (
-        (0.15, "Training", {"fontsize": 15, "weight": "bold"}),
-        (0.5, "\n".join(lines), {"fontsize": 9, "color": "#444444", "linespacing": 1.35}),
+        (MARGIN_INCHES, "\n".join(title), {"fontsize": 12, "weight": "bold"}),
+        (MARGIN_INCHES + TITLE_INCHES * len(title), "\n".join(lines), {"fontsize": 9, "color": "#444444"}),
     ):
         # A name of the user's with dollar signs is no formula.
-        figure.text(0.02, 1 - inches / total, text, ha="left", va="top", parse_math=False).set(**style)
-    return figure, 1 - head / total
+        figure.text(0.16 / figure.get_figwidth(), 1 - inches / total, text, ha="left", va="top", parse_math=False).set(
+            **style
+        )
 
 
 def _unit(secs: float) -> tuple[float, str]:
@@ -193,29 +221,37 @@ def _unit(secs: float) -> tuple[float, str]:
     return next(((size, name) for name, size in UNITS if secs >= 2 * size), (1.0, "seconds"))
 
 
-def _draw_metric(axes: Axes, series: SeriesByName, name: str, secs_per: float) -> np.ndarray:
+def _draw_metric(axes: Axes, series: SeriesByName, name: str, secs_per: float) -> list[np.ndarray]:
     """Draws a metric of all splits against the step, or against the time in units of `secs_per` seconds.
 
     Returns:
-        All finite values that were drawn.
+        For each split the finite values of its curve; of the training, which is the first, those of the moving mean.
     """
-    finite_values = []
-    for split, color in (("", TRAINING), *SPLITS.items()):
-        curve = series.get(f"{split}_{name}" if split else name)
+    curves = []
+    for split, style in SPLIT_STYLES.items():
+        is_training = split == "training"
+        curve = series.get(name if is_training else f"{split}_{name}")
         if curve is None or not len(curve.finite()):
             continue
-        finite_values.append(curve.finite())
         x, y = np.array(curve.secs) / secs_per if secs_per else np.array(curve.steps), np.array(curve.values)
-        style = "o-" if len(x) <= FEW_POINTS else "-"
-        if split:
-            # In front of the training, which has more points.
-            axes.plot(x, y, style, ms=4, lw=1.2, color=color, label=split, zorder=4)
-        elif len(x) > MANY_POINTS:
-            axes.plot(x, y, lw=0.7, color=PALE)
-            axes.plot(*_moving_mean(x, y), lw=1.6, color=color, label="training", zorder=3)
-        else:
-            axes.plot(x, y, style, ms=3, lw=1.6, color=color, label="training")
-    return np.concatenate(finite_values)
+        # The others in front of the training, which has more points.
+        label, width, height = (split, 1.6, 3) if is_training else (split, 1.4, 4)
+        if is_training and len(x) > MANY_POINTS:
+            axes.plot(x, y, lw=0.7, color=style.colour, alpha=PALE)
+            (x, y), label = _moving_mean(x, y), "training (moving mean)"
+        axes.plot(x, y, lw=width, zorder=height, label=label, **_looks(style, len(x)))
+        curves.append(y[np.isfinite(y)])
+    return curves
+
+
+def _looks(style: Style, num_points: int) -> dict[str, Any]:
+    """The arguments of `plot` for a curve of so many points; a single one has no line, in the legend neither."""
+    return {
+        "color": style.colour,
+        "linestyle": style.dash if num_points > 1 else "none",
+        "marker": style.marker if num_points <= FEW_POINTS else "",
+        "markersize": 4 if num_points > 1 else 6,
+    }
 
 
 def _moving_mean(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -227,21 +263,78 @@ def _moving_mean(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _set_axes(by_step: Axes, by_time: Axes) -> None:
     for axes in (by_step, by_time):
-        _set_style(axes)
+        set_style(axes)
+        axes.margins(x=0.02)
+        low, high = axes.get_xlim()
+        if axes is by_step and high - low < 1:  # a single step
+            axes.set_xlim(low - 1, high + 1)
         axes.xaxis.set_major_locator(MaxNLocator(4 if axes is by_step else 6, integer=axes is by_step))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}" if axes is by_time else "{x:,.0f}"))
         axes.yaxis.set_major_locator(MaxNLocator(6))
 
 
-def _set_log(axes: Axes, ratio: float) -> None:
-    """Makes the vertical axis logarithmic, with ticks for values of which the largest is `ratio` times the smallest."""
+def _set_scale(both: tuple[Axes, Axes], name: str, curves: list[np.ndarray]) -> str:
+    """Makes the vertical axes logarithmic where that shows more; returns what their title says of it."""
+    values, training = np.concatenate(curves), curves[0]
+    if not len(values):
+        return ""
+    ratio = values.max() / values.min() if values.min() > 0 else 0.0
+    is_growing = len(training) and training[-1] > training[0]
+    if ratio >= LOG_FROM and (name == "loss" or not is_growing):
+        for axes in both:
+            _set_log(axes)
+        return " (log scale)"
+    if name != "loss" and is_growing and values.min() >= 0 and NEAR_ONE <= values.max() <= 1:
+        errors = np.maximum(1 - values, MIN_ERROR)
+        if errors.max() / errors.min() >= ERRORS_FROM:
+            # Values nearer to 1 than most are drawn as on a linear axis, and so have a place, too.
+            least = max(MIN_ERROR, float(np.quantile(errors, MOST_ERRORS)) / 2)
+            for axes in both:
+                _set_log_of_errors(axes, least)
+            return " (log scale of 1 - value)"
+    return ""
+
+
+def _set_log(axes: Axes) -> None:
+    """Makes the vertical axis logarithmic, with readable ticks."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 1e3 else (1.0,), numticks=12))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,), numticks=12))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _set_style(axes: Axes) -> None:
+def _set_log_of_errors(axes: Axes, least: float) -> None:
+    """Makes the vertical axis logarithmic in 1 - value, so that 0.98 is as far from 0.96 as 0.9 from 0.8.
+
+    Args:
+        least: the distance from 1 at which the axis becomes linear.
+    """
+
+    def height(value: Any) -> Any:
+        return -np.log10(np.maximum(1 - value + least, least / 10))
+
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    low, high = height(np.nanmin(values)), height(np.nanmax(values))
+    axes.set_yscale("function", functions=(height, lambda heights: 1 + least - 10.0**-heights))
+    margin = 0.05 * (high - low)
+    axes.set_ylim(*(1 + least - 10.0 ** -np.array([low - margin, high + margin])))
+    ticks: list[float] = []
+    for share in SHARES:
+        is_apart = all(abs(height(share) - height(tick)) >= MIN_TICK_GAP * (high - low) for tick in ticks)
+        if low - margin <= height(share) <= high + margin and is_apart:
+            ticks.append(share)
+    axes.yaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def set_quantity(axes: Axes, text: str) -> None:
+    """Names what the vertical axis shows, above it: beside it a long name or wide numbers would have no room."""
+    axes.set_title(text, loc="left", fontsize=10, parse_math=False)
+
+
+def set_style(axes: Axes) -> None:
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -250,102 +343,32 @@ def _set_style(axes: Axes) -> None:
 
 def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
     """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones."""
-    _set_style(axes)
-    axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=TRAINING, baseline=0.7)
+    set_style(axes)
+    num_shown = _shown_staleness(counts)
+    axes.stairs(counts[:num_shown], np.arange(num_shown + 1) - 0.5, fill=True, color=GREY, baseline=0.7)
     axes.set_yscale("log")
     axes.set_ylim(0.7, counts.max() * 1.6)
-    axes.set_xlim(-0.6, max(len(counts), 10) - 0.4)
+    axes.set_xlim(-0.6, max(num_shown, MIN_SHOWN) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("staleness (updates of others between a worker's pull and its push)")
-    axes.set_ylabel("updates")
+    set_quantity(axes, "updates (log scale)")
+    label = "staleness: updates of others between a worker's pull and its push"
+    if left := counts[num_shown:].sum():
+        label += f"; {left:,} beyond this axis, up to {np.flatnonzero(counts)[-1]:,}"
+    axes.set_xlabel(label)
 
 
-def are_images(x: np.ndarray) -> bool:
-    """Whether an array [n, ...] has the shape of images."""
-    return x.ndim == 3 or (x.ndim == 4 and x.shape[-1] in (1, 3, 4))
+def _shown_staleness(counts: np.ndarray) -> int:
+    """How many of the counts are drawn: a few updates far behind all others would squeeze these together."""
+    num_counts = int(np.flatnonzero(counts)[-1]) + 1
+    usual = int(np.searchsorted(counts.cumsum(), MOST_UPDATES * counts.sum())) + 1
+    num_shown = max(MIN_SHOWN, round(CUT_FROM * usual))
+    return num_shown if num_counts > CUT_FROM * num_shown else num_counts
 
 
-def draw_predictions(
-    run_dir: Path, images: np.ndarray, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
-) -> Path:
-    """Draws the first 36 images into predictions.png, with class and probability; the wrong ones in a red frame.
-
-    Args:
-        images: [n, height, width] or [n, height, width, channels].
-        true, predicted: class numbers, [n].
-        confidence: the probability of the predicted class, [n].
-    """
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    for number, axes in enumerate(figure.subplots(IMAGES_A_SIDE, IMAGES_A_SIDE).flat):
-        axes.set(xticks=[], yticks=[])
-        if number >= len(images):
-            axes.set_axis_off()
-            continue
-        image = images[number]
-        # matplotlib clips floats above 1.
-        if image.dtype.kind == "f" and image.max() > 1:
-            image = image / 255
-        is_grey = image.ndim == 2 or image.shape[-1] == 1
-        axes.imshow(image.reshape(image.shape[:2]) if is_grey else image, cmap="gray" if is_grey else None)
-        is_right = true[number] == predicted[number]
-        text = f"{predicted[number]}  {confidence[number]:.0%}" + ("" if is_right else f"\nis {true[number]}")
-        axes.set_title(text, fontsize=10, color=RIGHT if is_right else WRONG)
-        for spine in axes.spines.values():
-            spine.set(color=RIGHT if is_right else WRONG, linewidth=1 if is_right else 3)
-    return _save(figure, run_dir / "predictions.png")
-
-
-def draw_confusion(run_dir: Path, counts: np.ndarray) -> Path:
-    """Draws the confusion matrix into confusion.png, each row coloured by its shares."""
-    num_classes = len(counts)
-    # Shares, since the colours of counts would hide rare classes. A class without examples is divided by 1.
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    figure = Figure(figsize=(7, 6.2), layout="constrained")
-    axes = figure.subplots()
-    drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set(xlabel="predicted class", ylabel="true class")
-    figure.colorbar(drawn, ax=axes, label="share of the true class")
-    if num_classes <= MAX_NUMBERED_CLASSES:
-        axes.set(xticks=range(num_classes), yticks=range(num_classes))
-        for (row, column), count in np.ndenumerate(counts):
-            if count:
-                # Readable on the dark half of the colours, too.
-                color = "white" if shares[row, column] > 0.5 else "black"
-                axes.text(column, row, f"{count:,}", ha="center", va="center", fontsize=8, color=color)
-    return _save(figure, run_dir / "confusion.png")
-
-
-def draw_regression(run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray) -> Path:
-    """Draws the points (x, y) and the model's curve through (x, predicted), all [n], into regression.png."""
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.scatter(x, y, s=12, color="#7a8793", label="test points")
-    order = x.argsort()
-    axes.plot(x[order], predicted[order], color=WRONG, linewidth=2.5, label="the model")
-    axes.set(xlabel="x", ylabel="y")
-    axes.legend()
-    return _save(figure, run_dir / "regression.png")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    """Writes the picture whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_whole(path, _png(figure))
-    except OSError as error:
-        raise ConfigError(
-            f"RUN_DIR ({path.parent}): {path.name} cannot be written ({error.strerror}); make room"
-        ) from None
-    return path
-
-
-def _png(figure: Figure) -> bytes:
+def as_png(figure: Figure) -> bytes:
     # In memory: `savefig` on a path would follow a link and leave half a file on a full disk.
     with io.BytesIO() as buffer:
         figure.savefig(buffer, format="png", dpi=DPI)
