@@ -1,5 +1,6 @@
 """What a run writes to TensorBoard, metrics.jsonl and the screen."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.backend_context import Context as HparamsContext
 from tensorboard.util.tensor_util import make_ndarray
 
 from tests.replica.small_runs import run_config
@@ -16,7 +22,9 @@ from tf2dist.cluster.spec import Task
 from tf2dist.messages import Note, ToLauncher
 from tf2dist.messages import ProgressMessage as Shown
 from tf2dist.model.evaluate import Evaluation
+from tf2dist.training.about import About
 from tf2dist.training.loop import Progress
+from tf2dist.training.metrics import TensorBoardWriter
 from tf2dist.training.report import Reporter
 
 
@@ -38,13 +46,17 @@ def test_tensorboard_shows_more_than_the_loss(
     assert len(notes) == 1, "the last evaluation is printed with the result only"
     assert notes[0].startswith("step 30: validation accuracy 0.")
 
-    read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert {"loss", "learning_rate", "staleness", "model", "validation_loss"} <= set(read.Tags()["tensors"])
+    about, read, validation = (
+        EventAccumulator(str(tmp_path / "tensorboard" / run), size_guidance={"tensors": 0}).Reload()
+        for run in ("", "train", "validation")
+    )
+    assert {"loss", "accuracy", "learning_rate", "staleness", "training_secs"} <= set(read.Tags()["tensors"])
+    assert set(validation.Tags()["tensors"]) == {"loss", "accuracy"}
     rates = [event.tensor_proto.float_val[0] for event in read.Tensors("learning_rate")]
     assert rates[0] == pytest.approx(0.01 if schedule == "constant" else 0.0055, rel=0.2)
     assert rates[-1] == pytest.approx(0.01 if schedule == "constant" else 0.0, abs=1e-6)
-    assert b"hidden1 (Dense)" in read.Tensors("model")[0].tensor_proto.string_val[0]
-    proto = read.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
+    assert b"hidden1 (Dense)" in about.Tensors("model")[0].tensor_proto.string_val[0]
+    proto = about.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
     hparams = metadata.parse_session_start_info_plugin_data(proto.plugin_data.content).hparams
     assert hparams["optimizer.learning_rate"].number_value == 0.01
     assert hparams["model.name"].string_value == "dnn"
@@ -54,6 +66,43 @@ def test_tensorboard_shows_more_than_the_loss(
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[-2]["learning_rate"] == pytest.approx(rates[-1])
     assert "staleness" not in records[-1]
+
+
+def test_the_splits_share_a_chart_of_tensorboard(tmp_path: Path) -> None:
+    """Read as TensorBoard's own pages read it, of a folder with this run: a chart has the name of a tag."""
+    with contextlib.closing(TensorBoardWriter(tmp_path / "a/tensorboard", About("a model", {"seed": 1}))) as writer:
+        writer.write(1, {"accuracy": 0.5, "steps_per_sec": 9.0, "f1": 0.1, "test": 0.3})
+        writer.write(2, {"validation_accuracy": 0.75, "training_secs": 0.5, "staleness": np.array([3, 1])})
+        writer.write(3, {"test_accuracy": 0.875})
+    multiplexer = EventMultiplexer(tensor_size_guidance={"scalars": 0}).AddRunsFromDirectory(str(tmp_path))
+    provider = MultiplexerDataProvider(multiplexer.Reload(), str(tmp_path))
+    context = RequestContext()
+    charts: dict[str, dict[str, Any]] = {}
+    for run, tags in provider.list_scalars(context, experiment_id="", plugin_name="scalars").items():
+        for tag, series in tags.items():
+            charts.setdefault(tag, {})[run.removeprefix("a/tensorboard/")] = series
+    assert {tag: sorted(runs) for tag, runs in charts.items()} == {
+        "accuracy": ["test", "train", "validation"],
+        **{tag: ["train"] for tag in ("steps_per_sec", "f1", "test", "training_secs")},
+    }
+    read = provider.read_scalars(context, experiment_id="", plugin_name="scalars", downsample=9)
+    values = {run.rpartition("/")[2]: tags["accuracy"] for run, tags in read.items() if "accuracy" in tags}
+    assert {run: [(one.step, one.value) for one in points] for run, points in values.items()} == {
+        "train": [(1, 0.5)],
+        "validation": [(2, 0.75)],
+        "test": [(3, 0.875)],
+    }
+    # A chart whose runs differ in this would show one description below the other.
+    descriptions = {tag: {series.description for series in runs.values()} for tag, runs in charts.items()}
+    assert all(len(found) == 1 and found.pop() for found in descriptions.values())
+    assert "from 0 to 1" in charts["accuracy"]["validation"].description
+    assert charts["steps_per_sec"]["train"].description.startswith("Global steps per second")
+    assert charts["training_secs"]["train"].description.startswith("Seconds")
+    # The table of options finds its metrics by the folders.
+    hparams = HparamsContext(TBContext(data_provider=provider))
+    experiment = hparams.experiment_from_metadata(context, "", True, hparams.hparams_metadata(context, ""), [])
+    groups = {(info.name.group, info.name.tag) for info in experiment.metric_infos}
+    assert {("train", "accuracy"), ("validation", "accuracy"), ("test", "accuracy")} <= groups
 
 
 def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,16 @@ from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
 RETRY_SECS = 30.0
+EVALUATED = ("validation", "test")  # splits, with which the names of their metrics begin
+# What TensorBoard shows of a curve, with its unit.
+DESCRIPTIONS = {
+    "learning_rate": "Learning rate of the optimizer at this step, without unit.",
+    "steps_per_sec": "Global steps per second, the mean since the first step without evaluations.",
+    "training_secs": "Seconds of training since the first step, without evaluations.",
+    "staleness": "Updates: how many others applied between a worker's pull and its push.",
+}
+METRICS = {"loss": "Mean loss of an example, without unit", "accuracy": "Share of right answers, from 0 to 1"}
+OF_SPLITS = "Train: over the steps since the last point; validation and test: over all examples."
 Values = Mapping[str, float | np.ndarray]  # an array counts how often 0, 1, 2, ... occurred
 
 
@@ -55,34 +65,44 @@ class JsonlWriter:
 class TensorBoardWriter:
     """Writes events for TensorBoard without TensorFlow, whose operations for this would run on the cluster.
 
+    Each split is a run of its own, as with Keras' callback: TensorBoard draws the accuracies of all runs in one chart.
+
     Args:
+        folder: has the options and the model; its subfolders train, validation and test have the curves.
         about: written before the curves; None to leave it out.
     """
 
     def __init__(self, folder: Path, about: About | None) -> None:
-        # Imported here, since it takes 0.2 s and few tasks write.
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(folder))
+        self._folder, self._open = folder, contextlib.ExitStack()
+        self._writers: dict[str, Any] = {}  # by subfolder
         if about:
             from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-            self._add(hparams_pb(about.hparams), step=0)
-            self._add(_text("model", about.model), step=0)
+            self._add("", hparams_pb(about.hparams), step=0)
+            self._add("", _text("model", about.model), step=0)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
-            self._add(_histogram(name, value) if isinstance(value, np.ndarray) else _scalar(name, value), step)
-        # By default the writer flushes every two minutes, and a killed process would never have flushed.
-        self._writer.flush()
+            split, _, metric = name.partition("_")
+            run, tag = (split, metric) if split in EVALUATED and metric else ("train", name)
+            self._add(run, _histogram(tag, value) if isinstance(value, np.ndarray) else _scalar(tag, value), step)
+        # By default a writer flushes every two minutes, and a killed process would never have flushed.
+        for writer in self._writers.values():
+            writer.flush()
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, run: str, summary: Any, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        # Imported here, since it takes 0.2 s and few tasks write.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if run not in self._writers:
+            self._writers[run] = EventFileWriter(str(self._folder / run))
+            self._open.callback(self._writers[run].close)
+        self._writers[run].add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        self._writer.close()
+        self._open.close()
 
 
 def _summary(tag: str, data: np.ndarray, metadata: Any) -> Any:
@@ -95,7 +115,8 @@ def _summary(tag: str, data: np.ndarray, metadata: Any) -> Any:
 def _scalar(tag: str, value: float) -> Any:
     from tensorboard.plugins.scalar import metadata
 
-    return _summary(tag, np.array(value, np.float32), metadata.create_summary_metadata("", ""))
+    description = DESCRIPTIONS.get(tag) or f"{METRICS.get(tag, f'The metric {tag} of the model')}. {OF_SPLITS}"
+    return _summary(tag, np.array(value, np.float32), metadata.create_summary_metadata("", description))
 
 
 def _histogram(tag: str, counts: np.ndarray) -> Any:
@@ -106,7 +127,7 @@ def _histogram(tag: str, counts: np.ndarray) -> Any:
     counts = np.trim_zeros(counts, "b")
     edges = np.arange(len(counts)) - 0.5  # a bin of width 1 around each whole number
     rows = np.stack([edges, edges + 1, counts], axis=1).astype(np.float64)
-    return _summary(tag, rows, metadata.create_summary_metadata("", ""))
+    return _summary(tag, rows, metadata.create_summary_metadata("", DESCRIPTIONS[tag]))
 
 
 def _text(tag: str, text: str) -> Any:

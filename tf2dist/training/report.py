@@ -127,7 +127,7 @@ class Reporter(NoReporter):
         self._filed: _Recent
         self._rate: LearningRate | None = None
         self._about: About | None = None
-        # TensorBoard shows a subfolder as a run of its own, so the evaluator's curves appear beside the leader's.
+        # Of two that write into one folder TensorBoard would read only one.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         # Told by the clock of the host, which may be set during the run, and counted by one that never goes back.
         began_at = time.monotonic() - (time.time() - started_at)
