@@ -29,6 +29,7 @@ from rich.table import Table as RichTable
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tf2dist.config.schema import DataConfig
+from tf2dist.palette import BLUE, VERMILLION
 
 FAILURES = (
     *(ContenderError, TimeoutError, subprocess.SubprocessError, psutil.Error, StopIteration, OSError),
@@ -36,7 +37,7 @@ FAILURES = (
 )
 
 
-COLOURS = {True: "tab:green", False: "tab:red", None: "tab:gray"}
+COLOURS = {True: BLUE, False: VERMILLION, None: "tab:gray"}
 
 
 def save_arrays(folder: str) -> None:
@@ -117,7 +118,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for height, result in enumerate(shown):
         if result["target"] is not None:
             axes.plot([result["target"]] * 2, [height - 0.4, height + 0.4], color="black")
-    axes.set_xlabel("ratio of medians (a line is the target; green: met)")
+    axes.set_xlabel("ratio of medians (a line is the target; blue: met, orange: missed)")
     axes.margins(x=0.1)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
