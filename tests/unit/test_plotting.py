@@ -384,10 +384,13 @@ def test_matplotlib_itself_says_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_draws_and_prints_the_path(tmp_path: Path) -> None:
-    write_run(tmp_path, rows_of_mode("async"), SUMMARY | MODES["async"])
-    completed = python("-m", "tf2dist.plot", tmp_path)
-    assert (completed.returncode, completed.stdout, completed.stderr) == (0, f"{tmp_path / 'training.png'}\n", "")
-    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    """Also of a run whose name has characters that the font lacks."""
+    run_dir = tmp_path / "实验"
+    run_dir.mkdir()
+    write_run(run_dir, rows_of_mode("async"), SUMMARY | MODES["async"])
+    completed = python("-m", "tf2dist.plot", run_dir)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, f"{run_dir / 'training.png'}\n", "")
+    assert (run_dir / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_refuses_a_run_without_numbers(tmp_path: Path) -> None:

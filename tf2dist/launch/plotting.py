@@ -8,7 +8,6 @@ import io
 import json
 import math
 import textwrap
-import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -132,9 +131,8 @@ def draw_run(run_dir: Path) -> Path | None:
 @contextlib.contextmanager
 def own_look() -> Iterator[None]:
     """The same look on every machine, whatever its matplotlibrc says; a program that calls `fit` keeps its own."""
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a character of a name
         yield
 
 
