@@ -142,7 +142,7 @@ def _result(run_dir: Path, series: SeriesByName) -> tuple[str, str, list[int]]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there yet, or edited
         with open_to_read(run_dir / "summary.json") as file:
             summary = json.load(file)
-        title = f"{name}: {last_evaluation(summary).strip() or 'done, not evaluated'}"
+        title = f"{name}: {last_evaluation(summary).strip() or 'not evaluated'}"
         return title, result_lines(summary, "").splitlines()[0], summary.get("staleness_counts", [])
     last_step = max(curve.steps[-1] for curve in series.values())
     return f"{name}: not finished, step {last_step:,.0f}", "", []
