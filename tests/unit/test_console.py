@@ -2,10 +2,15 @@
 
 import contextlib
 import faulthandler
+import fcntl
 import io
 import os
 import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +25,7 @@ from tf2dist.launch.unblocked import Unblocked
 from tf2dist.messages import ProgressMessage
 
 PROGRESS = ProgressMessage("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})
+PARTS = ["step 1,200/2,750", "loss 0.3121", "1,520 steps/s", "0:01 left"]
 
 
 def all_of(descriptor: int) -> str:
@@ -32,14 +38,22 @@ def all_of(descriptor: int) -> str:
 
 
 def test_progress_line() -> None:
-    assert console.progress_line(1200, 2750, 0.31213, 1520) == "step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left"
-    assert console.progress_line(1, 10, 2.5, None) == "step 1/10  loss 2.5000"
-    assert console.progress_line(9, 9, float("nan"), 3.0) == "step 9/9  3 steps/s  0:00 left"
+    assert console.progress_parts(1200, 2750, 0.31213, 1520) == PARTS
+    assert console.progress_parts(1, 10, 2.5, None) == ["step 1/10", "loss 2.5000"]
+    assert console.progress_parts(9, 9, float("nan"), 3.0) == ["step 9/9", "3 steps/s", "0:00 left"]
 
 
 @pytest.mark.parametrize(("rate", "text"), [(1520.4, "1,520"), (12.34, "12"), (7.31, "7.3"), (0.0421, "0.042")])
 def test_a_slow_rate_is_not_shown_as_zero(rate: float, text: str) -> None:
-    assert f"  {text} steps/s  " in console.progress_line(1, 10, 2.5, rate)
+    assert f"{text} steps/s" in console.progress_parts(1, 10, 2.5, rate)
+
+
+def test_a_line_shows_what_matters_most_in_its_width() -> None:
+    assert console.fitted(PARTS, 80) == "step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left"
+    assert console.fitted(PARTS, 40) == "step 1,200/2,750  loss 0.3121  0:01 left"
+    assert console.fitted(PARTS, 29) == "step 1,200/2,750  0:01 left"
+    assert console.fitted(PARTS, 20) == "step 1,200/2,750"
+    assert console.fitted(["waiting for 进程-0 and others"], 16) == "waiting for..."
 
 
 def test_plain_output_is_lines_without_control_characters() -> None:
@@ -70,21 +84,56 @@ def test_only_a_restart_goes_back_and_the_rate_is_that_of_the_summary(monkeypatc
     assert "step 601/2,750  loss 0.3121  50 steps/s  0:43 left" in stream.getvalue()
 
 
-def test_a_narrow_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+# A command with the terminal as its standard error, told what to do line by line.
+COMMAND = """
+import os
+import sys
+from tf2dist.launch.console import Console
+from tf2dist.messages import ProgressMessage
+with Console() as live:
+    live.progress(ProgressMessage("chief-0", 1200, 2750, {"loss": 0.31213}, 1520.0))
+    for line in open(0, encoding="utf-8"):
+        say, _, text = line.strip().partition(" ")
+        getattr(live, say)(text)
+        live._live.refresh()
+        os.write(1, line.encode())  # Rich takes what is printed
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_live_line_fits_the_terminal_also_after_its_width_has_changed(encoding: str) -> None:
     master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as stream, Console(stream) as live:
-        live.progress(PROGRESS)
-        live.note("going on")
-        live.warn("[look] out")
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env |= {"TERM": "xterm", "PYTHONIOENCODING": encoding}
+    process = subprocess.Popen([sys.executable, "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=slave, env=env, text=True, encoding="utf-8")  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    for columns in (100, 40, 60, 25):
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        status = ["status waiting for wörker-0 and others\n"] * (columns < 40)
+        for line in (f"note {columns} columns\n", *status, f"warn end of [{columns}]\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert process.stdout.readline() == line
+    os.close(slave)
+    process.stdin.close()
     output = all_of(master)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", output)]
-    (shown, *_) = [line for line in lines if "step 1,200" in line]
-    assert len(shown.rstrip()) <= 40
-    assert re.search("[━╸╺]{8} step 1,200/2,750", shown), "the bar stays, and one line is enough"
-    assert "going on" in lines
-    assert "\x1b[" in output
-    assert "[look] out" in output
+    assert process.wait(60) == 0
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part) for part in re.split(r"[\r\n]+", output)]
+
+    def lines_at(columns: int) -> list[str]:
+        begin, end = drawn.index(f"{columns} columns"), drawn.index(f"tf2dist: warning: end of [{columns}]")
+        assert all(len(line) <= columns for line in drawn[begin:end]), drawn
+        return drawn[begin + 1 : end]
+
+    assert lines_at(100)[0].endswith(" step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left")
+    assert re.search(r"[━╸╺-]{4,8} +step 1,200/2,750  0:01 left$", lines_at(40)[0]), "the bar stays"
+    assert lines_at(60)[0].endswith(" step 1,200/2,750  loss 0.3121  0:01 left")
+    assert lines_at(25)[-1].endswith(" waiting for...")
+    # A terminal that breaks long lines keeps the cursor in the first part of a line which has become too long.
+    assert re.search(r"0:01 left\x1b\[0?m?\r", output) or "0:01 left\r" in output
+    assert "\r\r\x1b[2K\x1b[J" in output
 
 
 def test_result_lines() -> None:

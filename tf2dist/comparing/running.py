@@ -192,7 +192,7 @@ class ComparisonProgress:
         minutes, seconds = divmod(round(mean * (self._num_runs - done)), 60)
         left = f"  about {minutes}:{seconds:02} left" if mean else ""
         # The numbers first: a narrow terminal cuts off the end.
-        self.console.overall(done, self._num_runs, f"{self._number}/{self._num_runs}{left}{suffix}  {self._text}")
+        self.console.overall(done, self._num_runs, [f"{self._number}/{self._num_runs}{left}{suffix}", self._text])
 
 
 def _last_accuracy(path: Path) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO, cast
 
 from tf2dist.errors import printable
@@ -14,6 +15,61 @@ from tf2dist.messages import ProgressMessage, metrics_text
 PLAIN_EVERY_SECS = 5.0  # in a file or a log collector every line stays
 DRAIN_SECS = 1.0  # at the end, for a slow reader to take the last lines
 WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
+PART_GAP = "  "
+REFRESHES_PER_SEC = 10
+ERASE_BELOW = "\x1b[J"  # from the cursor on
+
+
+class LiveLine:
+    """The line on a terminal that changes: a spinner, a bar, and as much of the text as there is room for.
+
+    Rich draws it several times a second, each time for the width that the terminal has then.
+    """
+
+    def __init__(self) -> None:
+        self._parts: Sequence[str] = [""]
+        self._completed = 0.0
+        self._total: int | None = None
+
+    def show(self, parts: Sequence[str], completed: float = 0.0, total: int | None = None) -> None:
+        """Shows a text, of which the first and the last part are left out at last; without a total the bar moves."""
+        self._parts, self._completed, self._total = parts, completed, total
+
+    def __rich_console__(self, terminal: Any, options: Any) -> Iterator[Any]:
+        from rich.progress_bar import ProgressBar
+        from rich.segment import ControlType, Segment
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        bar = WIDE_BAR if options.max_width >= WIDE_TERMINAL else NARROW_BAR
+        # Some terminals break a line that has become too long for them into two. The cursor waits in the first of the
+        # two, since it stands at the beginning, and so both are erased before the next drawing.
+        yield Segment(ERASE_BELOW, control=[(ControlType.CLEAR,)])
+        spinner = Spinner("line" if options.ascii_only else "dots").render(terminal.get_time())
+        yield Text(f"{spinner} ", end="")
+        yield ProgressBar(self._total, self._completed, bar, animation_time=terminal.get_time())
+        text = fitted([on_one_line(part, options.encoding) for part in self._parts], options.max_width - bar - 3)
+        yield Text(f" {text}", end="")
+        yield Segment("\r", control=[(ControlType.CARRIAGE_RETURN,)])
+
+
+def on_one_line(text: str, encoding: str) -> str:
+    """The text with what a terminal cannot show spelled out, which makes it longer."""
+    return printable(text).replace("\n", " ").encode(encoding, "backslashreplace").decode(encoding)
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """As many parts as fit into so many columns: the first, the last, and then the others in their order."""
+    from rich.cells import cell_len, set_cell_size
+
+    shown: list[int] = []
+    for number in dict.fromkeys((0, len(parts) - 1, *range(len(parts)))):
+        line = PART_GAP.join(parts[other] for other in sorted([*shown, number]))
+        if cell_len(line) <= width:
+            shown.append(number)
+    if not shown:
+        return set_cell_size(parts[0], max(0, width - 3)).rstrip() + "..."
+    return PART_GAP.join(parts[number] for number in sorted(shown))
 
 
 class Console:
@@ -22,7 +78,7 @@ class Console:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = Unblocked(stream or sys.stderr)
         self._live: Any = None
-        self._task: Any = None
+        self._line = LiveLine()
         self._step = 0
         self._plain_at = time.monotonic()
         self._last_line = ""
@@ -31,20 +87,11 @@ class Console:
         if self._stream.isatty():
             # Imported here, since only a terminal needs it and it takes a while.
             from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, SpinnerColumn, TextColumn
-            from rich.progress import Progress as LiveProgress
-            from rich.table import Column
+            from rich.live import Live
 
             terminal = RichConsole(file=cast(TextIO, self._stream))
-            bar = WIDE_BAR if terminal.width >= WIDE_TERMINAL else NARROW_BAR
-            columns = (
-                SpinnerColumn("dots" if "utf" in terminal.encoding else "line"),
-                BarColumn(bar_width=bar, table_column=Column(min_width=bar)),
-                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            )
-            # Transient: the bar vanishes at the end, and only lines that are worth keeping stay on the screen.
-            self._live = LiveProgress(*columns, console=terminal, transient=True)
-            self._task = self._live.add_task("", total=None)
+            # Transient: the line vanishes at the end, and only lines that are worth keeping stay on the screen.
+            self._live = Live(self._line, console=terminal, refresh_per_second=REFRESHES_PER_SEC, transient=True)
             self._live.start()
         return self
 
@@ -62,15 +109,19 @@ class Console:
     def status(self, text: str) -> None:
         """Shows what is going on before there is progress to show."""
         if self._live:
-            self._live.update(self._task, description=printable(text))
+            self._line.show([text])
         else:
             self._print_last_line()
             self._print(text)
 
-    def overall(self, completed: float, total: int, text: str) -> None:
-        """On a terminal: shows how far several runs are together, of which `completed` are done, and what goes on."""
-        if self._live:
-            self._live.update(self._task, total=total, completed=completed, description=printable(text))
+    def epoch(self, number: int, num_epochs: int, metrics: dict[str, Any]) -> None:
+        """Shows the metrics of an epoch that is over; `number`: from 1."""
+        self.note(f"epoch {number}/{num_epochs}: {metrics_text(metrics)}")
+
+    def overall(self, completed: float, total: int, parts: Sequence[str]) -> None:
+        """Shows how far several runs are together, of which `completed` are done; `parts`: see `LiveLine.show`."""
+        self._show_progress(completed, total, parts)
+        self._last_line = ""  # each run tells its end by itself
 
     def note(self, text: str) -> None:
         """Prints a line that stays visible, on a terminal too."""
@@ -86,13 +137,13 @@ class Console:
     def progress(self, progress: ProgressMessage) -> None:
         target = progress.target_step
         step = self._step = max(self._step, progress.step)
-        line = progress_line(step, target, progress.metrics["loss"], progress.steps_per_sec)
-        self._show_progress(step, target, line)
+        parts = progress_parts(step, target, progress.metrics["loss"], progress.steps_per_sec)
+        self._show_progress(step, target, parts)
 
-    def _show_progress(self, step: int, target_step: int, line: str) -> None:
-        now = time.monotonic()
+    def _show_progress(self, completed: float, total: int, parts: Sequence[str]) -> None:
+        now, line = time.monotonic(), PART_GAP.join(parts)
         if self._live:
-            self._live.update(self._task, total=target_step, completed=step, description=line)
+            self._line.show(parts, completed, total)
         elif now - self._plain_at >= PLAIN_EVERY_SECS:
             self._plain_at, self._last_line = now, ""
             self._print(line)
@@ -145,13 +196,19 @@ def print_lines(text: str, stream: TextIO) -> None:
         raise
 
 
-def progress_line(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> str:
-    """For example ``step 1,200/2,750  loss 0.3121  1,520 steps/s  0:01 left``."""
-    line = f"step {step:,}/{target_step:,}" + ("" if math.isnan(loss) else f"  loss {loss:.4f}")
+def progress_parts(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> list[str]:
+    """For example ``step 1,200/2,750``, ``loss 0.3121``, ``1,520 steps/s`` and ``0:01 left``."""
+    parts = [f"step {step:,}/{target_step:,}"] + ([] if math.isnan(loss) else [f"loss {loss:.4f}"])
     if steps_per_sec:
-        minutes, seconds = divmod(round((target_step - step) / steps_per_sec), 60)
-        line += f"  {rate_text(steps_per_sec)} steps/s  {minutes}:{seconds:02} left"
-    return line
+        left = clock_text((target_step - step) / steps_per_sec)
+        parts += [f"{rate_text(steps_per_sec)} steps/s", f"{left} left"]
+    return parts
+
+
+def clock_text(secs: float) -> str:
+    """Minutes and seconds, as in 0:01."""
+    minutes, seconds = divmod(round(secs), 60)
+    return f"{minutes}:{seconds:02}"
 
 
 def rate_text(per_sec: float) -> str:
