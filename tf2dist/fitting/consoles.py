@@ -1,13 +1,18 @@
 """What a call of `fit` shows while it runs: on a terminal, in a file, below the cell of a notebook."""
 
+import html
 import io
 import sys
+from collections.abc import Sequence
 from typing import Any, Self, TextIO, cast
 
 from tf2dist.cluster.spec import Place
 from tf2dist.errors import printable
-from tf2dist.launch.console import WIDE_BAR, Console, cluster_text
+from tf2dist.launch.console import PART_GAP, WIDE_BAR, Console, cluster_text
 from tf2dist.messages import ProgressMessage
+
+MAX_EPOCHS = 20  # in the table of a notebook, which is sent again with each of them
+BAR_STYLE = "width: 16em; max-width: 100%; vertical-align: middle"
 
 
 def console_of(verbose: int) -> Console:
@@ -53,34 +58,65 @@ class QuietConsole(Console):
 
 
 class NotebookConsole(Console):
-    """One line below the cell that changes, with a bar; other lines go to the standard output, warnings alone are red.
+    """Below the cell of a notebook: a bar and a table of the epochs, which change, then the lines that stay.
 
-    Rich would need ipywidgets for it.
+    Warnings alone are red. Rich would need ipywidgets for it.
     """
 
-    _display: Any = None
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._display: Any = None
+        self._bar, self._text = "", ""  # as HTML, and for a notebook that shows none
+        self._epochs: dict[int, dict[str, str]] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def status(self, text: str) -> None:
-        self._show(text)
+        self._bar, self._text = f"<div>{html.escape(printable(text))}</div>", printable(text)
+        self._show()
 
     def note(self, text: str) -> None:
         print(printable(text), flush=True)
 
-    def _show_progress(self, step: int, target_step: int, line: str) -> None:
-        filled = WIDE_BAR * step // max(target_step, 1)
-        self._show(f"{'━' * filled}{'─' * (WIDE_BAR - filled)} {line}")
+    def epoch(self, number: int, num_epochs: int, metrics: dict[str, Any]) -> None:
+        numbers = {name: f"{value:.4f}" for name, value in metrics.items() if isinstance(value, float)}
+        # By number: a run that was started again at a checkpoint repeats the epochs after it.
+        self._epochs[number] = {"epoch": f"{number}/{num_epochs}", **numbers}
+        self._show()
 
-    def _show(self, text: str) -> None:
+    def _show_progress(self, completed: float, total: int, parts: Sequence[str]) -> None:
+        filled = int(WIDE_BAR * completed // max(total, 1))
+        line = PART_GAP.join(parts)
+        self._text = f"{'━' * filled}{'─' * (WIDE_BAR - filled)} {line}"
+        bar = f'<progress value="{completed}" max="{max(total, 1)}" style="{BAR_STYLE}">'
+        self._bar = f"<div>{bar}</progress> {html.escape(line)}</div>"
+        self._show()
+
+    def _show(self) -> None:
         from IPython.display import display
 
-        data = {"text/plain": printable(text)}
+        shown = list(self._epochs.values())[-MAX_EPOCHS:]
+        cut = f"the last {MAX_EPOCHS} epochs; the history has all" if len(self._epochs) > MAX_EPOCHS else ""
+        lines = [", ".join(" ".join(pair) for pair in epoch.items()) for epoch in shown]
+        data = {"text/plain": "\n".join(filter(None, [*lines, cut, self._text])),
+                "text/html": f"{self._bar}{_table(shown)}{cut and f'<div>{cut}</div>'}"}  # fmt: skip
         if self._display:
             self._display.update(data, raw=True)
         else:
             self._display = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+
+def _table(epochs: Sequence[dict[str, str]]) -> str:
+    """A table with a column for each metric; without colours of its own, since a notebook is light or dark."""
+    if not epochs:
+        return ""
+    names = list(dict.fromkeys(name for epoch in epochs for name in epoch))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    cells = ("".join(f"<td>{html.escape(epoch.get(name, ''))}</td>" for name in names) for epoch in epochs)
+    rows = "".join(f"<tr>{row}</tr>" for row in cells)
+    # Wider than a phone, it scrolls by itself.
+    return f'<div style="overflow-x: auto"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 class NoFile(io.TextIOBase):

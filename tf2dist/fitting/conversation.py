@@ -14,7 +14,7 @@ from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_state import CallerMessage, Send
-from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage, metrics_text
+from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
 
@@ -71,8 +71,7 @@ class Conversation(Generic[T]):
     def hear(self, message: CallerMessage) -> None:
         # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
-            text = metrics_text(dict(message.logs))
-            self._console.note(f"epoch {message.epoch + 1}/{self._num_epochs}: {text}")
+            self._console.epoch(message.epoch + 1, self._num_epochs, dict(message.logs))
         if self._console and self._end and isinstance(message, HookCall) and message.kind == "end":
             self._console.note(self._end)
         self._messages.put(message)
