@@ -24,7 +24,7 @@ def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
 def compared(
     folder: Path, *arguments: str, secs_per_example: SecsPerExample, failed: tuple[str, ...] = (), **summary: Any
 ) -> tuple[Options, list[ContenderResult]]:
-    """The results of runs that reach an accuracy of 1 - 4000 / examples.
+    """The results of runs that reach an accuracy of 1 - 4000 / examples, after 40,000 examples or the given steps.
 
     Args:
         arguments: the command line of the comparison.
@@ -39,15 +39,17 @@ def compared(
             continue
         outcomes.append(Outcome(run, "done", 0))
         secs = secs_per_example(run.contender, run.seed)
-        _write_run(folder / RUNS / run.folder, run.contender, secs, options.workers, summary)
+        steps = NUM_EXAMPLES // (100 * run.contender.batches)
+        if options.until.kind == "steps":
+            steps = int(options.until.value)
+        _write_run(folder / RUNS / run.folder, run.contender, steps, secs, options.workers, summary)
     return options, results_of(outcomes, folder, options.until)
 
 
 def _write_run(
-    run_dir: Path, contender: Contender, secs_per_example: float, workers: int, more: dict[str, Any]
+    run_dir: Path, contender: Contender, steps: int, secs_per_example: float, workers: int, more: dict[str, Any]
 ) -> None:
     batch = 100 * contender.batches
-    steps = NUM_EXAMPLES // batch
     (run_dir / "timeline").mkdir(parents=True)
     summary: dict[str, Any] = {
         "global_step": steps,

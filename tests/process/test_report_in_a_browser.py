@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.compared import compared, usual_secs
-from tf2dist.comparing.report import write_report
+from tf2dist.comparing.report import report_of
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -59,8 +59,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     options, results = compared(
         folder, "data=digits", "model=softmax", "until=0.85", secs_per_example=usual_secs, data="x" * 200
     )
-    write_report(options, ["until=0.85", f"+data.name={'y' * 300}"], results, folder)
-    return (folder / "report.html").read_text()
+    return str(report_of(options, ["until=0.85", f"+data.name={'y' * 300}"], results)[1]["report.html"])
 
 
 def shown(folder: Path, page: str, width: int, *flags: str) -> tuple[dict[str, Any], list[str]]:

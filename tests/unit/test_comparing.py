@@ -4,20 +4,28 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from tests.compared import compared, contenders, usual_secs
 from tests.conftest import PAGES
 from tf2dist import compare
+from tf2dist.comparing.figures import draw_accuracy, draw_timeline, first_by_size, styles_of
 from tf2dist.comparing.matrix import Contender, runs_of
-from tf2dist.comparing.options import PARSERS
-from tf2dist.comparing.report import write_report
-from tf2dist.comparing.results import ContenderResult, Measurement, Point
+from tf2dist.comparing.options import PARSERS, Until
+from tf2dist.comparing.page import contender_columns, run_columns
+from tf2dist.comparing.report import _figures, report_of
+from tf2dist.comparing.results import ContenderResult, Measurement, Point, set_goal
 from tf2dist.comparing.running import earlier_plan, prepare_folder
+from tf2dist.comparing.style import IN_THE_DARK, contrast
 from tf2dist.comparing.verdict import verdict_of
 from tf2dist.errors import ConfigError
+from tf2dist.palette import MODE_STYLES
 
 SMALL = ("data=digits", "model=softmax")
 
@@ -191,12 +199,17 @@ def test_the_rate_leaves_out_the_warm_up() -> None:
 def test_the_verdict(tmp_path: Path) -> None:
     options, results = compared(tmp_path, *SMALL, "until=0.85", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
-    assert verdict.headline == "With equal workers, sync is first. With one worker 50 ms slower, async is first."
+    assert verdict.headline == (
+        "With equal workers, sync is first: it reached an accuracy of 0.85 after 2.69 s, and async after 5.39 s. "
+        "With one worker 50 ms slower, async is first: it reached an accuracy of 0.85 after 5.39 s, and "
+        "sync_replicas (1 backup) after 8.08 s."
+    )
     (name, (in_time, in_examples)), _ = verdict.situations
     assert name == "equal workers"
-    assert in_time.startswith("In time, sync comes to 0.85 first, after ")
-    assert ", 2.00 times as much; sync_replicas (1 backup) needs " in in_time
-    assert in_examples.endswith("The runs of sync and async overlap or are nearly equal, so their order is open.")
+    assert in_time.startswith("Seconds to an accuracy of 0.85: sync 2.69 (2.67 to 2.70); async 5.39 (")
+    assert ", 2.00 times as much; sync_replicas (1 backup) " in in_time
+    assert in_time.endswith("; so sync is first.")
+    assert in_examples.endswith("; the runs of sync and async overlap or are nearly equal, so the order is open.")
     states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "seen", verdict.claims
     assert states["async"] == "seen"
@@ -210,22 +223,138 @@ def test_the_verdict_does_not_say_what_was_not_measured(tmp_path: Path) -> None:
         tmp_path, *SMALL, "until=0.85", secs_per_example=lambda contender, seed: 1e-4 + seed * 1e-5
     )
     verdict = verdict_of(results, options.until)
-    assert "about equal" in verdict.headline
+    assert "; that is about equal. With one worker 50 ms slower, " in verdict.headline
     states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "not seen", "its steps are shorter than the delay"
     assert states["Equal workers"] == states["Unequal workers"] == "unclear"
 
     options, results = compared(tmp_path / "b", *SMALL, "until=0.95", "seeds=1", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
-    assert "no run has come to the target" in verdict.headline
-    assert "sync: no run came to 0.95; the best accuracy was 0.9" in " ".join(verdict.situations[0][1])
+    best = "reached an accuracy of 0.95 in every run; the best accuracy was 0.9000."
+    assert verdict.headline.startswith(f"With equal workers, no mode {best}")
+    sentence = "sync: no run reached an accuracy of 0.95; the best accuracy was 0.9"
+    assert sentence in " ".join(verdict.situations[0][1])
 
 
 def test_one_run_proves_no_order(tmp_path: Path) -> None:
     options, results = compared(tmp_path, *SMALL, "until=0.85", "seeds=1", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
-    assert "in one run each" in verdict.headline
+    sentences = [line for _, lines in verdict.situations for line in lines]
+    for text in (verdict.headline, *sentences[:2]):
+        assert "; with one run each the order is open." in text
+        assert "first" not in text, "either there is an order, or it is open"
     assert {claim.state for claim in verdict.claims if "workers: choose" in claim.text} == {"unclear"}
+
+
+def test_equal_steps_are_judged_at_equal_accuracy(tmp_path: Path) -> None:
+    """After 300 steps of one batch async has seen a third of the examples, sooner and with a lower accuracy."""
+    secs = {"sync": 0.5e-4, "async": 1e-4, "sync_replicas": 2e-4}
+    options, results = compared(
+        tmp_path, *SMALL, "until=300steps", "delays=[0]", "modes=[sync,async]",
+        secs_per_example=lambda contender, seed: secs[contender.mode],
+    )  # fmt: skip
+    ends = {result.contender.mode: result.ends()[0].secs for result in results}
+    assert ends["async"] < ends["sync"]
+    verdict = verdict_of(results, options.until)
+    assert verdict.headline == (
+        "With equal workers, sync is first: it reached an accuracy of 0.8667 (the best that all runs reached) after "
+        "1.53 s, and async after 3.00 s."
+    )
+    assert verdict.situations[0][1][-1] == (
+        "At 300 steps, sync has an accuracy of 0.9556 after 90,000 examples; async has an accuracy of 0.8667 after "
+        "30,000 examples."
+    )
+    assert not [claim for claim in verdict.claims if claim.state == "seen" and "more examples than sync" in claim.text]
+    _, files = report_of(options, [], results)
+    goals = [contender["goal"] for contender in json.loads(files["compare.json"])["contenders"]]
+    assert goals == [{"accuracy": pytest.approx(1 - 4000 / 30_000)}] * 2
+    assert "The dotted line is the goal" in str(files["report.html"])
+
+
+def test_a_model_without_an_accuracy_is_judged_at_equal_loss(tmp_path: Path) -> None:
+    options, results = compared(
+        tmp_path, *SMALL, "until=300steps", "delays=[0]", "modes=[sync,async]", secs_per_example=usual_secs
+    )
+    for result in results:
+        for run in result.measured:
+            run.points[:] = [replace(point, accuracy=None, loss=4000 / point.examples - 1) for point in run.points]
+    set_goal(results, options.until)
+    assert verdict_of(results, options.until).headline == (
+        "With equal workers, sync is first: it reached a loss of -0.8667 (the best that all runs reached) after "
+        "3.08 s, and async after 6.03 s."
+    )
+
+
+def test_several_situations_are_counted_in_the_headline(tmp_path: Path) -> None:
+    options, results = compared(
+        tmp_path, "data=digits", "model=softmax,dnn,cnn", "until=0.85", "delays=[0]", "modes=[sync,async]",
+        secs_per_example=lambda contender, seed:
+            1e-4 if contender.config.model["name"] == "cnn" else usual_secs(contender, seed),
+    )  # fmt: skip
+    assert verdict_of(results, options.until).headline == (
+        "Time to an accuracy of 0.85: sync is first in 2 of 3 situations; in 1 of 3 the order is open."
+    )
+
+
+def test_a_cell_is_a_number_whose_unit_is_in_the_head(tmp_path: Path) -> None:
+    _, results = compared(tmp_path, *SMALL, "until=0.85", "backups=[0,1]", secs_per_example=usual_secs)
+    for result in results:
+        for run in result.measured:
+            for worker in run.summary["workers"]:
+                worker |= {"dropped": 1, "aggregated": 7}
+    runs = [(result, outcome) for result in results for outcome in result.outcomes]
+    for columns, rows in ((contender_columns(results), results), (run_columns(), runs)):
+        for column in columns:
+            if column.is_number:
+                texts = [text for row in rows if (text := column.text(row))]
+                assert texts, column.title
+                assert all(re.fullmatch(r"[0-9,.]+( \([0-9,.]+ to [0-9,.]+\))?", text) for text in texts), texts
+    heads = [column.title for column in contender_columns(results)]
+    assert heads[3:5] == ["seconds to the goal", "examples to the goal"]
+    assert heads[-3:] == ["staleness in updates", "dropped gradients in %", "seconds to the first step"]
+
+
+def test_all_time_lines_have_one_axis(tmp_path: Path) -> None:
+    """A step takes from 20 ms with async to 180 ms with sync and a slow worker; 30 of the shortest are shown."""
+    _, results = compared(tmp_path, *SMALL, "until=0.85", secs_per_example=usual_secs)
+    (limits,) = {axes.get_xlim() for axes in draw_timeline(results, False).axes}
+    assert limits == pytest.approx((0, 30 * 20), rel=0.01)
+
+
+def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> None:
+    _, results = compared(tmp_path, *SMALL, "until=0.85", "backups=[0,1,2]", secs_per_example=usual_secs)
+    styles = styles_of(results)
+    assert {way: styles[way] for way in ("sync", "async")} == {way: MODE_STYLES[way] for way in ("sync", "async")}
+    assert styles["sync_replicas (no backups)"] == MODE_STYLES["sync_replicas"]
+    for look in ([style.colour for style in styles.values()], [style.marker for style in styles.values()]):
+        assert len(set(look)) == 5
+    lines = draw_accuracy(results, Until("accuracy", 0.85), False).axes[0].get_lines()
+    drawn = {line.get_label(): (line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+    for way, style in styles.items():
+        assert drawn[way] == (style.colour, style.dash, style.marker)
+
+
+def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tf2dist.comparing.figures.MAX_PANELS", 1)
+    options, results = compared(
+        tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1,2]", "until=0.85", "delays=[0,0.05]",
+        secs_per_example=lambda contender, seed: usual_secs(contender, seed) / (1 + len(contender.situation) % 7),
+    )  # fmt: skip
+    won = {result.contender.way for result in first_by_size(results).values()}
+    assert len(won) > 1
+    figures = [draw(False) for *_, draw in _figures(options, results)]
+    assert len(figures) == 5
+    for figure in figures:
+        for axes in figure.axes:
+            cells = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+            for text in [text for text in axes.findobj(Text) if text.get_text()]:
+                behind = [to_hex(cell.get_facecolor()) for cell in cells
+                          if cell.get_x() < text.get_position()[0] < cell.get_x() + 1
+                          and cell.get_y() < text.get_position()[1] < cell.get_y() + 1
+                          and text.get_transform() == axes.transData]  # fmt: skip
+                pair = (to_hex(text.get_color()), behind[-1] if behind else to_hex(axes.get_facecolor()))
+                for one, other in (pair, [IN_THE_DARK.get(colour, colour) for colour in pair]):
+                    assert contrast(one, other) >= 4.5, (text.get_text(), one, other)
 
 
 def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,17 +364,17 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1]", "until=0.85", "delays=[0,0.05]",
         secs_per_example=usual_secs, failed=("sync-delay0-modelsoftmax-seed1",), data="<b>$x_1$",
     )  # fmt: skip
-    headline = write_report(options, ["until=<0.85>"], results, tmp_path)
+    headline, files = report_of(options, ["until=<0.85>"], results)
     assert headline
-    pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"{name}.png" for name in ("accuracy", "staleness", "timeline", "backups", "map")}
-    text = (tmp_path / "report.html").read_text()
+    pictures = {f"{name}.png" for name in ("accuracy", "staleness", "timeline", "backups", "map")}
+    assert set(files) == {"compare.json", "report.html", *pictures}
+    text = str(files["report.html"])
     assert text.count("<figure") == 5
     assert text.count("data:image/svg+xml;base64,") == 20
     assert "&lt;b&gt;$x_1$" in text
     assert "until=&lt;0.85&gt;" in text
     assert "failed (3)" in text
-    record = json.loads((tmp_path / "compare.json").read_text())
+    record = json.loads(files["compare.json"])
     assert record["verdict"]["headline"] == headline
     first = record["contenders"][0]
     assert [run["state"] for run in first["runs"]] == ["done", "failed"]
@@ -257,9 +386,9 @@ def test_the_report_says_which_axes_were_not_run(tmp_path: Path) -> None:
     options, results = compared(
         tmp_path, *SMALL, "until=0.85", "delays=[0]", "modes=[sync]", "seeds=1", secs_per_example=usual_secs
     )
-    write_report(options, [], results, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {"accuracy.png", "timeline.png"}
-    not_run = " ".join(json.loads((tmp_path / "compare.json").read_text())["not_run"])
+    _, files = report_of(options, [], results)
+    assert {name for name in files if name.endswith(".png")} == {"accuracy.png", "timeline.png"}
+    not_run = " ".join(json.loads(files["compare.json"])["not_run"])
     for what in ("A slow worker", "Staleness", "Backup workers", "The map", "seeds=3"):
         assert what in not_run
 
@@ -272,8 +401,10 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
         path.write_text("1.0,\n2")
     for result in results:
         result.measured = [Measurement(run.run, run.summary, [], []) for run in result.measured]
-    write_report(options, [], results, tmp_path)
-    assert "no run has come to the target" in (tmp_path / "report.html").read_text()
+    set_goal(results, options.until)
+    text = str(report_of(options, [], results)[1]["report.html"])
+    assert "With equal workers, no run was evaluated." in text
+    assert "dotted" not in text
 
 
 LINES = re.findall(r"^(?:\$ )?python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)

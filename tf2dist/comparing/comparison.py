@@ -6,12 +6,13 @@ from pathlib import Path
 
 from tf2dist.comparing.matrix import Contender, contenders_of, runs_of, with_data
 from tf2dist.comparing.options import Options, split
-from tf2dist.comparing.report import REPORT, write_report
+from tf2dist.comparing.report import REPORT, report_of
 from tf2dist.comparing.results import results_of
 from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
+from tf2dist.files import write_whole
 from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.start import check_local
@@ -53,12 +54,18 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
     runs = list(runs_of(contenders, options.seeds))
     folder = options.folder or new_folder()
     prepare_folder(folder, runs)
-    with locked(folder, OPTION), signals.deferred() as received:
-        outcomes = run_all(runs, folder, source.flags(), received, console)
-        # A second signal asks to end at once.
-        headline = "" if len(received) > 1 else _report(options, arguments, outcomes, folder, console)
-    if received:
-        raise Interrupted(received[0], f"; the same command with {OPTION}={folder} goes on")
+    with locked(folder, OPTION):
+        try:
+            with signals.deferred() as received:
+                outcomes = run_all(runs, folder, source.flags(), received, console)
+            if received:
+                raise KeyboardInterrupt
+            headline, report = _report(options, arguments, outcomes, folder)
+            # One by one the files are whole or not there; all together they are of one comparison.
+            with signals.deferred():
+                _write(report, folder)
+        except KeyboardInterrupt:
+            raise Interrupted(signals.received[0], f"; the same command with {OPTION}={folder} goes on") from None
     if headline:
         _say(f"{headline}\n{folder / REPORT}", console)
     if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
@@ -80,13 +87,18 @@ def _with_resolved_data(
     return contenders
 
 
-def _report(options: Options, arguments: list[str], outcomes: list[Outcome], folder: Path, console: Console) -> str:
-    """Writes the report of what was measured; returns the verdict, "" if there is none."""
+def _report(
+    options: Options, arguments: list[str], outcomes: list[Outcome], folder: Path
+) -> tuple[str, dict[str, str | bytes]]:
+    """The verdict on what was measured, and the files of the report; empty if nothing was."""
     results = results_of(outcomes, folder, options.until)
-    if not any(result.measured for result in results):
-        return ""
+    return report_of(options, arguments, results) if any(result.measured for result in results) else ("", {})
+
+
+def _write(report: dict[str, str | bytes], folder: Path) -> None:
     try:
-        return write_report(options, arguments, results, folder)
+        for name, content in report.items():
+            write_whole(folder / name, content)
     except OSError as error:
         raise TrainingError(
             f"the report could not be written ({error.strerror or error}); make room, and give the same command with "

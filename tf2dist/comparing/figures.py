@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,10 +12,11 @@ from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
 from tf2dist.comparing.options import Until
 from tf2dist.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
-from tf2dist.comparing.style import INK, PALE, PAPER, color_of, new_figure, set_legend, set_title
+from tf2dist.comparing.style import INK, PALE, PAPER, ink_on, new_figure, set_legend, set_title, variant
+from tf2dist.palette import Style
 
 MAX_PANELS = 12
-BELOW_TARGET = 0.3  # how much of the accuracy below the target is shown
+BELOW_GOAL = 0.3  # how much of the accuracy below the goal is shown
 FAST_STEPS, SLOW_STEPS = 30, 3  # that the time line shows of the fastest and of the slowest worker
 MAX_SECS = 3.0
 NUM_WINDOWS, BUSY = 60, 0.9
@@ -22,13 +24,16 @@ LONG_PART = 0.01  # of the width
 TIMELINE_START = 0.3  # the part of the recorded time after which the time line begins
 
 Value = Callable[[Point], float]
-# The contender that is first at the target, by the number of the model's parameters and the delay.
+# The contender that is first at the goal, by the number of the model's parameters and the delay.
 Cells = dict[tuple[int, float], ContenderResult]
 
 
-def ways_of(results: Sequence[ContenderResult]) -> list[str]:
-    """The names of what is compared, in an order that gives each a colour."""
-    return list(dict.fromkeys(result.contender.way for result in results))
+def styles_of(results: Sequence[ContenderResult]) -> dict[str, Style]:
+    """How each of those that are compared looks, by its name."""
+    modes = {result.contender.way: result.contender.mode for result in results}
+    return {
+        way: variant(mode, [other for other in modes if modes[other] == mode].index(way)) for way, mode in modes.items()
+    }
 
 
 def situations_of(results: Sequence[ContenderResult]) -> list[str]:
@@ -41,7 +46,7 @@ def has_accuracy(results: Sequence[ContenderResult]) -> bool:
 
 def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: bool) -> Figure:
     """Against the time and against the examples, a row for each situation."""
-    names, ways = situations_of(results), ways_of(results)
+    names, styles = situations_of(results), styles_of(results)
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.6, len(names) * 2 // columns, columns)
     flat = [axes for row in grid for axes in row]
@@ -57,15 +62,18 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
             (flat[2 * number + 1], "training examples", lambda point: point.examples),
         ):
             for result in situation_results:
-                _draw_line(axes, result, of_x, of_y, color_of(ways.index(result.contender.way)))
+                _draw_line(axes, result, of_x, of_y, styles[result.contender.way])
             axes.set_xlabel(label)
             axes.set_ylabel("validation accuracy" if has_accuracy(results) else "validation loss")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(4 if is_narrow else 6))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if "examples" in label else "{x:,g}"))
+            if goal := situation_results[0].goal:
+                axes.axhline(goal.value, color=INK, lw=1.2, ls=":")
             if until.kind == "accuracy":
-                axes.axhline(until.value, color=INK, lw=0.8, ls=":")
-                axes.set_ylim(max(0.0, until.value - BELOW_TARGET), min(1.0, until.value + 0.04))
+                low = min([until.value - BELOW_GOAL, *(spread.low for result in situation_results
+                                                       if (spread := result.accuracy))])  # fmt: skip
+                axes.set_ylim(max(0.0, low), min(1.0, until.value + 0.04))
             set_title(axes, name, is_narrow, columns)
     set_legend(figure, _with_most_labels(flat), is_narrow)
     return figure
@@ -75,7 +83,7 @@ def _with_most_labels(axes: Sequence[Axes]) -> Axes:
     return max(axes, key=lambda panel: len(panel.get_legend_handles_labels()[0]))
 
 
-def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, color: str) -> None:
+def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, style: Style) -> None:
     """The mean of all runs with their spread, as far as all of them go, and beyond it each run by itself."""
     runs = [run.points for run in result.measured if run.points]
     if not runs:
@@ -83,12 +91,13 @@ def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, co
     common = min(map(len, runs))
     x = np.array([[of_x(point) for point in run[:common]] for run in runs]).mean(axis=0)
     y = np.array([[of_y(point) for point in run[:common]] for run in runs])
-    axes.plot(x, y.mean(axis=0), "o-", ms=3, lw=1.6, color=color, label=result.contender.way, zorder=3)
+    look: dict[str, Any] = {"color": style.colour, "ls": style.dash}
+    axes.plot(x, y.mean(axis=0), marker=style.marker, ms=4, lw=1.6, label=result.contender.way, zorder=3, **look)
     if len(runs) > 1:
-        axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.22, lw=0)
+        axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=style.colour, alpha=0.22, lw=0)
     for run in runs:
         rest = run[common - 1 :]
-        axes.plot(list(map(of_x, rest)), list(map(of_y, rest)), "-", lw=0.9, color=color, alpha=0.8)
+        axes.plot(list(map(of_x, rest)), list(map(of_y, rest)), lw=0.9, alpha=0.8, **look)
 
 
 def stale_results(results: Sequence[ContenderResult]) -> list[ContenderResult]:
@@ -97,14 +106,14 @@ def stale_results(results: Sequence[ContenderResult]) -> list[ContenderResult]:
 
 def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """How many updates had each staleness, for each asynchronous contender."""
-    stale, ways = stale_results(results), ways_of(results)
+    stale, styles = stale_results(results), styles_of(results)
     columns = 1 if is_narrow or len(stale) == 1 else 2
     figure, grid = new_figure(is_narrow, 2.3, math.ceil(len(stale) / columns), columns)
     flat = [axes for row in grid for axes in row]
     longest = max(len(result.staleness_counts()) for result in stale)
     for axes, result in zip(flat, stale, strict=False):
         counts = np.array(result.staleness_counts())
-        color = color_of(ways.index(result.contender.way))
+        color = styles[result.contender.way].colour
         axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=color, baseline=0.7)
         axes.set_yscale("log")
         axes.set_ylim(0.7, counts.max() * 2)
@@ -113,7 +122,7 @@ def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figur
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("staleness")
+        axes.set_xlabel("staleness in updates")
         axes.set_ylabel("updates")
         title = f"{result.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
         set_title(axes, title, is_narrow, columns)
@@ -125,28 +134,36 @@ def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figur
 def timeline_results(
     results: Sequence[ContenderResult],
 ) -> list[tuple[ContenderResult, Measurement, tuple[float, float]]]:
-    """Each contender with the run and the part of it that its time line shows."""
-    selected = []
-    for result in results:
-        for run in result.measured:
-            if window := _window(run.steps):
-                selected.append((result, run, window))
-                break
-    return selected[:MAX_PANELS]
+    """Each contender with the run and the part of it that its time line shows, of the same length for all."""
+    recorded = [(result, run, span) for result in results
+                if (found := next(((run, span) for run in result.measured if (span := _recorded(run.steps))), None))
+                for run, span in [found]]  # fmt: skip
+    selected = recorded[:MAX_PANELS]
+    typical = [_typical(run.steps, begin) for _, run, (begin, _) in selected]
+    secs = (
+        min(MAX_SECS, max(FAST_STEPS * min(map(min, typical)), SLOW_STEPS * max(map(max, typical)))) if typical else 0
+    )
+    return [(result, run, _window(run.steps, span, secs)) for result, run, span in selected]
 
 
-def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | None:
-    """Begin and end of what the time line shows, as of `time.time()`; None if too little was recorded."""
+def _typical(steps: list[list[tuple[float, float]]], begin: float) -> list[float]:
+    """The seconds of a step of each worker."""
+    return [typical_secs([step for step in worker_steps if step[0] >= begin]) for worker_steps in steps]
+
+
+def _recorded(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | None:
+    """Begin and end of the time in which all workers trained; None if too little was recorded."""
     if not steps or not all(steps):
         return None
     first, last = max(worker_steps[0][0] for worker_steps in steps), min(worker_steps[-1][1] for worker_steps in steps)
     begin = first + TIMELINE_START * (last - first)
-    typical = [typical_secs([step for step in worker_steps if step[0] >= begin]) for worker_steps in steps]
-    if not all(map(math.isfinite, typical)):
-        return None
-    secs = min(MAX_SECS, max(FAST_STEPS * min(typical), SLOW_STEPS * max(typical)), last - begin)
-    if secs <= 0:
-        return None
+    return (begin, last) if begin < last and all(map(math.isfinite, _typical(steps, begin))) else None
+
+
+def _window(steps: list[list[tuple[float, float]]], span: tuple[float, float], secs: float) -> tuple[float, float]:
+    """Begin and end of what the time line shows, as of `time.time()`; `secs`: how long it is if that was recorded."""
+    begin, last = span
+    secs = min(secs, last - begin)
     # Evaluations interrupt the training: the first window that has nearly as many steps of each worker as any.
     begins = np.linspace(begin, last - secs, NUM_WINDOWS)
     counts = np.array(
@@ -159,24 +176,25 @@ def _window(steps: list[list[tuple[float, float]]]) -> tuple[float, float] | Non
 
 def draw_timeline(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """A row for each worker: when it computed, and between its steps when it waited."""
-    timelines, ways = timeline_results(results), ways_of(results)
+    timelines, styles = timeline_results(results), styles_of(results)
+    longest = 1000 * max(end - begin for _, _, (begin, end) in timelines)  # in milliseconds
     figure, grid = new_figure(is_narrow, 1.5, len(timelines), 1)
     for (axes,), (result, run, (begin, end)) in zip(grid, timelines, strict=True):
-        color = color_of(ways.index(result.contender.way))
+        color = styles[result.contender.way].colour
         for worker, steps in enumerate(run.steps):
             visible = [step for step in steps if step[1] > begin and step[0] < end]
             axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=PALE, lw=0)
             bars = [(1000 * (start - begin), 1000 * (stop - start)) for start, stop in visible]
             # An edge in the colour of the paper tells a step from the next one, and would cover a short one.
             for is_long in (False, True):
-                length_bars = [bar for bar in bars if (bar[1] > LONG_PART * 1000 * (end - begin)) == is_long]
+                length_bars = [bar for bar in bars if (bar[1] > LONG_PART * longest) == is_long]
                 edge = PAPER if is_long else "none"
                 axes.broken_barh(length_bars, (worker - 0.36, 0.72), facecolor=color, edgecolor=edge, lw=0.6 * is_long)
-        axes.set_xlim(0, 1000 * (end - begin))
+        axes.set_xlim(0, longest)
         axes.set_ylim(len(run.steps) - 0.5, -0.5)
         axes.set_yticks(range(len(run.steps)), [f"worker {number}" for number in range(len(run.steps))])
         axes.grid(visible=False)
-        axes.set_xlabel("ms")
+        axes.set_xlabel("milliseconds")
         set_title(axes, result.contender.name, is_narrow)
     return figure
 
@@ -188,10 +206,10 @@ def backup_numbers(results: Sequence[ContenderResult]) -> list[int]:
 
 
 def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
-    """The time of a step and the time to the target against the number of backup workers, a line a situation."""
+    """The time of a step and the time to the goal against the number of backup workers, a line a situation."""
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.8, 2 // columns, columns)
-    by_step, by_target = (axes for row in grid for axes in row)
+    by_step, by_goal = (axes for row in grid for axes in row)
     with_backups = [result for result in results if result.contender.backups is not None]
     rates = {id(result): result.step_rate for result in with_backups}
     for number, name in enumerate(dict.fromkeys(result.contender.situation for result in with_backups)):
@@ -204,39 +222,42 @@ def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
             for result in situation_results
             if (rate := rates[id(result)])
         ]
-        _draw_spreads(by_step, times, name, color_of(number))
+        style = variant("sync_replicas", number)
+        _draw_spreads(by_step, times, name, style)
         _draw_spreads(
-            by_target,
+            by_goal,
             [(result.contender.backups or 0, secs) for result in situation_results if (secs := result.secs)],
             name,
-            color_of(number),
+            style,
         )
-    by_step.set_ylabel("ms a step")
-    by_target.set_ylabel("seconds to the target")
-    for axes in (by_step, by_target):
+    by_step.set_ylabel("milliseconds")
+    by_goal.set_ylabel("seconds")
+    for axes in (by_step, by_goal):
         axes.set_xlabel("backup workers")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     set_title(by_step, "Time of a step", is_narrow, columns)
-    set_title(by_target, "Time to the target", is_narrow, columns)
+    set_title(by_goal, "Time to the goal", is_narrow, columns)
     set_legend(figure, by_step, is_narrow)
     return figure
 
 
-def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, color: str) -> None:
+def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, style: Style) -> None:
     if not points:
         return
     x = [number for number, _ in points]
-    axes.plot(x, [spread.mean for _, spread in points], "o-", ms=4, lw=1.6, color=color, label=label)
-    axes.vlines(x, [spread.low for _, spread in points], [spread.high for _, spread in points], color=color, lw=1.2)
+    axes.plot(x, [spread.mean for _, spread in points], color=style.colour, ls=style.dash, marker=style.marker, ms=5,
+              lw=1.6, label=label)  # fmt: skip
+    lows, highs = [spread.low for _, spread in points], [spread.high for _, spread in points]
+    axes.vlines(x, lows, highs, color=style.colour, lw=1.2)
 
 
 def first_by_size(results: Sequence[ContenderResult]) -> Cells:
     """Who is first for each size of the model and each delay; empty unless both have several values."""
     cells: Cells = {}
     for result in results:
-        # All are equally fast if a time is the end; then accuracies are compared, in the words of the report.
-        if not result.measured or result.secs is None or result.until.kind == "secs":
+        # Otherwise each model has another goal.
+        if not result.measured or result.secs is None or result.until.kind != "accuracy":
             continue
         cell = (int(result.measured[0].summary.get("parameters", 0)), result.contender.delay_secs)
         best = cells.get(cell)
@@ -248,18 +269,18 @@ def first_by_size(results: Sequence[ContenderResult]) -> Cells:
 
 def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     """The delay of the slowest worker against the size of the model, each cell in the colour of who is first."""
-    cells, ways = first_by_size(results), ways_of(results)
+    cells, styles = first_by_size(results), styles_of(results)
     sizes, delays = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
     figure, ((axes,),) = new_figure(is_narrow, 0.9 * len(sizes) + 0.9, 1, 1)
     for row, size in enumerate(map(int, sizes)):
         for column, delay in enumerate(delays):
             winner = cells.get((size, delay))
             # Shapes and not an image, so that the colours can be exchanged for the dark ones.
-            color = color_of(ways.index(winner.contender.way)) if winner else PALE
+            color = styles[winner.contender.way].colour if winner else PALE
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=PAPER, lw=2))
             text = f"{winner.secs.mean:.1f} s" if winner and winner.secs else "none"
             axes.text(column, row, text, ha="center", va="center", fontsize=10, weight="bold",
-                      color=PAPER if winner else INK)  # fmt: skip
+                      color=ink_on(color) if winner else INK)  # fmt: skip
     axes.set_xlim(-0.5, len(delays) - 0.5)
     axes.set_ylim(-0.5, len(sizes) - 0.5)
     axes.grid(visible=False)
@@ -267,7 +288,7 @@ def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     axes.set_yticks(range(len(sizes)), [f"{size:,}" for size in map(int, sizes)])
     axes.set_xlabel("delay of the slowest worker in each step")
     axes.set_ylabel("parameters of the model")
-    won = [way for way in ways if any(winner.contender.way == way for winner in cells.values())]
-    set_title(axes, "First at the target", is_narrow)
-    set_legend(figure, [Patch(color=color_of(ways.index(way)), label=way) for way in won], is_narrow)
+    won = {winner.contender.way for winner in cells.values()}
+    set_title(axes, "First at the goal", is_narrow)
+    set_legend(figure, [Patch(color=style.colour, label=way) for way, style in styles.items() if way in won], is_narrow)
     return figure

@@ -179,19 +179,20 @@ def _list(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
-    """Of a table with a row for each `ContenderResult`."""
-    until = results[0].until
-    target = f"{until.value:g}" if until.kind == "accuracy" else "the end"
+    """Of a table with a row for each `ContenderResult`; the heads name the units."""
+    metric = next((result.goal.metric for result in results if result.goal), "accuracy")
+    of_accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
     return [
         Column("mode", lambda result: result.contender.way, is_number=False),
         Column("situation", lambda result: result.contender.situation, is_number=False),
-        Column(f"seconds to {target}", lambda result: result.secs, secs_text),
-        Column(f"examples to {target}", lambda result: result.examples, count_text),
-        Column("accuracy", lambda result: result.accuracy, lambda value: f"{value.mean:.4f}"),
+        Column(f"goal: {metric}", lambda result: result.goal and result.goal.value, lambda value: f"{value:.4g}"),
+        Column("seconds to the goal", lambda result: result.secs, secs_text),
+        Column("examples to the goal", lambda result: result.examples, count_text),
+        Column(of_accuracy, lambda result: result.accuracy, lambda value: f"{value.mean:.4f}"),
         Column("steps/s", lambda result: result.step_rate, rate_text),
         Column("examples/s", lambda result: result.example_rate, rate_text),
-        Column("staleness", lambda result: result.staleness, lambda value: f"{value.mean:.1f}"),
-        Column("dropped", lambda result: result.dropped, lambda value: f"{100 * value.mean:.0f} %"),
+        Column("staleness in updates", lambda result: result.staleness, lambda value: f"{value.mean:.1f}"),
+        Column("dropped gradients in %", lambda result: result.dropped, lambda value: f"{100 * value.mean:.0f}"),
         Column("seconds to the first step", lambda result: result.start, lambda value: f"{value.mean:.1f}"),
     ]
 
@@ -202,8 +203,8 @@ def run_columns() -> list[Column]:
     def measured(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
         return lambda row: next((value(run) for run in row[0].measured if run.run == row[1].run), None)
 
-    def to_target(row: Row) -> float | None:
-        point = measured(lambda run: run.reached(row[0].until))(row)
+    def secs_to_goal(row: Row) -> float | None:
+        point = measured(lambda run: run.reached(row[0].goal))(row)
         return point.secs if point else None
 
     return [
@@ -212,7 +213,7 @@ def run_columns() -> list[Column]:
         Column("seed", lambda row: row[1].run.seed),
         Column("state", _state, is_number=False),
         Column("steps", measured(lambda run: run.summary["global_step"]), lambda value: f"{value:,}"),
-        Column("seconds to the target", to_target, lambda value: f"{value:.2f}"),
+        Column("seconds to the goal", secs_to_goal, lambda value: f"{value:.2f}"),
         Column(
             "test accuracy",
             measured(lambda run: run.summary.get("test_accuracy")),

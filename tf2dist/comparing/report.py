@@ -5,7 +5,6 @@ import platform
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,7 +13,7 @@ from tf2dist import __version__
 from tf2dist.comparing.options import Options
 from tf2dist.comparing.results import ContenderResult, Measurement, Spread
 from tf2dist.comparing.verdict import Verdict, verdict_of
-from tf2dist.files import as_json, write_whole
+from tf2dist.files import as_json
 
 if TYPE_CHECKING:
     from tf2dist.comparing.style import Draw
@@ -23,25 +22,23 @@ REPORT, RECORD = "report.html", "compare.json"
 TitledFigure = tuple[str, str, str, "Draw"]  # the name of the file, the title, the caption, and what draws it
 
 
-def write_report(options: Options, arguments: list[str], results: list[ContenderResult], folder: Path) -> str:
-    """Writes all files; returns the verdict in one sentence.
-
-    Raises:
-        OSError: one of them cannot be written.
-    """
+def report_of(
+    options: Options, arguments: list[str], results: list[ContenderResult]
+) -> tuple[str, dict[str, str | bytes]]:
+    """The verdict in a sentence or two, and the content of all files by name."""
     # Imported here, since matplotlib takes a while and a wrong request should be answered at once.
     from tf2dist.comparing.page import Picture, page
     from tf2dist.comparing.style import as_png, as_svgs
 
     verdict = verdict_of(results, options.until)
     record = record_of(options, arguments, results, verdict, left_out(options, results))
-    write_whole(folder / RECORD, as_json(record, indent=1) + "\n")
-    pictures = []
-    for name, title, caption, draw in _figures(options, results):
-        pictures.append(Picture(title, caption, as_svgs(draw)))
-        write_whole(folder / f"{name}.png", as_png(draw))
-    write_whole(folder / REPORT, page(record, verdict, results, pictures, how_it_was_measured(options, results)))
-    return verdict.headline
+    figures = _figures(options, results)
+    pictures = [Picture(title, caption, as_svgs(draw)) for _, title, caption, draw in figures]
+    return verdict.headline, {
+        RECORD: as_json(record, indent=1) + "\n",
+        **{f"{name}.png": as_png(draw) for name, _, _, draw in figures},
+        REPORT: page(record, verdict, results, pictures, how_it_was_measured(options, results)),
+    }
 
 
 def _figures(options: Options, results: Sequence[ContenderResult]) -> list[TitledFigure]:
@@ -49,14 +46,17 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
     from tf2dist.comparing import figures
 
     seeds = "The band is the range over the seeds. " if options.seeds > 1 else ""
+    goal = " The dotted line is the goal, to which the contenders are compared." if any(
+        result.goal for result in results
+    ) else ""  # fmt: skip
     titled: list[TitledFigure] = []
     if any(run.points for result in results for run in result.measured):
         titled.append(
             (
                 "accuracy",
                 "Accuracy against time and examples",
-                f"On the validation set, a line for each mode. {seeds}At the left what the clock shows, at the right "
-                "what each example was worth. The dotted line is the target.",
+                f"On the validation set, a line for each mode. {seeds}The seconds tell what the clock shows, the "
+                f"examples what each of them was worth.{goal}",
                 partial(figures.draw_accuracy, results, options.until),
             )
         )
@@ -65,9 +65,9 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
             (
                 "timeline",
                 "Who waits for whom",
-                "The steps of each worker, in one run of each contender, where there are few pauses for evaluations. A "
-                "bar is a step, with its simulated delay; the thin line between two bars is waiting for others, or for "
-                "the exchange.",
+                "The steps of each worker, in one run of each contender, where there are few pauses for evaluations, "
+                "all on the same axis of time. A bar is a step, with its simulated delay; the thin line between two "
+                "bars is waiting for others, or for the exchange.",
                 partial(figures.draw_timeline, results),
             )
         )
@@ -97,7 +97,7 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
                 "map",
                 "Which mode is first",
                 "For each size of the model and each delay of the slowest worker: the mode that was first at the "
-                "target, and its seconds.",
+                "goal, and its seconds.",
                 partial(figures.draw_map, results),
             )
         )
@@ -116,11 +116,11 @@ def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:
         hints.append("Backup workers: add sync_replicas to modes.")
     elif len({result.contender.backups for result in results} - {None}) < 2:
         hints.append(
-            "Step time and time to the target against the number of backup workers: give several, backups=[0,1]."
+            "Step time and time to the goal against the number of backup workers: give several, backups=[0,1]."
         )
     models = {run.summary.get("parameters") for result in results for run in result.measured}
-    if options.until.kind == "secs":
-        hints.append("The map of which mode is first: give an accuracy or a number of steps as until.")
+    if options.until.kind != "accuracy":
+        hints.append("The map of which mode is first: give an accuracy as until.")
     elif len(delays) < 2 or len(models) < 2:
         hints.append(
             "The map of the slowest worker's delay against the size of the model: give several of both, as in "
@@ -153,11 +153,16 @@ def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) ->
         "update with the batches of all workers; a rate that is tuned for one mode may be too high or too low "
         "for another.",
     ]
-    if options.until.kind == "accuracy":
+    if options.until.kind != "accuracy":
         sentences.append(
-            "The target is reached between two evaluations, where the accuracy is taken as a straight line. They "
-            f"are about {_spacing(results)} examples apart."
+            f"After {options.until.value:,g} {'steps' if options.until.kind == 'steps' else 'seconds'} each contender "
+            "has seen another number of examples. So in each situation the goal is the best accuracy that all its runs "
+            "have reached, or the best loss of a model without an accuracy."
         )
+    sentences.append(
+        "The goal is reached between two evaluations, where the accuracy is taken as a straight line. They are about "
+        f"{_spacing(results)} examples apart."
+    )
     if any(result.contender.delay_secs for result in results):
         sentences.append(
             "The delay is simulated: the last worker sleeps in each of its steps. A worker that sleeps needs no "
@@ -224,8 +229,9 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
         "delay_secs": contender.delay_secs,
         "backups": contender.backups,
         "options": contender.varying,
-        "secs_to_target": _spread(result.secs),
-        "examples_to_target": _spread(result.examples),
+        "goal": {result.goal.metric: result.goal.value} if result.goal else None,
+        "secs_to_goal": _spread(result.secs),
+        "examples_to_goal": _spread(result.examples),
         "accuracy": _spread(result.accuracy),
         "steps_per_sec": _spread(result.step_rate),
         "examples_per_sec": _spread(result.example_rate),
@@ -250,13 +256,13 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
 
 
 def _measured(result: ContenderResult, measurement: Measurement) -> dict[str, Any]:
-    target = measurement.reached(result.until)
+    goal = measurement.reached(result.goal)
     return {
         "parameters": measurement.summary.get("parameters"),
         "global_step": measurement.summary["global_step"],
         "training_secs": measurement.secs,
-        "secs_to_target": target.secs if target else None,
-        "examples_to_target": target.examples if target else None,
+        "secs_to_goal": goal.secs if goal else None,
+        "examples_to_goal": goal.examples if goal else None,
         "test_accuracy": measurement.summary.get("test_accuracy"),
         "wall_secs": measurement.summary["wall_secs"],
         "workers": measurement.summary["workers"],

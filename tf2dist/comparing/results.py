@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,13 +38,34 @@ class Point:
     accuracy: float | None
 
 
-def _between(before: Point, after: Point, accuracy: float) -> Point:
-    """The point at which the straight line between two evaluations has an accuracy."""
-    low, high = before.accuracy or 0.0, after.accuracy or 0.0
-    part = (accuracy - low) / (high - low)
-    secs = before.secs + part * (after.secs - before.secs)
-    examples = before.examples + part * (after.examples - before.examples)
-    return Point(round(before.step + part * (after.step - before.step)), secs, examples, after.loss, accuracy)
+@dataclass(frozen=True)
+class CommonGoal:
+    """At what the contenders of a situation are compared: an accuracy, or the loss of a model without one."""
+
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{'an accuracy' if self.metric == 'accuracy' else 'a loss'} of {self.value:.4g}"
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.metric == "accuracy" else -1  # of a loss less is better
+
+    def of(self, point: Point) -> float:
+        """The metric, more of which is better."""
+        return self._sign * ((point.accuracy or 0.0) if self.metric == "accuracy" else point.loss)
+
+    def is_met(self, point: Point) -> bool:
+        return self.of(point) >= self._sign * self.value
+
+    def between(self, before: Point, after: Point) -> Point:
+        """The point on the straight line between two evaluations at which it is met."""
+        low, high = self.of(before), self.of(after)
+        part = (self._sign * self.value - low) / (high - low)
+        secs = before.secs + part * (after.secs - before.secs)
+        examples = before.examples + part * (after.examples - before.examples)
+        return Point(round(before.step + part * (after.step - before.step)), secs, examples, after.loss, after.accuracy)
 
 
 @dataclass(frozen=True)
@@ -78,19 +99,20 @@ class Measurement:
             return math.nan, math.nan
         return (last.step - first.step) / secs, (last.examples - first.examples) / secs
 
-    def reached(self, until: Until) -> Point | None:
-        """Where the target was reached, or the last evaluation within the steps or the seconds.
+    def reached(self, goal: CommonGoal | None) -> Point | None:
+        """Where the goal was reached.
 
-        Between two evaluations the accuracy is taken as a straight line. Otherwise the one of two equal contenders
-        would be first whose evaluations happen to lie better.
+        Between two evaluations the metric is taken as a straight line. Otherwise the one of two equal contenders would
+        be first whose evaluations happen to lie better.
         """
-        if until.kind == "accuracy":
-            first = next((point for point in self.points if (point.accuracy or 0.0) >= until.value), None)
-            before = [point for point in self.points if first and point.step < first.step]
-            return _between(before[-1], first, until.value) if first and before else first
-        if until.kind == "secs":
-            return next((point for point in reversed(self.points) if point.secs <= until.value), None)
-        return self.points[-1] if self.points else None
+        first = next((point for point in self.points if goal and goal.is_met(point)), None)
+        before = [point for point in self.points if first and point.step < first.step and math.isfinite(point.loss)]
+        return goal.between(before[-1], first) if goal and first and before else first
+
+    def end(self, until: Until) -> Point | None:
+        """The last evaluation within the steps or the seconds."""
+        within = [point for point in self.points if until.kind != "secs" or point.secs <= until.value]
+        return within[-1] if within else None
 
     @property
     def best_accuracy(self) -> float:
@@ -128,7 +150,8 @@ class ContenderResult:
     Attributes:
         outcomes: of all its runs.
         measured: those that are done.
-        secs, examples: to the target; None unless all runs that are done have reached it.
+        goal: of its situation; None if nothing was evaluated.
+        secs, examples: to the goal; None unless all runs that are done have reached it.
         accuracy: the best of each run, or that at the end of the steps or seconds.
         step_rate, example_rate: global steps and examples a second, after the warm-up.
         staleness: the mean of each run; None for modes without.
@@ -139,29 +162,34 @@ class ContenderResult:
     until: Until
     outcomes: list[Outcome] = field(default_factory=list)
     measured: list[Measurement] = field(default_factory=list)
+    goal: CommonGoal | None = None
 
-    def _at_target(self) -> list[Point | None]:
-        return [run.reached(self.until) for run in self.measured]
+    def _at_goal(self) -> list[Point | None]:
+        return [run.reached(self.goal) for run in self.measured]
+
+    def ends(self) -> list[Point]:
+        """The last evaluation of each run."""
+        return [point for run in self.measured if (point := run.end(self.until))]
 
     @property
     def secs(self) -> Spread | None:
-        points = self._at_target()
+        points = self._at_goal()
         return Spread.of([point.secs for point in points if point]) if all(points) else None
 
     @property
     def examples(self) -> Spread | None:
-        points = self._at_target()
+        points = self._at_goal()
         return Spread.of([point.examples for point in points if point]) if all(points) else None
 
     @property
     def num_reached(self) -> int:
-        return sum(point is not None for point in self._at_target())
+        return sum(point is not None for point in self._at_goal())
 
     @property
     def accuracy(self) -> Spread | None:
         if self.until.kind == "accuracy":
             return Spread.of([run.best_accuracy for run in self.measured])
-        return Spread.of([point.accuracy for point in self._at_target() if point and point.accuracy is not None])
+        return Spread.of([point.accuracy for point in self.ends() if point.accuracy is not None])
 
     @property
     def step_rate(self) -> Spread | None:
@@ -211,7 +239,27 @@ def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Cont
         run_dir = folder / RUNS / outcome.run.folder
         if outcome.state == "done" and (summary := finished_summary(run_dir)):
             result.measured.append(measure(outcome.run, run_dir, summary))
+    for situation in {result.contender.situation for result in results.values()}:
+        set_goal([result for result in results.values() if result.contender.situation == situation], until)
     return list(results.values())
+
+
+def set_goal(results: list[ContenderResult], until: Until) -> None:
+    """Sets that of one situation: the accuracy that ends the runs, or the best that every run has reached.
+
+    After equal steps or seconds each contender has seen another number of examples; the time to the same accuracy
+    takes account of both.
+    """
+    runs = [points for result in results for run in result.measured
+            if (points := [point for point in run.points if math.isfinite(point.loss)])]  # fmt: skip
+    goal = CommonGoal("accuracy", until.value) if until.kind == "accuracy" else None
+    if runs and not goal:
+        has_accuracy = all(point.accuracy is not None for points in runs for point in points)
+        goal = CommonGoal("accuracy" if has_accuracy else "loss", 0.0)
+        worst = min(max(map(goal.of, points)) for points in runs)
+        goal = replace(goal, value=worst if has_accuracy else -worst)
+    for result in results:
+        result.goal = goal
 
 
 def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measurement:

@@ -3,27 +3,65 @@
 import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
+from tf2dist.palette import MODE_STYLES, Style
+
 INK, GRID, PALE, PAPER = "#24292f", "#e4e7ea", "#d3d8de", "#ffffff"
-# Of the ways of training in their order; told apart also by people who do not see all colours.
-COLORS = ("#2b6ca3", "#c2571a", "#2f7d4f", "#8a4fa0", "#a8324a", "#6b6b00", "#0f7c8c", "#555555")
-DARK_COLORS = ("#6fb1ea", "#f2995a", "#6fc88f", "#c795dd", "#ef7f93", "#cfcf5a", "#5ecbdc", "#bbbbbb")
+# Of several contenders of the same mode: darker by so much, and with markers that no mode has.
+SHADES, MARKERS = (0.0, 0.4, 0.65, 0.2), ("v", "D", "P", "X", "*")
 IN_THE_DARK = {INK: "#d7dce1", GRID: "#333b44", PALE: "#4a535d", PAPER: "#161b22"}
-IN_THE_DARK |= zip(COLORS, DARK_COLORS, strict=True)
 PNG_DPI = 110
 WIDE_CHARS, NARROW_CHARS = 96, 34  # of a title
 Draw = Callable[[bool], Figure]  # takes whether the figure is narrow, for a phone, with the parts below each other
 
 
-def color_of(number: int) -> str:
-    return COLORS[number % len(COLORS)]
+def variant(mode: str, number: int) -> Style:
+    """The style of a mode's contender of this number: that of the mode itself for the first."""
+    style = MODE_STYLES[mode]
+    shade = SHADES[number % len(SHADES)]
+    return (
+        replace(style, colour=_mixed(style.colour, "#000000", shade), marker=MARKERS[number % len(MARKERS) - 1])
+        if number
+        else style
+    )
+
+
+def _mixed(colour: str, other: str, part: float) -> str:
+    pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
+    return to_hex([(1 - part) * one + part * two for one, two in pairs])
+
+
+# In the dark a contender that is darker than its mode is lighter than that.
+IN_THE_DARK |= {
+    _mixed(style.colour, "#000000", shade): _mixed(style.colour, "#ffffff", 0.3 + shade)
+    for style in MODE_STYLES.values()
+    for shade in SHADES
+}
+
+
+def ink_on(colour: str) -> str:
+    """Of the paper's colour and black that which can be read on another one."""
+    return max((PAPER, "#000000"), key=lambda text: contrast(text, colour))
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it."""
+    light, dark = sorted((_luminance(colour) + 0.05 for colour in (one, other)), reverse=True)
+    return light / dark
+
+
+def _luminance(colour: str) -> float:
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def new_figure(is_narrow: bool, height: float, rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:

@@ -3,6 +3,7 @@
 An order counts as seen only if the runs of both contenders do not overlap: all seeds of one before all of the other.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,21 +50,21 @@ def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
     names = list(dict.fromkeys(result.contender.situation for result in results))
     situations = [(name, list(_situation([result for result in results if result.contender.situation == name], until)))
                   for name in names]  # fmt: skip
-    return Verdict(_headline(results, until), situations, list(_claims(results, until)))
+    return Verdict(_headline(results, until), situations, list(_claims(results)))
 
 
 def secs_text(spread: Spread) -> str:
-    return _text(spread, lambda value: f"{value:.2f}" if value < 9.995 else f"{value:,.1f}", " s")
+    return _text(spread, lambda value: f"{value:.2f}" if value < 9.995 else f"{value:,.1f}")
 
 
 def count_text(spread: Spread) -> str:
-    return _text(spread, lambda value: f"{round(value):,}", "")
+    return _text(spread, lambda value: f"{round(value):,}")
 
 
-def _text(spread: Spread, form: Callable[[float], str], unit: str) -> str:
-    """The mean, with the lowest and highest of several runs, as in 3.2 s (3.0 to 3.4)."""
+def _text(spread: Spread, form: Callable[[float], str]) -> str:
+    """The mean, with the lowest and highest of several runs, as in 3.2 (3.0 to 3.4)."""
     low, high = form(spread.low), form(spread.high)
-    return form(spread.mean) + unit + (f" ({low} to {high})" if low != high else "")
+    return form(spread.mean) + (f" ({low} to {high})" if low != high else "")
 
 
 def ranked(
@@ -88,32 +89,51 @@ def is_alone(*spreads: Spread) -> bool:
 def _headline(results: list[ContenderResult], until: Until) -> str:
     """Who is first in the situation with the fastest machines, and in that with the slowest worker."""
     delays = sorted({result.contender.delay_secs for result in results})
-    parts = []
-    for delay_secs in dict.fromkeys((delays[0], delays[-1])) if delays else ():
-        with_delay = [result for result in results if result.contender.delay_secs == delay_secs]
-        names = list(dict.fromkeys(result.contender.situation for result in with_delay))
-        if len(names) != 1:
-            continue
-        order = _order(with_delay, until)
-        if not order:
-            parts.append(f"With {names[0]}, no run has come to the target")
-        elif len(with_delay) == 1:
-            parts.append(f"With {names[0]}, only {order[0][0].contender.way} was measured")
-        elif len(order) > 1 and is_alone(order[0][1], order[1][1]):
-            parts.append(f"With {names[0]}, {order[0][0].contender.way} is first, in one run each")
-        elif len(order) > 1 and not is_clear(order[0][1], order[1][1]):
-            parts.append(
-                f"With {names[0]}, {order[0][0].contender.way} and {order[1][0].contender.way} are about equal"
-            )
-        else:
-            parts.append(f"With {names[0]}, {order[0][0].contender.way} is first")
-    return ". ".join(parts) + "." if parts else "Who is first depends on the situation; see below."
+    ends = [[result for result in results if result.contender.delay_secs == delay_secs]
+            for delay_secs in dict.fromkeys((delays[0], delays[-1]))]  # fmt: skip
+    if all(len({result.contender.situation for result in end}) == 1 for end in ends):
+        return " ".join(_in_one_sentence(end, until) for end in ends)
+    names = dict.fromkeys(result.contender.situation for result in results)
+    orders = [_order([result for result in results if result.contender.situation == name]) for name in names]
+    firsts = Counter(order[0][0].contender.way for order in orders
+                     if order and (len(order) == 1 or is_clear(order[0][1], order[1][1])))  # fmt: skip
+    goal = f"an accuracy of {until.value:g}" if until.kind == "accuracy" else "the best accuracy that all runs reached"
+    counts = [f"{way} is first in {number} of {len(names)} situations" for way, number in firsts.most_common()]
+    num_open = len(names) - firsts.total()
+    counts += [f"in {num_open} of {len(names)} the order is open"] if num_open else []
+    return f"Time to {goal}: {'; '.join(counts)}."
 
 
-def _order(results: list[ContenderResult], until: Until) -> list[tuple[ContenderResult, Spread]]:
-    """The ranking that decides: by time to the accuracy or to the steps, or by the accuracy at the end."""
-    if until.kind == "secs":
-        return ranked(results, lambda result: result.accuracy, highest=True)
+def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
+    """Who is first in one situation, and to what."""
+    goal, order = results[0].goal, _order(results)
+    begin = f"With {results[0].contender.situation},"
+    if goal is None:
+        return f"{begin} no run was evaluated."
+    if not order:
+        accuracies = [result.accuracy.high for result in results if result.accuracy]
+        best = f"; the best accuracy was {max(accuracies):.4f}" if accuracies else ""
+        return f"{begin} no mode reached {goal} in every run{best}."
+    reached = f"{goal}" if until.kind == "accuracy" else f"{goal} (the best that all runs reached)"
+    (first, spread), *others = order
+    way, secs = first.contender.way, _secs(spread)
+    if len(results) == 1:
+        return f"{begin} only {way} was measured, and reached {reached} after {secs}."
+    if not others:
+        return f"{begin} only {way} reached {reached} in every run, after {secs}."
+    second, other_secs = others[0][0].contender.way, _secs(others[0][1])
+    if is_clear(spread, others[0][1]):
+        return f"{begin} {way} is first: it reached {reached} after {secs}, and {second} after {other_secs}."
+    reason = "with one run each the order is open" if is_alone(spread, others[0][1]) else "that is about equal"
+    return f"{begin} {way} reached {reached} after {secs} and {second} after {other_secs}; {reason}."
+
+
+def _secs(spread: Spread) -> str:
+    return f"{secs_text(Spread((spread.mean,)))} s"
+
+
+def _order(results: list[ContenderResult]) -> list[tuple[ContenderResult, Spread]]:
+    """The ranking that decides: by the time to the goal, which is equal for all."""
     return ranked(results, lambda result: result.secs)
 
 
@@ -123,56 +143,55 @@ def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
         if failed := [outcome for outcome in result.outcomes if outcome.state == "failed"]:
             reason = "; the loss was not finite" if any(outcome.exit_code == NOT_FINITE for outcome in failed) else ""
             yield f"{result.contender.way}: {len(failed)} of {len(result.outcomes)} runs failed{reason}."
+    goal = results[0].goal
+    yield from _race(results, lambda result: result.secs, secs_text, f"Seconds to {goal}")
+    yield from _race(results, lambda result: result.examples, count_text, f"Training examples to {goal}")
     if until.kind == "accuracy":
-        goal = f"{until.value:g}"
-        yield from _race(
-            results, lambda result: result.secs, secs_text, f"In time, {{}} comes to {goal} first, after {{}}"
-        )
-        yield from _race(
-            results, lambda result: result.examples, count_text, "Counted in examples, {} is first, with {}"
-        )
         for result in results:
             if result.measured and result.num_reached < len(result.measured):
                 best = f"; the best accuracy was {result.accuracy.high:.4f}" if result.accuracy else ""
                 num_runs = (
                     "no run" if not result.num_reached else f"{result.num_reached} of {len(result.measured)} runs"
                 )
-                yield f"{result.contender.way}: {num_runs} came to {goal}{best}."
+                yield f"{result.contender.way}: {num_runs} reached {goal}{best}."
         return
-    if until.kind == "steps":
-        steps = f"{until.value:,g} steps"
-        yield from _race(results, lambda result: result.secs, secs_text, f"{{}} is first at {steps}, after {{}}")
-        yield "A step has another number of examples in each mode, so the accuracies are those of different trainings."
     order = ranked(results, lambda result: result.accuracy, highest=True)
     if order:
-        listed = ", ".join(
-            f"{result.contender.way} {_text(spread, lambda value: f'{value:.4f}', '')}" for result, spread in order
+        ends = "; ".join(
+            f"{result.contender.way} has an accuracy of {_text(spread, lambda value: f'{value:.4f}')} after "
+            f"{count_text(Spread(tuple(point.examples for point in result.ends())))} examples"
+            for result, spread in order
         )
-        yield f"Accuracy at {until.value:,g} {'seconds' if until.kind == 'secs' else 'steps'}: {listed}."
+        yield f"At {until.value:,g} {'seconds' if until.kind == 'secs' else 'steps'}, {ends}."
 
 
 def _race(
-    results: list[ContenderResult], measure: Measure, text: Callable[[Spread], str], template: str
+    results: list[ContenderResult], measure: Measure, text: Callable[[Spread], str], measured: str
 ) -> Iterator[str]:
-    """One sentence: the first with its value, and the others with theirs and the ratio."""
+    """One sentence: the first with its value, the others with theirs and the ratio, and whether that is an order."""
     order = ranked(results, measure)
     if not order:
         return
     (first, best), *others = order
     listed = "; ".join(
-        f"{result.contender.way} needs {text(spread)}, {spread.mean / best.mean:.2f} times as much"
-        for result, spread in others
-    )
-    doubt = ""
-    if others and is_alone(best, others[0][1]):
-        doubt = " With one run each the order is open."
-    elif others and not is_clear(best, others[0][1]):
+        [
+            f"{first.contender.way} {text(best)}",
+            *(f"{result.contender.way} {text(spread)}, {spread.mean / best.mean:.2f} times as much"
+              for result, spread in others),
+        ]
+    )  # fmt: skip
+    end = ""
+    if others and is_clear(best, others[0][1]):
+        end = f"; so {first.contender.way} is first"
+    elif others and is_alone(best, others[0][1]):
+        end = "; with one run each the order is open"
+    elif others:
         pair = f"{first.contender.way} and {others[0][0].contender.way}"
-        doubt = f" The runs of {pair} overlap or are nearly equal, so their order is open."
-    yield f"{template.format(first.contender.way, text(best))}{'. ' if others else ''}{listed}.{doubt}"
+        end = f"; the runs of {pair} overlap or are nearly equal, so the order is open"
+    yield f"{measured}: {listed}{end}."
 
 
-def _claims(results: list[ContenderResult], until: Until) -> Iterator[Claim]:
+def _claims(results: list[ContenderResult]) -> Iterator[Claim]:
     """The claims of the textbooks that these runs can test, on the plain modes."""
     plain = [result for result in results if result.measured]
     delays = sorted({result.contender.delay_secs for result in plain})
@@ -184,9 +203,9 @@ def _claims(results: list[ContenderResult], until: Until) -> Iterator[Claim]:
             equal = _same_in(even, slow)
             if equal and slow.step_rate and equal.step_rate:
                 yield _claim_about_a_straggler(slow, slow.step_rate, equal.step_rate)
-        yield from _claim_about_the_first(uneven, until, wants_sync=False)
+        yield from _claim_about_the_first(uneven, wants_sync=False)
     yield from _claim_about_staleness(even)
-    yield from _claim_about_the_first(even, until, wants_sync=True)
+    yield from _claim_about_the_first(even, wants_sync=True)
 
 
 def _same_in(results: list[ContenderResult], result: ContenderResult) -> ContenderResult | None:
@@ -254,11 +273,11 @@ def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
         yield Claim(text, state, figures)
 
 
-def _claim_about_the_first(results: list[ContenderResult], until: Until, *, wants_sync: bool) -> Iterator[Claim]:
-    """The advice of the textbooks about which mode to choose, by the time to the target."""
+def _claim_about_the_first(results: list[ContenderResult], *, wants_sync: bool) -> Iterator[Claim]:
+    """The advice of the textbooks about which mode to choose, by the time to the goal."""
     if len({result.contender.situation for result in results}) != 1:
         return
-    order = _order(results, until)
+    order = _order(results)
     if not order:
         return
     first, best = order[0]
@@ -269,6 +288,5 @@ def _claim_about_the_first(results: list[ContenderResult], until: Until, *, want
     if not rivals:
         return
     state = ("seen" if is_sync == wants_sync else "not seen") if is_clear(best, rivals[0]) else "unclear"
-    text_of = secs_text if until.kind != "secs" else (lambda spread: _text(spread, lambda value: f"{value:.4f}", ""))
-    ranking = [f"{result.contender.way} {text_of(spread)}" for result, spread in order]
-    yield Claim(text, state, f"{'Accuracy' if until.kind == 'secs' else 'Time'} at the target: {', '.join(ranking)}.")
+    ranking = [f"{result.contender.way} {secs_text(spread)}" for result, spread in order]
+    yield Claim(text, state, f"Seconds to {first.goal}: {', '.join(ranking)}.")
