@@ -10,13 +10,14 @@ from tf2dist.fitting.consoles import MAX_EPOCHS
 CELL = """
 from tf2dist.fitting.consoles import console_of
 from tf2dist.messages import ProgressMessage
+metrics = {{f"<i>{{number}}": 1.0 for number in range({metrics})}}
 with console_of(1) as console:
     console.note("fit: starting 2 workers")
     console.status("<b>starting</b>")
     for epoch in range({epochs}):
         console.progress(ProgressMessage("worker-0", 6 * epoch + 3, 6 * {epochs}, {{"loss": 0.5}}, 10.0))
-        console.epoch(epoch + 1, {epochs}, {{"loss": 0.25 - epoch / 1000, "<i>": 1.0, "per_class": [0.1]}})
-    console.epoch({epochs}, {epochs}, {{"loss": 0.125, "<i>": 1.0}})
+        console.epoch(epoch + 1, {epochs}, {{"loss": 0.25 - epoch / 1000, **metrics, "per_class": [0.1]}})
+    console.epoch({epochs}, {epochs}, {{"loss": 0.125, **metrics}})
     console.note("done")
 """
 
@@ -30,9 +31,9 @@ def run_cell(code: str) -> list[Any]:
     return list(cell.outputs)
 
 
-def outputs(epochs: int) -> tuple[str, str, str]:
-    """What is printed, and what is shown as HTML and as text, after a training of so many epochs."""
-    before, shown, after = run_cell(CELL.format(epochs=epochs))
+def outputs(epochs: int, metrics: int = 1) -> tuple[str, str, str]:
+    """What is printed, and what is shown as HTML and as text, after so many epochs with a loss and other metrics."""
+    before, shown, after = run_cell(CELL.format(epochs=epochs, metrics=metrics))
     assert shown.output_type == "display_data"
     assert (before.name, after.name) == ("stdout", "stdout")
     return before.text + after.text, shown.data["text/html"], shown.data["text/plain"]
@@ -43,10 +44,10 @@ def test_a_bar_and_a_table_of_epochs_are_below_the_cell() -> None:
     assert printed == "fit: starting 2 workers\ndone\n", "an epoch is a row and no line"
     assert '<progress value="15" max="18"' in page
     assert "</progress> step 15/18  loss 0.5000  10 steps/s  0:00 left" in page
-    assert re.findall("<th>(.*?)</th>", page) == ["epoch", "loss", "&lt;i&gt;"]
+    assert re.findall("<th>(.*?)</th>", page) == ["epoch", "loss", "&lt;i&gt;0"]
     rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", page)]
     assert rows == [["1/3", "0.2500", "1.0000"], ["2/3", "0.2490", "1.0000"], ["3/3", "0.1250", "1.0000"]]
-    assert text.splitlines()[0] == "epoch 1/3, loss 0.2500, <i> 1.0000"
+    assert text.splitlines()[0] == "epoch 1/3, loss 0.2500, <i>0 1.0000"
     assert text.splitlines()[-1].startswith("━━━━━━━━━━━━━━━━──── step 15/18")
 
 

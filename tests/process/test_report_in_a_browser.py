@@ -1,4 +1,4 @@
-"""The report of a comparison in a real browser, on a wide screen and on a phone."""
+"""The report of a comparison, and what a notebook shows, in a real browser: wide and on a phone, light and dark."""
 
 import html
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.compared import compared, usual_secs
+from tests.process.test_notebook import outputs
 from tf2dist.comparing.report import report_of
 
 CHROMIUM = shutil.which("chromium")
@@ -19,37 +20,70 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"),
 )
+DARK = "--blink-settings=preferredColorScheme=0"
 # What the page itself says when it has been loaded and each table was sorted by a click.
 PROBE = """<script>
+const brightness = (rgb) => {
+  const [r, g, b] = rgb.map((part) => part / 255 <= 0.04045 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+};
+const parts = (color) => color.match(/[0-9.]+/g).map(Number);
+const paper = (one) => {
+  for (; one; one = one.parentElement) {
+    const [r, g, b, alpha = 1] = parts(getComputedStyle(one).backgroundColor);
+    if (alpha > 0) return [r, g, b];
+  }
+};
+const contrast = (one) => {
+  const both = [parts(getComputedStyle(one).color).slice(0, 3), paper(one)].map(brightness);
+  return Math.max(...both) / Math.min(...both);
+};
+const start = (one) => one.outerHTML.slice(0, 80);
 addEventListener("load", () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
-  const wide = [...document.querySelectorAll("body *")].filter((one) => {
+  const all = [...document.querySelectorAll("body *")].filter((one) => one.tagName !== "SCRIPT");
+  const scrolls = (one) => one && (getComputedStyle(one).overflowX === "auto" || scrolls(one.parentElement));
+  const wide = all.filter((one) => {
     const box = one.getBoundingClientRect();
-    return box.right > innerWidth + 0.5 || box.left < -0.5;
+    return (box.right > innerWidth + 0.5 || box.left < -0.5) && !scrolls(one.parentElement);
   });
   const table = document.querySelector("table");
   const column = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === "steps/s");
   const values = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[column].dataset.value));
   const click = () => { table.tHead.rows[0].cells[column].querySelector("button").click(); return values(); };
+  const written = all.filter((one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
   const seen = {
     width: innerWidth,
-    height: document.documentElement.scrollHeight,
-    wide: wide.map((one) => one.outerHTML.slice(0, 80)),
+    wide: wide.map(start),
     cut: [...document.querySelectorAll("p, li, td, th, h1, h2")].filter((one) => one.scrollWidth > one.clientWidth + 1
-      && getComputedStyle(one).display !== "inline").map((one) => one.outerHTML.slice(0, 80)),
+      && getComputedStyle(one).display !== "inline").map(start),
+    pale: written.filter((one) => contrast(one) < 4.5).map(start),
+    written: written.length,
     pictures: [...document.images].map((image) => image.naturalWidth),
     fetched: performance.getEntriesByType("resource").map((one) => one.name).filter((name) => !/^data:/.test(name)),
     ink: getComputedStyle(document.body).color,
-    rising: click(),
-    falling: click(),
+    rising: column < 0 ? [] : click(),
+    falling: column < 0 ? [] : click(),
   };
-  parent.postMessage(JSON.stringify(seen), "*");
+  parent.postMessage(seen, "*");
 });
 </script>"""
+WIDTHS = (1280, 390)
 # A window of the browser has at least 500 pixels; a frame in it has any width.
-FRAME = """<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>
-addEventListener("message", (event) => { document.getElementById("seen").textContent = event.data; });
-</script><iframe src="report.html" style="border: 0; width: %dpx; height: 900px"></iframe>"""
+FRAMES = f"""<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>
+const all = [];
+addEventListener("message", (event) => {{
+  all.push(event.data);
+  if (all.length === {len(WIDTHS)}) document.getElementById("seen").textContent = JSON.stringify(all);
+}});
+</script>""" + "".join(
+    f'<iframe src="report.html" style="border: 0; width: {width}px; height: 900px"></iframe>' for width in WIDTHS
+)
+# What a notebook adds to the page in which it shows an output.
+NOTEBOOK = """<!DOCTYPE html><html lang="en"><head><style>
+body { background: white; color: black; }
+@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } }
+</style></head><body><main>%s</main></body></html>"""
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +96,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(report_of(options, ["until=0.85", f"+data.name={'y' * 300}"], results)[1]["report.html"])
 
 
-def shown(folder: Path, page: str, width: int, *flags: str) -> tuple[dict[str, Any], list[str]]:
-    """What the probe has seen in a page, and what the browser has written to its console."""
+def shown(folder: Path, page: str, *flags: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the probe has seen in a page, at each width, and what the browser has written to its console."""
     if CHROMIUM is None:
         pytest.skip("there is no chromium; Debian's package of that name is enough")
     (folder / "report.html").write_text(page.replace("</body>", f"{PROBE}</body>"))
-    path = folder / "frame.html"
-    path.write_text(FRAME % width)
+    path = folder / "frames.html"
+    path.write_text(FRAMES)
     completed = subprocess.run(
         [
             CHROMIUM,
@@ -85,34 +119,39 @@ def shown(folder: Path, page: str, width: int, *flags: str) -> tuple[dict[str, A
     match = re.search(r'<pre id="seen">(.+?)</pre>', completed.stdout, re.DOTALL)
     assert match, completed.stdout[-500:] + completed.stderr[-2000:]
     console = [line for line in completed.stderr.splitlines() if ":CONSOLE" in line]
-    return json.loads(html.unescape(match[1])), console
+    pages = sorted(json.loads(html.unescape(match[1])), key=lambda seen: -seen["width"])
+    assert [seen["width"] for seen in pages] == list(WIDTHS)
+    return pages, console
 
 
-def assert_whole(seen: dict[str, Any], console: list[str]) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_report_is_whole_and_can_be_read_and_needs_no_network(tmp_path: Path, report: str, scheme: str) -> None:
+    pages, console = shown(tmp_path, report, *[DARK] * (scheme == "dark"))
     assert console == []
-    assert seen["fetched"] == []
-    assert seen["wide"] == []
-    assert seen["cut"] == []
-    assert len(seen["pictures"]) == 3
-    assert all(seen["pictures"])
-    assert seen["rising"] == sorted(seen["rising"])
-    assert seen["falling"] == seen["rising"][::-1]
-    assert len(set(seen["rising"])) > 1
+    for seen in pages:
+        assert seen["fetched"] == []
+        assert seen["wide"] == []
+        assert seen["cut"] == []
+        assert seen["pale"] == []
+        assert seen["written"] > 100
+        assert seen["ink"] == {"light": "rgb(36, 41, 47)", "dark": "rgb(215, 220, 225)"}[scheme]
+        assert len(seen["pictures"]) == 3
+        assert all(seen["pictures"])
+        assert seen["rising"] == sorted(seen["rising"])
+        assert seen["falling"] == seen["rising"][::-1]
+        assert len(set(seen["rising"])) > 1
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_report_is_whole_and_needs_no_network(tmp_path: Path, report: str, width: int) -> None:
-    seen, console = shown(tmp_path, report, width)
-    assert seen["width"] == width
-    assert_whole(seen, console)
-
-
-@pytest.mark.slow
-def test_the_dark_report(tmp_path: Path, report: str) -> None:
-    light, _ = shown(tmp_path, report, 1280)
-    dark, console = shown(tmp_path, report, 1280, "--blink-settings=preferredColorScheme=0")
-    assert_whole(dark, console)
-    assert light["ink"] != dark["ink"]
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_output_in_a_notebook_is_whole_and_can_be_read(tmp_path: Path, scheme: str) -> None:
+    _, output, _ = outputs(3, metrics=20)
+    pages, console = shown(tmp_path, NOTEBOOK % output, *[DARK] * (scheme == "dark"))
+    assert console == []
+    for seen in pages:
+        assert seen["wide"] == []
+        assert seen["cut"] == []
+        assert seen["pale"] == []
+        assert seen["written"] > 60
 
 
 @pytest.mark.slow
@@ -122,9 +161,10 @@ def test_the_dark_report(tmp_path: Path, report: str) -> None:
         ("console", "<script>nothing.there()</script>"),
         ("fetched", '<img src="http://127.0.0.1:9/x.png" alt="">'),
         ("wide", '<p style="width: 2000px">wide</p>'),
+        ("pale", '<p style="color: #999">a pale text on white</p>'),
         ("cut", '<ul><li style="width: 50px; overflow: hidden; white-space: nowrap">a long line that is cut</li></ul>'),
     ],
 )
 def test_the_test_sees_what_is_wrong(tmp_path: Path, report: str, spoiled: str, by: str) -> None:
-    seen, console = shown(tmp_path, report.replace("<main>", f"<main>{by}"), 390)
-    assert console if spoiled == "console" else seen[spoiled]
+    pages, console = shown(tmp_path, report.replace("<main>", f"<main>{by}"))
+    assert console if spoiled == "console" else all(seen[spoiled] for seen in pages)
