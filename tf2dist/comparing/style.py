@@ -42,7 +42,7 @@ def _mixed(colour: str, other: str, part: float) -> str:
 
 # In the dark a contender that is darker than its mode is lighter than that.
 IN_THE_DARK |= {
-    _mixed(style.colour, "#000000", shade): _mixed(style.colour, "#ffffff", 0.3 + shade)
+    _mixed(style.colour, "#000000", shade): _mixed(style.colour, "#ffffff", 0.3 + 0.6 * shade)
     for style in MODE_STYLES.values()
     for shade in SHADES
 }
