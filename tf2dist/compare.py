@@ -1,8 +1,9 @@
 """``python -m tf2dist.compare [NAME=VALUE ...]``
 
-Trains the same model in several modes, with equal workers and with a slow one, and says which is first. Each contender
-runs as a command of its own, in turns with the others. The folder of the comparison gets report.html, which any
-browser shows without a network, its pictures as PNG, and compare.json with everything for programs.
+Trains the same model in several modes, with equal workers and with a slow one, and says which is first to the same
+accuracy. Each contender runs as a command of its own, in turns with the others. The folder of the comparison gets
+report.html, which any browser shows without a network, its pictures as PNG, and compare.json with everything for
+programs.
 
 Options of the comparison, with their defaults:
 
@@ -48,7 +49,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     Raises:
         RequestError: the request is wrong; nothing has been run.
         ComparisonFailed: at least one run failed; all were tried.
-        Interrupted: by a signal; the runs that are done are kept.
+        Interrupted: by a signal; the runs that are done are kept, and there is no report.
     """
     from tf2dist.comparing.comparison import compare
     from tf2dist.config.flags import actions_of, parse, source_of

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.conftest import ended, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]
+MAX_STOP_SECS = 5.0  # on a busy machine; a run that saves and a report that is drawn take longer
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +38,12 @@ def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
     options = ["modes=[async]", "delays=[0]", "workers=1", "seeds=1", "until=0.6"]
     stdout, stderr = ended(start(tmp_path, *options), 0)
     assert "run 1 of 1: async, equal workers, seed 0" in stderr
-    headline = "With equal workers, only async was measured."
-    assert stdout.splitlines() == [headline, str(tmp_path / "all" / "report.html")]
+    assert re.search(r"\nrun 1 of 1: done in 0:[0-9]{2} with a validation accuracy of 0\.[0-9]{4}\n", stderr)
+    headline, page = stdout.splitlines()
+    assert re.fullmatch(
+        r"With equal workers, only async was measured, and reached an accuracy of 0\.6 after [0-9.]+ s\.", headline
+    )
+    assert page == str(tmp_path / "all" / "report.html")
     (contender,) = record(tmp_path)["contenders"]
     (run,) = contender["runs"]
     summary = json.loads((tmp_path / "all" / run["folder"] / "summary.json").read_text())
@@ -57,21 +64,24 @@ def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_comparison_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C ends the present run without saving it, and what was done before stays."""
     options = ["modes=[sync,async]", "delays=[0,0.02]", "workers=2", "seeds=1", "until=60steps"]
     process = start(tmp_path, *options)
-    second = tmp_path / "all" / "runs" / "sync-delay0.02-seed0"
-    wait_until(lambda: (second / "metrics.jsonl").exists(), process, 120)
+    runs = tmp_path / "all" / "runs"
+    wait_until(lambda: (runs / "sync-delay0.02-seed0" / "metrics.jsonl").exists(), process, 120)
+    begun_at = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = ended(process, 130)
+    assert time.monotonic() - begun_at < MAX_STOP_SECS
     assert stderr.splitlines()[-1].endswith(f"; the same command with compare_dir={tmp_path / 'all'} goes on")
     assert stdout == ""
-    states = [run["state"] for contender in record(tmp_path)["contenders"] for run in contender["runs"]]
-    assert states == ["done", "stopped", "stopped", "stopped"]
-    first = (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes()
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"plan.json", "runs", "logs", ".lock"}
+    assert [path.name for path in runs.iterdir()] == ["sync-delay0-seed0"]
+    first = (runs / "sync-delay0-seed0" / "summary.json").read_bytes()
 
     _, stderr = ended(start(tmp_path, *options), 0)
     assert stderr.count("is done already") == 1
-    assert (tmp_path / "all" / "runs" / "sync-delay0-seed0" / "summary.json").read_bytes() == first
+    assert (runs / "sync-delay0-seed0" / "summary.json").read_bytes() == first
     content = record(tmp_path)
     assert [run["state"] for contender in content["contenders"] for run in contender["runs"]] == ["done"] * 4
     by_name = {contender["name"]: contender for contender in content["contenders"]}

@@ -1,10 +1,14 @@
 """A comparison: its contenders, what it refuses, what it reads from runs, and what it says about them."""
 
+import io
 import json
 import math
+import os
 import re
 import shlex
-from dataclasses import replace
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +19,21 @@ from matplotlib.text import Text
 from tests.compared import compared, contenders, usual_secs
 from tests.conftest import PAGES
 from tf2dist import compare
+from tf2dist.comparing.comparison import compare as run_comparison
 from tf2dist.comparing.figures import draw_accuracy, draw_timeline, first_by_size, styles_of
-from tf2dist.comparing.matrix import Contender, runs_of
+from tf2dist.comparing.matrix import Contender, ContenderRun, runs_of
 from tf2dist.comparing.options import PARSERS, Until
 from tf2dist.comparing.page import contender_columns, run_columns
 from tf2dist.comparing.report import _figures, report_of
 from tf2dist.comparing.results import ContenderResult, Measurement, Point, set_goal
-from tf2dist.comparing.running import earlier_plan, prepare_folder
+from tf2dist.comparing.running import ComparisonProgress, Outcome, earlier_plan, prepare_folder
 from tf2dist.comparing.style import IN_THE_DARK, contrast
 from tf2dist.comparing.verdict import verdict_of
-from tf2dist.errors import ConfigError
+from tf2dist.config.compose import ConfigSource
+from tf2dist.errors import ConfigError, Interrupted
+from tf2dist.launch.console import Console
 from tf2dist.palette import MODE_STYLES
+from tf2dist.signals import Signals
 
 SMALL = ("data=digits", "model=softmax")
 
@@ -405,6 +413,107 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
     text = str(report_of(options, [], results)[1]["report.html"])
     assert "With equal workers, no run was evaluated." in text
     assert "dotted" not in text
+
+
+class Shown(Console):
+    """Keeps what a comparison shows."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.notes: list[str] = []
+        self.bar: tuple[float, int] = (0.0, 0)
+        self.parts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def overall(self, completed: float, total: int, parts: Sequence[str]) -> None:
+        self.bar, self.parts = (completed, total), list(parts)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_each_run_shows_its_progress_and_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("tf2dist.comparing.running.time", clock)
+    console, file = Shown(), tmp_path / "metrics.jsonl"
+    options, found = contenders(*SMALL, "modes=[sync,async]", "delays=[0]", "until=0.9", "train.epochs=100")
+    runs = list(runs_of(found, 2))
+    progress = ComparisonProgress(console, runs, runs[3:], options.until)
+
+    def seen(secs: float, *rows: str) -> list[str]:
+        clock.now += secs
+        file.write_text("\n".join(["cut off}", *rows, '{"step": 9']))
+        progress.poll()
+        return console.parts
+
+    progress.begin(runs[0], tmp_path)
+    assert console.parts == ["1/4", "step 0", "sync, equal workers, seed 0"]
+    # 100 passes over 1,257 examples by 3 workers with 100 each are 419 steps.
+    rows = ['{"step": 31, "steps_per_sec": 10.0}', '{"step": 30, "validation_accuracy": 0.75}']
+    assert seen(2, *rows[:1]) == ["1/4", "step 31", str(runs[0]), "at most 0:39 left of this run"]
+    assert seen(2, *rows)[1] == "accuracy 0.7500/0.9"
+    clock.now += 6
+    progress.end()
+    assert console.notes == ["run 1 of 4: done in 0:10 with a validation accuracy of 0.7500, about 0:20 left"]
+    progress.begin(runs[1], tmp_path)
+    assert seen(4) == ["2/4", "step 0", "async, equal workers, seed 0", "0:16 left"]
+    assert console.bar[0] == pytest.approx(1.4), "four of its ten seconds"
+    clock.now += 16
+    progress.end()
+    progress.begin(runs[2], tmp_path)
+    assert console.parts[-1] == "0:20 left", "as long as the other run of async"
+    progress.end()
+    progress.skip(runs[3])
+    assert console.notes[-1].endswith("seed 1: is done already")
+
+
+@pytest.mark.parametrize(
+    ("until", "row", "progress_text", "left"),
+    [
+        ("300steps", '{"step": 120, "steps_per_sec": 10.0}', "step 120/300", "0:40 left"),
+        ("60s", '{"step": 120, "steps_per_sec": 10.0}', "0:12/1:00", "1:40 left"),
+    ],
+)
+def test_the_time_left_of_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: str, row: str, progress_text: str, left: str
+) -> None:
+    """There are two runs, and the other one is taken to last as long."""
+    clock = Clock()
+    monkeypatch.setattr("tf2dist.comparing.running.time", clock)
+    options, found = contenders(*SMALL, "modes=[sync,async]", "delays=[0]", f"until={until}")
+    console, runs = Shown(), list(runs_of(found, 1))
+    progress = ComparisonProgress(console, runs, [], options.until)
+    progress.begin(runs[0], tmp_path)
+    clock.now += 4
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+    progress.poll()
+    assert console.parts == ["1/2", progress_text, "sync, equal workers, seed 0", left]
+
+
+def test_ctrl_c_while_the_report_is_drawn_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*SMALL, "modes=sync", "delays=0", "until=0.85", f"compare_dir={tmp_path / 'all'}"]
+
+    def ran(runs: list[ContenderRun], folder: Path, *_: object) -> list[Outcome]:
+        compared(folder, *arguments, secs_per_example=usual_secs)
+        return [Outcome(run, "done", 0) for run in runs]
+
+    def interrupted(*_: object) -> bytes:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal came too late")
+
+    monkeypatch.setattr("tf2dist.comparing.comparison.run_all", ran)
+    monkeypatch.setattr("tf2dist.comparing.style.as_png", interrupted)
+    with Signals() as signals, pytest.raises(Interrupted, match=r"compare_dir=.*all goes on") as stopped:
+        run_comparison(arguments, arguments, ConfigSource(), signals)
+    assert stopped.value.exit_code == 130
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"plan.json", "runs", "logs", ".lock"}
 
 
 LINES = re.findall(r"^(?:\$ )?python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)

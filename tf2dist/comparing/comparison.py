@@ -57,7 +57,7 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
     with locked(folder, OPTION):
         try:
             with signals.deferred() as received:
-                outcomes = run_all(runs, folder, source.flags(), received, console)
+                outcomes = run_all(runs, folder, source.flags(), received, options.until, console)
             if received:
                 raise KeyboardInterrupt
             headline, report = _report(options, arguments, outcomes, folder)

@@ -11,7 +11,7 @@ from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.config.sweeps import MAX_JOBS, expanded
-from tf2dist.data.location import NUM_TRAIN
+from tf2dist.data.location import DEFAULT_EPOCHS, NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError
 
 # Options that only some modes take: a contender of another mode runs without them.
@@ -51,6 +51,15 @@ class Contender:
     @property
     def name(self) -> str:
         return f"{self.way}, {self.situation}"
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which a run ends in any case; None if that depends on data of unknown size."""
+        train, data = self.config.train, self.config.data
+        size, epochs = NUM_TRAIN.get(data.name), train.epochs or DEFAULT_EPOCHS.get(data.name)
+        if train.steps or not (size and epochs):
+            return train.steps
+        return round(epochs * (size - data.num_validation) / (self.batches * train.batch_size_per_worker))
 
 
 @dataclass(frozen=True)

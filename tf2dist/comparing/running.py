@@ -13,19 +13,20 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tf2dist import files
 from tf2dist.comparing.matrix import ContenderRun
+from tf2dist.comparing.options import Until
 from tf2dist.config.compose import in_quotes
 from tf2dist.errors import ConfigError, first_line
-from tf2dist.launch.console import Console
+from tf2dist.launch.console import Console, clock_text
 from tf2dist.launch.jobs import finished_summary, run_job
 
 OPTION = "compare_dir"
 PLAN = "plan.json"
 RUNS, LOGS = "runs", "logs"  # in the folder of the comparison
 POLL_SECS = 0.5
-ALMOST = 0.95  # of a run, until it has ended
 TAIL_BYTES = 4096  # of metrics.jsonl: several lines
 
 
@@ -101,7 +102,7 @@ def _read_plan(folder: Path) -> dict[str, list[str]]:
 
 
 def run_all(
-    runs: list[ContenderRun], folder: Path, flags: list[str], received: list[int], console: Console
+    runs: list[ContenderRun], folder: Path, flags: list[str], received: list[int], until: Until, console: Console
 ) -> list[Outcome]:
     """Runs what is not done yet, until a signal comes; returns the outcome of each run in the order of `runs`.
 
@@ -109,8 +110,9 @@ def run_all(
         flags: of the command line, such as --config-dir, which each run gets too.
         received: the signals to this process.
     """
+    done = [run for run in runs if finished_summary(folder / RUNS / run.folder)]
     with console:
-        progress = ComparisonProgress(console, len(runs))
+        progress = ComparisonProgress(console, runs, done, until)
         return [_run(run, folder, flags, received, progress) for run in runs]
 
 
@@ -118,28 +120,36 @@ def _run(
     run: ContenderRun, folder: Path, flags: list[str], received: list[int], progress: "ComparisonProgress"
 ) -> Outcome:
     run_dir = folder / RUNS / run.folder
-    if finished_summary(run_dir):
+    if run in progress.done:
         progress.skip(run)
         return Outcome(run, "done", 0)
     if received:
         return Outcome(run, "stopped", None)
     progress.begin(run, run_dir)
     try:
-        # What an interrupted run has left: our own folder, since the plan names it.
-        if run_dir.is_dir() and not run_dir.is_symlink():
-            shutil.rmtree(run_dir)
+        _remove(run_dir)  # left of a comparison that was killed
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
             code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], received, log, progress.poll)
     except OSError as error:
         progress.console.warn(f"{run_dir} cannot be written ({error.strerror}); make room, or name another directory")
         code = ConfigError.exit_code
+    if received and code:
+        with contextlib.suppress(OSError):
+            _remove(run_dir)  # it starts over
+        return Outcome(run, "stopped", code)
     # A run without a summary has failed, even with exit code 0.
-    is_done = code == 0 and finished_summary(run_dir) is not None
-    if not (is_done or received):
+    if code or not finished_summary(run_dir):
         reason = _last_line(folder / LOGS / f"{run.folder}.log")
         progress.console.warn(f"{run} has failed with exit code {code} ({reason}); the others go on")
-    progress.end(is_done)
-    return Outcome(run, "done" if is_done else "stopped" if received else "failed", 0 if is_done else code or 1)
+        return Outcome(run, "failed", code or 1)
+    progress.end()
+    return Outcome(run, "done", 0)
+
+
+def _remove(run_dir: Path) -> None:
+    """Removes what an interrupted run has left: our own folder, since the plan names it. Raises OSError."""
+    if run_dir.is_dir() and not run_dir.is_symlink():
+        shutil.rmtree(run_dir)
 
 
 def _last_line(log: Path) -> str:
@@ -152,56 +162,114 @@ def _last_line(log: Path) -> str:
     return f"see {log}"
 
 
-class ComparisonProgress:
-    """How far the whole comparison is: a bar on a terminal, a line for each run elsewhere."""
+@dataclass(frozen=True)
+class Reading:
+    """What metrics.jsonl tells of a run under way; `rate`: in steps a second."""
 
-    def __init__(self, console: Console, num_runs: int) -> None:
-        self.console, self._num_runs = console, num_runs
+    step: int = 0
+    rate: float | None = None
+    accuracy: float | None = None
+
+
+def read_progress(path: Path) -> Reading:
+    """The last values in metrics.jsonl, as far as there are any."""
+    values: dict[str, Any] = {}
+    with contextlib.suppress(OSError), files.open_to_read(path) as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in file.read().decode(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a line that the tail begins with, or that is not whole
+                values |= json.loads(line)
+    return Reading(values.get("step", 0), values.get("steps_per_sec"), values.get("validation_accuracy"))
+
+
+class ComparisonProgress:
+    """How far the present run is, and the time that is left for all.
+
+    Attributes:
+        done: the runs that were done before.
+    """
+
+    def __init__(self, console: Console, runs: list[ContenderRun], done: list[ContenderRun], until: Until) -> None:
+        self.console, self.done, self._runs, self._until = console, done, runs, until
         self._number = 0  # of the present run, from 1
-        self._text, self._run_dir = "", Path()
+        self._metrics = Path()
+        self._reading = Reading()
         self._begun_at = self._polled_at = 0.0
-        self._secs: list[float] = []  # that each run took
+        self._secs: dict[str, list[float]] = {}  # that each run took, by its contender
 
     def skip(self, run: ContenderRun) -> None:
         self._number += 1
-        self.console.note(f"run {self._number} of {self._num_runs}: {run}: is done already")
+        self.console.note(f"run {self._number} of {len(self._runs)}: {run}: is done already")
 
     def begin(self, run: ContenderRun, run_dir: Path) -> None:
         self._number += 1
-        self._text, self._run_dir = str(run), run_dir
-        self._begun_at = time.monotonic()
-        self.console.status(f"run {self._number} of {self._num_runs}: {run}")
-        self._show("")
+        self._metrics, self._reading, self._begun_at = run_dir / "metrics.jsonl", Reading(), time.monotonic()
+        self.console.status(f"run {self._number} of {len(self._runs)}: {run}")
+        self._show()
 
     def poll(self) -> None:
         """Called often while a run is under way."""
         now = time.monotonic()
         if now - self._polled_at >= POLL_SECS:
-            self._polled_at = now
-            self._show(_last_accuracy(self._run_dir / "metrics.jsonl"))
+            self._polled_at, self._reading = now, read_progress(self._metrics)
+            self._show()
 
-    def end(self, is_done: bool) -> None:
-        if is_done:
-            self._secs.append(time.monotonic() - self._begun_at)
+    def end(self) -> None:
+        spent, accuracy = time.monotonic() - self._begun_at, read_progress(self._metrics).accuracy
+        self._secs.setdefault(self._run.contender.name, []).append(spent)
+        result = "" if accuracy is None else f" with a validation accuracy of {accuracy:.4f}"
+        left = self._secs_of_others(spent)
+        more = f", about {clock_text(left)} left" if left else ""
+        self.console.note(f"run {self._number} of {len(self._runs)}: done in {clock_text(spent)}{result}{more}")
 
-    def _show(self, suffix: str) -> None:
-        mean = sum(self._secs) / len(self._secs) if self._secs else 0.0
-        spent = time.monotonic() - self._begun_at
-        part = min(ALMOST, spent / mean) if mean else 0.0
-        done = self._number - 1 + part
-        minutes, seconds = divmod(round(mean * (self._num_runs - done)), 60)
-        left = f"  about {minutes}:{seconds:02} left" if mean else ""
-        # The numbers first: a narrow terminal cuts off the end.
-        self.console.overall(done, self._num_runs, [f"{self._number}/{self._num_runs}{left}{suffix}", self._text])
+    @property
+    def _run(self) -> ContenderRun:
+        return self._runs[self._number - 1]
 
+    def _show(self) -> None:
+        spent, left = time.monotonic() - self._begun_at, self._secs_left()
+        part = 0.0 if left is None else spent / max(spent + left, 1.0)
+        # The first and the last part are what a narrow terminal shows.
+        parts = [f"{self._number}/{len(self._runs)}", self._progress_text(), str(self._run)]
+        if left is not None:
+            parts.append(f"{clock_text(left + self._secs_of_others(spent + left))} left")
+        elif (most := self._most_secs_left()) is not None:
+            parts.append(f"at most {clock_text(most)} left of this run")
+        self.console.overall(self._number - 1 + part, len(self._runs), parts)
 
-def _last_accuracy(path: Path) -> str:
-    """The last validation accuracy in metrics.jsonl, as the end of a line; "" while there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        with files.open_to_read(path) as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[1:]
-        for line in reversed(lines):
-            if '"validation_accuracy"' in line and line.endswith("}"):
-                return f"  accuracy {json.loads(line)['validation_accuracy']:.4f}"
-    return ""
+    def _progress_text(self) -> str:
+        reading, until = self._reading, self._until
+        if until.kind == "accuracy" and reading.accuracy is not None:
+            return f"accuracy {reading.accuracy:.4f}/{until.value:g}"
+        if until.kind == "secs":
+            return f"{clock_text(self._training_secs)}/{clock_text(until.value)}"
+        last = f"/{until.value:,g}" if until.kind == "steps" else ""
+        return f"step {reading.step:,}{last}"
+
+    @property
+    def _training_secs(self) -> float:
+        return self._reading.step / self._reading.rate if self._reading.rate else 0.0
+
+    def _secs_left(self) -> float | None:
+        """Of the present run; None while unknown."""
+        if self._until.kind == "secs" and self._reading.rate:
+            return max(0.0, self._until.value - self._training_secs)
+        if self._until.kind == "steps" and self._reading.rate:
+            return self._most_secs_left()
+        expected = self._expected(self._run)
+        return None if expected is None else max(0.0, expected - (time.monotonic() - self._begun_at))
+
+    def _most_secs_left(self) -> float | None:
+        """Until the last step that the present run may take; None while unknown."""
+        last, reading = self._run.contender.last_step, self._reading
+        return max(0.0, (last - reading.step) / reading.rate) if last and reading.rate else None
+
+    def _expected(self, run: ContenderRun) -> float | None:
+        """The seconds of a run, from those of its contender with other seeds or else from all."""
+        secs = self._secs.get(run.contender.name) or list(itertools.chain(*self._secs.values()))
+        return sum(secs) / len(secs) if secs else None
+
+    def _secs_of_others(self, secs: float) -> float:
+        """Of the runs after the present one; `secs`: of a run, while no run is done."""
+        others = [run for run in self._runs[self._number :] if run not in self.done]
+        return sum(secs if (expected := self._expected(run)) is None else expected for run in others)
