@@ -73,6 +73,7 @@ def test_a_comparison_that_was_stopped_goes_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = ended(process, 130)
     assert time.monotonic() - begun_at < MAX_STOP_SECS
+    assert "saved at step" not in (tmp_path / "all" / "logs" / "sync-delay0.02-seed0.log").read_text()
     assert stderr.splitlines()[-1].endswith(f"; the same command with compare_dir={tmp_path / 'all'} goes on")
     assert stdout == ""
     assert {path.name for path in (tmp_path / "all").iterdir()} == {"plan.json", "runs", "logs", ".lock"}

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import COMMAND, Command, wait_until
 from tf2dist import signals
+from tf2dist.launch import jobs
 from tf2dist.signals import Signals
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -123,3 +124,44 @@ def test_a_signal_ends_a_command_whose_reader_stalls() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+# A job that takes the signals as a run does, or takes none.
+JOBS = {
+    "orderly": """
+import pathlib, time
+from tf2dist.signals import Signals
+with Signals() as caught, caught.deferred() as received:
+    pathlib.Path(sys.argv[2]).touch()
+    while len(received) < 2:
+        time.sleep(0.01)
+pathlib.Path(sys.argv[2]).write_text(str(received))
+""",
+    "deaf": """
+import pathlib, signal, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(600)
+""",
+}
+
+
+@pytest.mark.parametrize(("kind", "heard"), [("orderly", "[2, 15]"), ("deaf", "")])
+@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_job_of_a_comparison_ends_at_once_with_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, heard: str, number: signal.Signals
+) -> None:
+    """Without an orderly stop, which would save: it is told twice, and killed if it does not hear."""
+    monkeypatch.setattr(jobs, "RUN", JOBS[kind])
+    monkeypatch.setattr(jobs, "STOP_SECS", 0.5 if kind == "deaf" else 60.0)
+    received: list[int] = []
+    ready = tmp_path / "ready"
+
+    def look() -> None:
+        received.extend([number] * ready.exists())
+
+    with open(tmp_path / "log", "wb") as log:
+        assert jobs.run_job([str(ready)], received, log, look) == 128 + number
+    assert ready.read_text() == heard

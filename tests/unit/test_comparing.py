@@ -27,7 +27,7 @@ from tf2dist.comparing.page import contender_columns, run_columns
 from tf2dist.comparing.report import _figures, report_of
 from tf2dist.comparing.results import ContenderResult, Measurement, Point, set_goal
 from tf2dist.comparing.running import ComparisonProgress, Outcome, earlier_plan, prepare_folder
-from tf2dist.comparing.style import IN_THE_DARK, contrast
+from tf2dist.comparing.style import IN_THE_DARK, PAPER, contrast
 from tf2dist.comparing.verdict import verdict_of
 from tf2dist.config.compose import ConfigSource
 from tf2dist.errors import ConfigError, Interrupted
@@ -336,6 +336,10 @@ def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> N
     assert styles["sync_replicas (no backups)"] == MODE_STYLES["sync_replicas"]
     for look in ([style.colour for style in styles.values()], [style.marker for style in styles.values()]):
         assert len(set(look)) == 5
+    dark = [IN_THE_DARK[style.colour] for style in styles.values()]
+    assert len(set(dark)) == 5
+    assert all(contrast(style.colour, PAPER) >= 3 for style in styles.values())
+    assert all(contrast(colour, IN_THE_DARK[PAPER]) >= 3 for colour in dark)
     lines = draw_accuracy(results, Until("accuracy", 0.85), False).axes[0].get_lines()
     drawn = {line.get_label(): (line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
     for way, style in styles.items():

@@ -36,7 +36,7 @@ class Verdict:
     """The words of the report.
 
     Attributes:
-        headline: one sentence.
+        headline: a sentence or two.
         situations: for each situation its name and who is first in it.
     """
 
