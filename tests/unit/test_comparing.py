@@ -217,7 +217,7 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert in_time.startswith("Seconds to an accuracy of 0.85: sync 2.69 (2.67 to 2.70); async 5.39 (")
     assert ", 2.00 times as much; sync_replicas (1 backup) " in in_time
     assert in_time.endswith("; so sync is first.")
-    assert in_examples.endswith("; the runs of sync and async overlap or are nearly equal, so the order is open.")
+    assert in_examples.endswith("; the runs overlap or are nearly equal, so the order is open.")
     states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "seen", verdict.claims
     assert states["async"] == "seen"
@@ -231,7 +231,10 @@ def test_the_verdict_does_not_say_what_was_not_measured(tmp_path: Path) -> None:
         tmp_path, *SMALL, "until=0.85", secs_per_example=lambda contender, seed: 1e-4 + seed * 1e-5
     )
     verdict = verdict_of(results, options.until)
-    assert "; that is about equal. With one worker 50 ms slower, " in verdict.headline
+    assert (
+        "; the runs overlap or are nearly equal, so the order is open. With one worker 50 ms slower, "
+        in verdict.headline
+    )
     states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}
     assert states["sync"] == "not seen", "its steps are shorter than the delay"
     assert states["Equal workers"] == states["Unequal workers"] == "unclear"
@@ -291,6 +294,22 @@ def test_a_model_without_an_accuracy_is_judged_at_equal_loss(tmp_path: Path) -> 
         "With equal workers, sync is first: it reached a loss of -0.8667 (the best that all runs reached) after "
         "3.08 s, and async after 6.03 s."
     )
+
+
+def test_a_run_that_has_learnt_nothing_decides_no_order(tmp_path: Path) -> None:
+    """What it has reached the others have passed before their first evaluation, nobody knows when."""
+    options, results = compared(
+        tmp_path, *SMALL, "until=300steps", "delays=[0]", "modes=[sync,async]", secs_per_example=usual_secs
+    )
+    (bad,) = (result for result in results if result.contender.mode == "async")
+    for run in bad.measured:
+        run.points[:] = [replace(point, accuracy=0.1, secs=point.secs / 10) for point in run.points]
+    set_goal(results, options.until)
+    verdict = verdict_of(results, options.until)
+    assert verdict.headline.startswith("With equal workers, async reached an accuracy of 0.1 (the best ")
+    assert verdict.headline.endswith(" so the order is open; give a smaller eval_every_examples.")
+    assert "At 300 steps, sync has an accuracy of 0.9556 after " in verdict.situations[0][1][-1]
+    assert {claim.state for claim in verdict.claims} <= {"unclear"}
 
 
 def test_several_situations_are_counted_in_the_headline(tmp_path: Path) -> None:

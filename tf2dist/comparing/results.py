@@ -121,14 +121,19 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Spread:
-    """The same measurement of several runs."""
+    """The same measurement of several runs.
+
+    Attributes:
+        is_bound: whether the true values may be smaller.
+    """
 
     values: tuple[float, ...]
+    is_bound: bool = False
 
     @classmethod
-    def of(cls, values: Iterator[float] | list[float]) -> "Spread | None":
+    def of(cls, values: Iterator[float] | list[float], is_bound: bool = False) -> "Spread | None":
         finite = tuple(value for value in values if math.isfinite(value))
-        return cls(finite) if finite else None
+        return cls(finite, is_bound) if finite else None
 
     @property
     def mean(self) -> float:
@@ -174,12 +179,17 @@ class ContenderResult:
     @property
     def secs(self) -> Spread | None:
         points = self._at_goal()
-        return Spread.of([point.secs for point in points if point]) if all(points) else None
+        return Spread.of([point.secs for point in points if point], self._is_bound) if all(points) else None
 
     @property
     def examples(self) -> Spread | None:
         points = self._at_goal()
-        return Spread.of([point.examples for point in points if point]) if all(points) else None
+        return Spread.of([point.examples for point in points if point], self._is_bound) if all(points) else None
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether the goal was met at a first evaluation, and so perhaps long before."""
+        return any(run.points[:1] == [point] for run, point in zip(self.measured, self._at_goal(), strict=True))
 
     @property
     def num_reached(self) -> int:

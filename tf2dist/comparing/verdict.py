@@ -77,13 +77,17 @@ def ranked(
 
 def is_clear(first: Spread, second: Spread) -> bool:
     """Whether all runs of one are clearly on the same side of all runs of the other; never of one run each."""
-    are_several = len(first.values) > 1 and len(second.values) > 1
-    return are_several and (first.high * CLEAR_RATIO < second.low or second.high * CLEAR_RATIO < first.low)
+    return not doubt_about(first, second)
 
 
-def is_alone(*spreads: Spread) -> bool:
-    """Whether one of them comes from a single run, which proves no order."""
-    return any(len(spread.values) < 2 for spread in spreads)
+def doubt_about(first: Spread, second: Spread) -> str:
+    """Why two have no order, as the end of a sentence; "" if they have one."""
+    low, high = sorted((first, second), key=lambda spread: spread.mean)
+    if len(low.values) < 2 or len(high.values) < 2:
+        return "with one run each the order is open"
+    if high.is_bound:
+        return "that was so at a first evaluation already, so the order is open; give a smaller eval_every_examples"
+    return "" if low.high * CLEAR_RATIO < high.low else "the runs overlap or are nearly equal, so the order is open"
 
 
 def _headline(results: list[ContenderResult], until: Until) -> str:
@@ -122,10 +126,10 @@ def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
     if not others:
         return f"{begin} only {way} reached {reached} in every run, after {secs}."
     second, other_secs = others[0][0].contender.way, _secs(others[0][1])
-    if is_clear(spread, others[0][1]):
+    doubt = doubt_about(spread, others[0][1])
+    if not doubt:
         return f"{begin} {way} is first: it reached {reached} after {secs}, and {second} after {other_secs}."
-    reason = "with one run each the order is open" if is_alone(spread, others[0][1]) else "that is about equal"
-    return f"{begin} {way} reached {reached} after {secs} and {second} after {other_secs}; {reason}."
+    return f"{begin} {way} reached {reached} after {secs} and {second} after {other_secs}; {doubt}."
 
 
 def _secs(spread: Spread) -> str:
@@ -180,14 +184,7 @@ def _race(
               for result, spread in others),
         ]
     )  # fmt: skip
-    end = ""
-    if others and is_clear(best, others[0][1]):
-        end = f"; so {first.contender.way} is first"
-    elif others and is_alone(best, others[0][1]):
-        end = "; with one run each the order is open"
-    elif others:
-        pair = f"{first.contender.way} and {others[0][0].contender.way}"
-        end = f"; the runs of {pair} overlap or are nearly equal, so the order is open"
+    end = f"; {doubt_about(best, others[0][1]) or f'so {first.contender.way} is first'}" if others else ""
     yield f"{measured}: {listed}{end}."
 
 
