@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make lint   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make lint   make docs   make lock   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test slow chaos bench lint lock clean
+.PHONY: train test slow chaos bench lint docs lock clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
@@ -41,6 +41,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Into build/docs/index.html; runs the page that is a notebook. A warning, as of a link that leads nowhere, is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -c docs . build/docs
 
 # pip compiles to byte code, which makes importing TensorFlow twice as fast.
 $(STAMP): requirements.lock pyproject.toml

@@ -1,0 +1,46 @@
+"""How Sphinx builds the pages: `make docs`. The sources are README.md, docs/ and one page of tests/."""
+
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+project = "tf2dist"
+release = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+# The source folder is the whole repository, so that a link between pages is the same here and on a code host.
+include_patterns = ["README*.md", "docs/**.md", "tests/FAILURE_MODES.md"]
+root_doc = "docs/index"
+nitpicky = True
+smartquotes_action = "D"  # quotes in sentences are often those of Python
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+myst_heading_anchors = 4
+nb_execution_in_temp = True
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+
+napoleon_attr_annotations = False
+default_role = "code"  # docstrings have names in single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature would be longer than a line, and the docstrings tell the types that matter
+
+html_theme = "furo"
+html_title = f"tf2dist {release}"
+html_copy_source = False
+html_show_copyright = False
+html_use_index = html_domain_indices = False  # all names are on one page
+copybutton_prompt_text = r"(?:host\d)?\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
+
+
+def redirect_from_the_top(app: Sphinx, error: Exception | None) -> None:
+    """A file of the usual name at the top of what is built."""
+    if not error:
+        text = '<!DOCTYPE html>\n<meta http-equiv="refresh" content="0; url=docs/index.html">\n'
+        (Path(app.outdir) / "index.html").write_text(text)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("build-finished", redirect_from_the_top)
