@@ -3,7 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tf2dist.errors import ConfigError, NotFiniteError, TaskFailure, TaskLostError, TfDistError
+from tf2dist.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    NotFiniteError,
+    TaskFailure,
+    TaskLostError,
+    TfDistError,
+)
 from tf2dist.registry import register_data, register_model, register_optimizer
 
 if TYPE_CHECKING:
@@ -15,7 +24,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
+    "ClusterError",
     "ConfigError",
+    "DataError",
     "Local",
     "NotFiniteError",
     "Result",

@@ -43,52 +43,66 @@ PLACE = re.compile(r'^ *File "(.+?)", line (\d+), in .*\n.*$', re.MULTILINE)
 
 
 class TfDistError(Exception):
-    """The base of all errors that the user reads, as `str(error)`."""
+    """The base of all errors that the user reads, as `str(error)`.
+
+    Attributes:
+        exit_code: of a command that ends with this error.
+    """
 
     exit_code = 1
 
 
 class RequestError(TfDistError):
+    """The request is wrong: the same one will fail again. Exit code 2."""
+
     exit_code = 2
 
 
 class ConfigError(RequestError):
-    pass
+    """An option, an argument or a value is wrong or not supported. Exit code 2."""
 
 
 class FitError(ConfigError, ValueError):
-    pass
+    """An argument of `tf2dist.fit` is wrong or not supported."""
 
 
 class ClusterError(RequestError):
-    pass
+    """TF_CONFIG, a list of hosts, or the role of this process is wrong. Exit code 2."""
 
 
 class DataError(RequestError):
-    pass
+    """Data are not there, or cannot be used. Exit code 2."""
 
 
 class CheckpointError(RequestError):
-    pass
+    """A checkpoint is damaged, of another model, or not there. Exit code 2."""
 
 
 class InstallationError(RequestError):
-    pass
+    """An installed package lacks something that is needed of it."""
 
 
 class TrainingError(TfDistError):
+    """The training code failed."""
+
     exit_code = 1
 
 
 class NotFiniteError(TfDistError):
+    """The loss is not a finite number. Exit code 3."""
+
     exit_code = 3
 
 
 class TaskLostError(TfDistError):
+    """Tasks were lost without which the run cannot go on; a retry may help. Exit code 138, or 139 for the leader."""
+
     exit_code = 138
 
 
 class LeaderLostError(TaskLostError):
+    """The leader is gone, or did not come."""
+
     exit_code = 139
 
 
@@ -147,6 +161,8 @@ class FailureRecord:
 
 class TaskFailure(TfDistError):
     """Tasks of this host failed: the first failure is the cause, the others are its consequences.
+
+    The exit code is that of the cause.
 
     Args:
         records: one for each task that failed, the cause first.

@@ -58,9 +58,10 @@ def _decorator(registry: Registry, option: str, name: str, override: bool) -> Ca
 def register_model(name: str, *, override: bool = False) -> Callable[[Function], Function]:
     """Registers ``function(input_shape, num_classes, **arguments) -> keras.Model``, compiled or not.
 
-    A compiled model is trained with its own loss, metrics and optimizer. One that is not compiled gives the logits of
-    the classes. The inputs are those of the data, so images are bytes from 0 to 255; a model that wants them from 0
-    to 1 begins with ``keras.layers.Rescaling(1 / 255)``.
+    `input_shape` is that of one example, such as (28, 28, 1), and `num_classes` None for data without classes. A
+    compiled model is trained with its own loss, metrics and optimizer. One that is not compiled gives the logits of
+    the classes, [batch, num_classes]. The inputs are those of the data, so images are bytes from 0 to 255; a model that
+    wants them from 0 to 1 begins with ``keras.layers.Rescaling(1 / 255)``.
 
     Args:
         name: the value of ``model=`` that chooses it; its arguments are options, as in ``+model.width=128``.
@@ -74,6 +75,8 @@ def register_model(name: str, *, override: bool = False) -> Callable[[Function],
 
 def register_data(name: str, *, override: bool = False) -> Callable[[Function], Function]:
     """Registers ``function(data_config, **arguments) -> tf2dist.data.Splits``.
+
+    `data_config` has the options ``data.*`` as attributes, such as ``data_config.num_validation``.
 
     Args:
         name: the value of ``data=`` that chooses it; its arguments are options, as in ``+data.size=1000``.

@@ -51,6 +51,9 @@ class PsCluster:
 
     TensorFlow connects a process to one cluster at a time: making a strategy for one cluster ends
     the use of another.
+
+    Attributes:
+        cluster: the addresses; ``cluster.tf_jobs()`` is what `tf.train.ClusterSpec` takes.
     """
 
     cluster: Cluster
@@ -74,6 +77,8 @@ def start_ps_cluster(num_workers: int = 2, num_ps: int = 1, cpus_per_worker: int
     """Starts the servers of a cluster in this process, on free ports.
 
     Args:
+        num_workers: the number of workers, at least 1.
+        num_ps: the number of parameter servers, at least 1.
         cpus_per_worker: TensorFlow's CPU devices; a second one can stand for a GPU.
     """
     import tensorflow as tf
@@ -92,19 +97,25 @@ def start_ps_cluster(num_workers: int = 2, num_ps: int = 1, cpus_per_worker: int
 
 @pytest.fixture(scope="session")
 def ps_cluster() -> PsCluster:
-    """An asynchronous cluster of two workers and one ps inside the test's process."""
+    """A `PsCluster` of two workers and one ps, the same for all tests of a process."""
     return start_ps_cluster()
 
 
 @dataclass(frozen=True)
 class SyncWorker:
-    """The first argument of a function that runs on a synchronous worker."""
+    """The first argument of a function that runs on a synchronous worker.
+
+    Attributes:
+        cluster: the addresses of all workers.
+        task: which of them this is.
+    """
 
     cluster: Cluster
     task: Task
 
     @property
     def index(self) -> int:
+        """The number of the worker, from 0."""
         return self.task.index
 
     @functools.cached_property
@@ -133,6 +144,12 @@ class SyncWorkers:
         timeout_secs: float = 120.0,
     ) -> list[Any]:
         """Calls ``function(worker, *args)`` on every worker and returns what each returned, in order.
+
+        Args:
+            function: is called with a `SyncWorker`; sent by cloudpickle, as are its arguments and what it returns.
+            num_workers: the number of workers, at least 1.
+            args: the same for every worker.
+            timeout_secs: for all of it, with the start of the workers.
 
         Raises:
             WorkerError: the first worker that failed, or those that were not done in time.
@@ -209,7 +226,7 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 @pytest.fixture(scope="session")
 def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
-    """Runs functions on synchronous workers, ``sync_workers(function, num_workers=2, args=())``."""
+    """`SyncWorkers`, to be called as in ``sync_workers(function, num_workers=2, args=(1,))``."""
     from tf2dist.launch.environment import ENVIRONMENT
 
     folder = tmp_path_factory.mktemp("sync_workers")

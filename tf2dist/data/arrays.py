@@ -35,6 +35,7 @@ class Arrays:
 
     @functools.cached_property
     def layout(self) -> Layout:
+        """The types and shapes of an example, and the tree in which they lie."""
         return Layout((self.x, self.y, self.sample_weight))
 
     def __len__(self) -> int:
@@ -48,7 +49,11 @@ class Arrays:
         return Arrays(*self.layout.pack([leaf[part] for leaf in self.leaves]))
 
     def take(self, index: np.ndarray) -> list[np.ndarray]:
-        """The leaves of some examples."""
+        """The leaves of some examples.
+
+        Args:
+            index: the numbers of the examples, integers [k].
+        """
         return [leaf.take(index, axis=0) for leaf in self.leaves]
 
 
@@ -66,7 +71,8 @@ class Splits:
 
     Attributes:
         train: has no examples if they come from `stream`.
-        validation, test: None, or without examples, if there is no such split.
+        validation: None, or without examples, if there is no such split.
+        test: likewise.
         num_classes: of a classification; None for other data.
         stream: yields the training set in batches, for data that do not fit into memory.
         truth: of the test set of made-up data; `python -m tf2dist.predict` draws it.
@@ -86,6 +92,7 @@ class Splits:
 
     @property
     def layout(self) -> Layout:
+        """That of the training set."""
         return self.train.layout
 
     def sizes(self) -> dict[str, int]:

@@ -74,10 +74,20 @@ def fit(
         x, y, sample_weight: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an
             array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied, the tasks map its file.
         batch_size: the examples in a batch of one worker; None for Keras's 32.
+        epochs: the epoch before which the training ends, counted from 0 like `initial_epoch`.
         verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
             2: a line for each epoch, as Keras.
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
             step; their `batch` is the global step.
+        validation_split: the fraction of the examples, from 0 to 1, that is held out for validation: the last ones.
+        validation_data: arrays (x, y) or (x, y, sample_weight) to validate on, instead of `validation_split`.
+        shuffle: False: the examples are taken in their order, in every epoch the same.
+        class_weight: by class, from 0 on, the weight of its examples in the loss.
+        initial_epoch: the epoch to begin with, counted from 0.
+        steps_per_epoch: the global steps of an epoch; None for one pass over the data.
+        validation_steps: the batches to validate on; None for all.
+        validation_batch_size: the examples in a batch of the validation; None for as many as are fast.
+        validation_freq: the epochs from one validation to the next, or a list of those with one, counted from 1.
         data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
             `tf2dist.Shard` of a worker and returns a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
             It is called in each worker, and in this process to learn the shapes of the batches. The dataset is
@@ -102,6 +112,7 @@ def fit(
     Raises:
         ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started. It is a
             ValueError too.
+        ClusterError: TF_CONFIG, or what another engine has set, is wrong.
         DataError: `data` raises an error, or its batches have no known shape.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
         TfDistError: the training failed, or tasks were lost too often.

@@ -33,6 +33,7 @@ class Local:
     """A cluster of processes on this machine.
 
     Attributes:
+        workers: the number of workers, each a process.
         ps: the number of parameter servers, not for mode="sync".
     """
 
