@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Command, Finished
+from tests.conftest import PAGES, Command, Finished
 
 SUMMARY_KEYS = {
     *("mode", "model", "data", "seed", "cluster", "target_step", "global_step", "updates_applied", "examples_seen"),
     *("test_accuracy", "test_loss", "test_examples", "validation_accuracy", "steps_per_sec", "examples_per_sec"),
     *("startup_secs", "wall_secs", "workers", "restarts", "versions"),
 }
+# What the page has a row for; metrics of any name have one together.
+ROWS = re.findall(r"^\| `(.*?)` \|", PAGES["docs/formats.md"], re.MULTILINE)
+DOCUMENTED_KEYS = {key for row in ROWS for key in row.split("`, `")}
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,7 @@ def summary_of(finished: Finished) -> dict[str, Any]:
     assert finished.code == 0, finished
     summary: dict[str, Any] = json.loads((finished.run_dir / "summary.json").read_text())
     assert set(summary) >= SUMMARY_KEYS
+    assert {re.sub("^(test|validation)_(?!examples).+", r"\1_METRIC", key) for key in summary} <= DOCUMENTED_KEYS
     assert summary["global_step"] == summary["updates_applied"] == summary["target_step"]
     local_steps = [worker["local_steps"] for worker in summary["workers"]]
     assert len(local_steps) == summary["cluster"]["worker"]
