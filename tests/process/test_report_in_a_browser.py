@@ -1,25 +1,15 @@
 """The report of a comparison, and what a notebook shows, in a real browser: wide and on a phone, light and dark."""
 
-import html
-import json
-import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.browser import look
 from tests.compared import compared, usual_secs
 from tests.process.test_notebook import outputs
 from tf2dist.comparing.report import report_of
 
-CHROMIUM = shutil.which("chromium")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--disable-dev-shm-usage", "--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom"),
-)
 DARK = "--blink-settings=preferredColorScheme=0"
 # What the page itself says when it has been loaded and each table was sorted by a click.
 PROBE = """<script>
@@ -98,29 +88,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def shown(folder: Path, page: str, *flags: str) -> tuple[list[dict[str, Any]], list[str]]:
     """What the probe has seen in a page, at each width, and what the browser has written to its console."""
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium; Debian's package of that name is enough")
     (folder / "report.html").write_text(page.replace("</body>", f"{PROBE}</body>"))
     path = folder / "frames.html"
     path.write_text(FRAMES)
-    completed = subprocess.run(
-        [
-            CHROMIUM,
-            *FLAGS,
-            *flags,
-            f"--user-data-dir={folder / 'profile'}",
-            "--window-size=1400,1000",
-            path.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    match = re.search(r'<pre id="seen">(.+?)</pre>', completed.stdout, re.DOTALL)
-    assert match, completed.stdout[-500:] + completed.stderr[-2000:]
-    console = [line for line in completed.stderr.splitlines() if ":CONSOLE" in line]
-    pages = sorted(json.loads(html.unescape(match[1])), key=lambda seen: -seen["width"])
-    assert [seen["width"] for seen in pages] == list(WIDTHS)
+    seen, console = look(path, folder / "profile", *flags)
+    pages = sorted(seen, key=lambda page: -page["width"])
+    assert [page["width"] for page in pages] == list(WIDTHS)
     return pages, console
 
 

@@ -1,0 +1,155 @@
+"""The pages as `make docs` builds them, and as a browser shows them: wide and narrow, light and dark."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import look
+from tests.conftest import PAGES, REPOSITORY
+
+pytestmark = pytest.mark.timeout(600)  # the page that is a notebook is run, too
+
+# Opens every page in a frame of each width, and looks at it in light and in dark. Then it searches for a word.
+TOUR = """<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>
+const frame = (url, width) => new Promise((loaded) => {
+  const made = document.createElement("iframe");
+  made.style = `border: 0; height: 900px; width: ${width}px`;
+  made.onload = () => loaded(made);
+  made.src = url;
+  document.body.append(made);
+});
+const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+function background(element) {
+  let layers = [];
+  for (let one = element; one; one = one.parentElement) {
+    const [r, g, b, a = 1] = channels(getComputedStyle(one).backgroundColor);
+    layers.push([r, g, b, a]);
+    if (a === 1) break;
+  }
+  return layers.reverse().reduce((below, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + below[i] * (1 - a)),
+                                 [255, 255, 255]);
+}
+const luminance = (rgb) => rgb.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+function contrast(element) {
+  const pair = [channels(getComputedStyle(element).color).slice(0, 3), background(element)].map(luminance);
+  return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+}
+const hasText = (element) => element.checkVisibility({visibilityProperty: true, opacityProperty: true})
+  && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+function state(page, width, theme, shown) {
+  const document = shown.contentDocument;
+  document.body.dataset.theme = theme;
+  const faint = [...document.querySelectorAll("body *")].filter(hasText).filter((one) => contrast(one) < 4.5);
+  return {
+    page, width, theme, innerWidth: shown.contentWindow.innerWidth,
+    // On a narrow screen furo scrolls the content sideways, and not the page.
+    wide: [...document.querySelectorAll("html, .content")].filter((one) => one.scrollWidth > one.clientWidth)
+      .map((one) => `${one.tagName} ${one.scrollWidth}`),
+    paper: getComputedStyle(document.body).backgroundColor,
+    faint: faint.map((one) => `${contrast(one).toFixed(2)} ${one.outerHTML.slice(0, 120)}`),
+    uncopied: [...document.querySelectorAll("pre:not(:has(+ .copybtn))")].map((one) => one.outerHTML.slice(0, 80)),
+    broken: [...document.images].filter((image) => image.complete && !image.naturalWidth).map((image) => image.src),
+  };
+}
+addEventListener("load", async () => {
+  const seen = {pages: [], found: [], copied: ""};
+  for (const width of [1280, 390]) {
+    for (const page of PAGES) {
+      const shown = await frame(page, width);
+      for (const theme of ["light", "dark"]) seen.pages.push(state(page, width, theme, shown));
+      if (page === "README.html") {
+        const document = shown.contentDocument;  // what it would copy is selected then, but a script has no clipboard
+        document.execCommand = () => { seen.copied = document.activeElement.value; return true; };
+        document.querySelector("div.highlight-console .copybtn").click();
+      }
+      shown.remove();
+    }
+  }
+  const search = await frame("search.html?q=staleness", 1280);
+  await new Promise((done) => setTimeout(done, 5000));
+  seen.found = [...search.contentDocument.querySelectorAll("ul.search li a")].map((link) => link.href);
+  document.getElementById("seen").textContent = JSON.stringify(seen);
+});
+</script>"""
+
+# On a page of its own, in which the tour must see all that is wrong.
+SPOILED = """<p style="width: 2000px; color: #777; background: #fff">wide and faint</p><img src="none.png" alt="">
+<pre>without a button</pre>"""
+
+
+@pytest.fixture(scope="module")
+def website(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pages, built as `make docs` builds them."""
+    folder = tmp_path_factory.mktemp("website")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "."]
+    completed = subprocess.run(
+        [*command, str(folder), "-d", str(folder / ".doctrees")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(website: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a browser has seen of all pages, and of a spoiled one."""
+    pages = {str(path.relative_to(website)) for path in website.rglob("*.html")} - {"index.html"}
+    tour = website / "tour.html"
+    tour.write_text(TOUR.replace("PAGES", json.dumps([*sorted(pages), "spoiled.html"])))
+    (website / "spoiled.html").write_text((website / "README.html").read_text().replace("<h1>", f"{SPOILED}<h1>"))
+    profile = tmp_path_factory.mktemp("profile")
+    found, console = look(tour, profile, "--allow-file-access-from-files", virtual_secs=120, timeout_secs=300)
+    assert console == []
+    spoiled = [page for page in found["pages"] if page["page"] == "spoiled.html"]
+    return {**found, "spoiled": spoiled, "pages": [page for page in found["pages"] if page not in spoiled]}
+
+
+def test_every_page_is_built(website: Path) -> None:
+    assert [page for page in PAGES if not (website / page).with_suffix(".html").is_file()] == []
+    assert 'url=docs/index.html"' in (website / "index.html").read_text()
+
+
+def test_the_notebook_shows_what_it_has_computed(website: Path) -> None:
+    page = (website / "docs" / "your_own_model.html").read_text()
+    assert "val_accuracy" in page
+    assert page.count("<img ") >= 1
+
+
+def test_nothing_is_wider_than_the_screen(seen: dict[str, Any]) -> None:
+    pages = seen["pages"]
+    assert {(one["width"], one["innerWidth"]) for one in pages} == {(1280, 1280), (390, 390)}
+    assert [(one["page"], one["width"], one["wide"]) for one in pages if one["wide"]] == []
+
+
+def test_text_has_enough_contrast(seen: dict[str, Any]) -> None:
+    papers = {theme: {one["paper"] for one in seen["pages"] if one["theme"] == theme} for theme in ("light", "dark")}
+    assert papers["light"].isdisjoint(papers["dark"])
+    assert [(one["page"], one["theme"], one["faint"]) for one in seen["pages"] if one["faint"]] == []
+
+
+def test_every_block_can_be_copied_without_prompts(seen: dict[str, Any]) -> None:
+    assert [(one["page"], one["uncopied"]) for one in seen["pages"] if one["uncopied"]] == []
+    assert seen["copied"] == "python -m tf2dist mode=async cluster=local3 run_dir=runs/a"
+
+
+def test_every_picture_is_there(seen: dict[str, Any]) -> None:
+    assert [one["broken"] for one in seen["pages"] if one["broken"]] == []
+
+
+def test_the_tour_sees_what_is_wrong(seen: dict[str, Any]) -> None:
+    assert len(seen["spoiled"]) == 4
+    for page in seen["spoiled"]:
+        assert page["wide"]
+        assert [len(page[what]) for what in ("faint", "uncopied", "broken")] == [1, 1, 1]
+
+
+def test_the_search_finds_a_word(seen: dict[str, Any]) -> None:
+    assert any(link.partition("?")[0].endswith("docs/modes.html") for link in seen["found"])
