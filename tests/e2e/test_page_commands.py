@@ -53,9 +53,9 @@ REPLACED = {
     " --submit": "",
     "width=128 mode=sync": "width=128 mode=sync data=digits train.steps=20",
     "experiment=wide": "experiment=wide data=digits",
-    "seeds=3 until=0.98": "seeds=1 until=20steps",
-    "until=2000steps": "until=20steps seeds=1",
-    "until=30s": "until=5s seeds=1",
+    "seeds=3 until=0.98": "seeds=1 until=20steps data=digits",
+    "until=2000steps": "until=20steps seeds=1 data=digits",
+    "until=30s": "until=5s seeds=1 data=digits",
 }
 
 
@@ -246,12 +246,12 @@ STAMP = REPOSITORY / ".venv" / ".installed"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not STAMP.exists(), reason="make would install everything first")
 def test_make_train(tmp_path: Path, real_data: str) -> None:
     options = f"run_dir={tmp_path}/run data={real_data}"
     command = ["make", "-C", str(REPOSITORY), "train", f"ARGS={options}"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert completed.returncode == 0, completed.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["cluster"] == {"worker": 3, "ps": 1}
 
@@ -286,7 +286,7 @@ def of_several_hosts(number: int, options: str) -> tuple[dict[str, Pod], dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_commands_of_several_hosts(number: int, tmp_path: Path) -> None:
     pods, _ = of_several_hosts(number, f"train.steps=200 run_dir={tmp_path}/runs/$HOSTNAME")
@@ -300,7 +300,7 @@ def test_the_commands_of_several_hosts(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_workers_that_join_later(tmp_path: Path) -> None:
     delays = "simulate.delay_secs=[0.05,0.05,0.05,0.05]"
     pods, shown = of_several_hosts(3, f"train.steps=1000 {delays} run_dir={tmp_path}/runs/$HOSTNAME")

@@ -47,6 +47,7 @@ RIGHT = {
     "anything": ("...\n", "one\ntwo\n"),
     "anything, and then a line": ("...\nlast\n", "first\nlast\nlast\n"),
     "anything in a line": ("With equal workers, ... is first.\n", "With equal workers, sync is first.\n"),
+    "a line of a slow machine": (RUN, OTHER_RUN + "drawing training.png\n"),
     "other times in a table": (TABLE, TABLE.replace(" 242 ", " 7 ").replace("17.1", "80.2").replace("0.1076", "0.2")),
     "another width of a column": (TABLE, TABLE.replace("  0  async ", "  0   async ")),
 }
