@@ -12,6 +12,8 @@ FREE_BEFORE = re.compile(r" ?(steps/s|examples/s|/s|left|secs|s)\b")
 IF_SLOW = "drawing training.png"  # a line that comes only if that takes long
 LOSS = re.compile(r"\bloss[=:]?\s*$")
 LOSS_FACTOR = 3.0
+ACCURACY = re.compile(r"\baccuracy[=:]?\s*$")
+MISTAKES_FACTOR = 2.0
 SLACK = 0.05  # of other numbers with a decimal point: so much, or this share of the number
 
 
@@ -82,6 +84,8 @@ def _range(number: re.Match[str], heads: list[str]) -> tuple[float, float] | str
     value = float(text.replace(",", ""))
     if LOSS.search(before):
         return value / LOSS_FACTOR, value * LOSS_FACTOR
+    if ACCURACY.search(before):
+        return 1 - (1 - value) * MISTAKES_FACTOR, 1 - (1 - value) / MISTAKES_FACTOR
     slack = max(SLACK, SLACK * value)
     return value - slack, value + slack
 

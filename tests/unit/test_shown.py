@@ -29,6 +29,7 @@ job  mode   test accuracy    loss  steps/s  wall secs  state
 WRONG = {
     "another count": (RUN, OTHER_RUN.replace("10,000", "9,999")),
     "another accuracy": (RUN, OTHER_RUN.replace("0.9612", "0.9112")),
+    "a far better accuracy": (RUN, OTHER_RUN.replace("0.9612", "0.9912")),
     "another loss": (RUN, OTHER_RUN.replace("0.1102", "0.2202")),
     "another target": (RUN, OTHER_RUN.replace("12/2,760", "12/2,761")),
     "another word": (RUN, OTHER_RUN.replace("chief", "coordinator")),
