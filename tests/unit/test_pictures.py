@@ -91,7 +91,7 @@ def test_the_most_confident_mistakes_are_drawn_first(tmp_path: Path) -> None:
     assert {image.title.partition("\n")[2] for image in right} == {"right"}
     title, about = texts(figure)
     assert title == f"{tmp_path.name}: accuracy 0.7500 over 200 examples"
-    assert about.startswith("the 36 most confident of 50 mistakes, then 6 right; ")
+    assert about.startswith("the 36 most confident of 50 mistakes, then 6 right ones; ")
 
 
 def test_all_rows_have_one_height_and_the_right_ones_their_own(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_few_images_are_drawn_too(num: int, num_wrong: int, about: str, tmp_path
     if num == num_wrong:
         examples["predicted"] = examples["true"] + 1
     figure = predictions_figure(tmp_path, **examples)
-    assert texts(figure)[1].startswith(f"{about}; ")
+    assert texts(figure)[1].startswith(f"{about} ones; ")
     assert len(shown(figure)) == min(num_wrong, 36) + min(6, num - num_wrong)
 
 
@@ -139,7 +139,7 @@ def test_a_regression_shows_the_curve_without_noise_and_the_noise(tmp_path: Path
     band = np.asarray(axes.collections[1].get_paths()[0].vertices)
     assert np.ptp(band[np.isclose(band[:, 0], X[20])][:, 1]) == pytest.approx(1.0), "two standard deviations each side"
     assert texts(figure) == [
-        f"{tmp_path.name}: root mean square error 0.5 over 50 test points",
+        f"{tmp_path.name}: root mean square error 0.500 over 50 test points",
         "a model without any error has that of the noise, 0.25",
     ]
 

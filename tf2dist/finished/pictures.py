@@ -64,7 +64,7 @@ def predictions_figure(
     )
     mistaken = f"the {len(mistakes)} most confident of {len(wrong):,} mistakes"
     shown = mistaken if len(wrong) > len(mistakes) else number_of(len(wrong), "mistake")
-    about = f"{shown}, then {len(right[:NUM_RIGHT])} right; above each image what the model says, and how surely"
+    about = f"{shown}, then {len(right[:NUM_RIGHT])} right ones; above each what the model says, and how surely"
     set_head(figure, [_title(run_dir, len(right), len(true))], [about])
     for axes, number in zip(figure.subplots(num_rows, IMAGES_A_ROW, squeeze=False).flat, cells, strict=False):
         if number is None:
@@ -157,7 +157,7 @@ def regression_figure(
     figure.subplots_adjust(left=0.08, right=0.975, top=1 - 1.1 / 5, bottom=0.11)
     error = float(np.sqrt(np.mean(np.square(predicted - y))))
     lines = [f"a model without any error has that of the noise, {truth.noise:.3g}"] if truth else []
-    title = f"{run_dir.resolve().name}: root mean square error {error:.3g} over {len(x):,} test points"
+    title = f"{run_dir.resolve().name}: root mean square error {error:#.3g} over {len(x):,} test points"
     set_head(figure, [title], lines)
     axes = figure.subplots()
     set_style(axes)
