@@ -20,8 +20,8 @@ EVALUATED = ("validation", "test")  # splits, with which the names of their metr
 # What TensorBoard shows of a curve, with its unit.
 DESCRIPTIONS = {
     "learning_rate": "Learning rate of the optimizer at this step, without unit.",
-    "steps_per_sec": "Global steps per second, the mean since the first step without evaluations.",
-    "training_secs": "Seconds of training since the first step, without evaluations.",
+    "steps_per_sec": "Global steps per second, the mean since the first step of the command, without evaluations.",
+    "training_secs": "Seconds of training since the first step of the command, without evaluations.",
     "staleness": "Updates: how many others applied between a worker's pull and its push.",
 }
 METRICS = {"loss": "Mean loss of an example, without unit", "accuracy": "Share of right answers, from 0 to 1"}
