@@ -18,6 +18,7 @@ WIDE_TERMINAL, WIDE_BAR, NARROW_BAR = 80, 20, 8  # in columns
 PART_GAP = "  "
 REFRESHES_PER_SEC = 10
 ERASE_BELOW = "\x1b[J"  # from the cursor on
+CUT_LINES, WRAP_LINES = "\x1b[?7l", "\x1b[?7h"  # at the right edge of the terminal
 
 
 class LiveLine:
@@ -43,14 +44,15 @@ class LiveLine:
 
         bar = WIDE_BAR if options.max_width >= WIDE_TERMINAL else NARROW_BAR
         # Some terminals break a line that has become too long for them into two. The cursor waits in the first of the
-        # two, since it stands at the beginning, and so both are erased before the next drawing.
-        yield Segment(ERASE_BELOW, control=[(ControlType.CLEAR,)])
+        # two, since it stands at the beginning, and so both are erased before the next drawing. Nor may a line go on in
+        # the next one if the terminal has become narrower while it was drawn.
+        yield Segment(ERASE_BELOW + CUT_LINES, control=[(ControlType.CLEAR,)])
         spinner = Spinner("line" if options.ascii_only else "dots").render(terminal.get_time())
         yield Text(f"{spinner} ", end="")
         yield ProgressBar(self._total, self._completed, bar, animation_time=terminal.get_time())
         text = fitted([on_one_line(part, options.encoding) for part in self._parts], options.max_width - bar - 3)
         yield Text(f" {text}", end="")
-        yield Segment("\r", control=[(ControlType.CARRIAGE_RETURN,)])
+        yield Segment(WRAP_LINES + "\r", control=[(ControlType.CARRIAGE_RETURN,)])
 
 
 def on_one_line(text: str, encoding: str) -> str:
