@@ -477,7 +477,7 @@ def test_each_run_shows_its_progress_and_the_time_that_is_left(tmp_path: Path, m
         return console.parts
 
     progress.begin(runs[0], tmp_path)
-    assert console.parts == ["1/4", "step 0", "sync, equal workers, seed 0"]
+    assert console.parts == ["1/4", "starting", "sync, equal workers, seed 0"]
     # 100 passes over 1,257 examples by 3 workers with 100 each are 419 steps.
     rows = ['{"step": 31, "steps_per_sec": 10.0}', '{"step": 30, "validation_accuracy": 0.75}']
     assert seen(2, *rows[:1]) == ["1/4", "step 31", str(runs[0]), "at most 0:39 left of this run"]
@@ -486,7 +486,7 @@ def test_each_run_shows_its_progress_and_the_time_that_is_left(tmp_path: Path, m
     progress.end()
     assert console.notes == ["run 1 of 4: done in 0:10 with a validation accuracy of 0.7500, about 0:20 left"]
     progress.begin(runs[1], tmp_path)
-    assert seen(4) == ["2/4", "step 0", "async, equal workers, seed 0", "0:16 left"]
+    assert seen(4) == ["2/4", "starting", "async, equal workers, seed 0", "0:16 left"]
     assert console.bar[0] == pytest.approx(1.4), "four of its ten seconds"
     clock.now += 16
     progress.end()

@@ -239,6 +239,8 @@ class ComparisonProgress:
 
     def _progress_text(self) -> str:
         reading, until = self._reading, self._until
+        if reading == Reading():
+            return "starting"
         if until.kind == "accuracy" and reading.accuracy is not None:
             return f"accuracy {reading.accuracy:.4f}/{until.value:g}"
         if until.kind == "secs":
