@@ -137,11 +137,12 @@ def test_every_file_in_the_tables_of_inside_exists() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
-# By page, what it has in code outside of blocks; a page about other programs has their names, too.
+# By page, what it has in code outside of blocks.
 MENTIONED = {page: " ".join(f"<{code}>" for code in in_code(without_code(text))) for page, text in PAGES.items()}
 FILES = ("py", "sh", "keras", "json", "yaml")
 # Of Keras, Hydra's examples, pip, podman, SLURM and SageMaker.
 FOREIGN = {"alpha", "custom_objects", "distribution", "name", "override"}
+ABOUT_OTHERS = {page for page in PAGES if "coming_from" in page or page == "docs/zh/tf1.md"}  # have their names, too
 FOREIGN_FLAGS = {"--build-arg", "--gpu-bind", "--gpus-per-task"}
 
 
@@ -150,8 +151,8 @@ def test_every_option_that_is_named_exists(page: str) -> None:
     """Those with a plus are options of a user's own."""
     names = set(defaults()) | set(OPTIONS) | set(groups())
     dotted = {name.partition(".")[0] for name in names if "." in name}
-    found = re.findall(rf"(?<![\w+./-])(?:{'|'.join(dotted)})\.[a-z]\w*(?![\w(/])", MENTIONED[page])
-    if "coming_from" not in page and "from_tf1" not in page:
+    found = re.findall(rf"(?<![\w+./-])(?:{'|'.join(dotted)})\.[a-z]\w*(?![\w(/.])", MENTIONED[page])
+    if page not in ABOUT_OTHERS:
         own = set(PARSERS) | {"step", "format"} | FOREIGN
         found += [name for name in re.findall(r"<([a-z_]+)=", MENTIONED[page]) if name not in own]
     assert [name for name in found if name not in names and name.rpartition(".")[2] not in FILES] == []
@@ -161,7 +162,7 @@ def test_every_flag_that_is_named_exists() -> None:
     helps = f"{render.__doc__}{doctor.__doc__}{(REPOSITORY / 'tests/bench/__main__.py').read_text()}"
     hydras = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known = {*re.findall(r"--[a-z]+", helps), *hydras, *FOREIGN_FLAGS, "--help"}
-    named = {flag for text in MENTIONED.values() for flag in re.findall(r"<(--[a-z-]+)", text)}
+    named = {flag for page in MENTIONED.keys() - ABOUT_OTHERS for flag in re.findall(r"<(--[a-z-]+)", MENTIONED[page])}
     assert named <= known
     assert named >= FOREIGN_FLAGS
 
@@ -223,8 +224,9 @@ def test_every_failure_mode_names_a_test_or_says_why_not() -> None:
         assert "::" in shown_by or shown_by.startswith("not covered: "), row
 
 
-def test_every_test_of_a_failure_mode_exists() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", " ".join(failure_modes().values()))
+def test_every_test_that_is_named_exists() -> None:
+    text = " ".join([*failure_modes().values(), PAGES["docs/exactness.md"]])
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) > len(FAILURE_MODES)
     missing = [f"{path}::{name}" for path, name in named if name not in names_in(path)]
     assert not missing
