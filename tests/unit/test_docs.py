@@ -137,6 +137,27 @@ def test_every_file_in_the_tables_of_inside_exists() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
+@pytest.mark.parametrize(
+    ("chinese", "english"),
+    [
+        ("README.zh.md", "README.md"),
+        ("docs/zh/modes.md", "docs/modes.md"),
+        ("docs/zh/tf1.md", "docs/coming_from/tf1.md"),
+    ],
+)
+def test_a_chinese_page_shows_what_the_english_one_shows(chinese: str, english: str) -> None:
+    """The same blocks in the same order, and the same options and files."""
+
+    def blocks(page: str) -> list[tuple[str, str]]:
+        return [(block.language, block.text) for block in BLOCKS if block.page == page]
+
+    def named(page: str) -> set[str]:
+        return set(re.findall(r"\w+\.\w+", " ".join(in_code(without_code(PAGES[page])))))
+
+    assert blocks(chinese) == blocks(english)
+    assert named(chinese) == named(english)
+
+
 # By page, what it has in code outside of blocks.
 MENTIONED = {page: " ".join(f"<{code}>" for code in in_code(without_code(text))) for page, text in PAGES.items()}
 FILES = ("py", "sh", "keras", "json", "yaml")
