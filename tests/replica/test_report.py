@@ -105,6 +105,15 @@ def test_the_splits_share_a_chart_of_tensorboard(tmp_path: Path) -> None:
     assert {("train", "accuracy"), ("validation", "accuracy"), ("test", "accuracy")} <= groups
 
 
+def test_the_evaluator_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Of several files in one folder TensorBoard reads the newest only, so the leader's would be lost, or its own."""
+    for task in (Task("chief", 0), Task("evaluator", 0)):
+        with Reporter(tmp_path, task, ToLauncher(str(task), list[Any]().append), 0.0) as reporter:
+            reporter.on_evaluation("validation", 5, Evaluation({"loss": 0.5, "accuracy": 0.9}, 100))
+    folders = {path.parent.relative_to(tmp_path / "tensorboard") for path in tmp_path.rglob("events.*")}
+    assert folders == {Path("validation"), Path("evaluator-0/validation")}
+
+
 def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the training stops from the last update before an evaluation to its end."""
     clock = [1000.0]
