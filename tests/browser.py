@@ -16,6 +16,28 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--enable-logging=stderr", "--dump-dom", "--window-size=1400,1000"),
 )
+# The contrast of an element's text to what is behind it, as WCAG defines it, and whether an element shows text.
+CONTRAST = r"""
+const channels = (color) => color.match(/[\d.]+/g).map(Number);
+function background(element) {
+  let layers = [];
+  for (let one = element; one; one = one.parentElement) {
+    const [r, g, b, a = 1] = channels(getComputedStyle(one).backgroundColor);
+    layers.push([r, g, b, a]);
+    if (a === 1) break;
+  }
+  return layers.reverse().reduce((below, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + below[i] * (1 - a)),
+                                 [255, 255, 255]);
+}
+const luminance = (rgb) => rgb.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+function contrast(element) {
+  const pair = [channels(getComputedStyle(element).color).slice(0, 3), background(element)].map(luminance);
+  return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+}
+const hasText = (element) => element.checkVisibility({visibilityProperty: true, opacityProperty: true})
+  && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+"""
 
 
 def look(

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.browser import look
+from tests.browser import CONTRAST, look
 from tests.conftest import PAGES, REPOSITORY
 
 pytestmark = pytest.mark.timeout(600)  # the page that is a notebook is run, too
 
 # Opens every page in a frame of each width, and looks at it in light and in dark. Then it searches for a word.
-TOUR = """<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>
+TOUR = (
+    f"""<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>{CONTRAST}</script>"""
+    + """<script>
 const frame = (url, width) => new Promise((loaded) => {
   const made = document.createElement("iframe");
   made.style = `border: 0; height: 900px; width: ${width}px`;
@@ -22,25 +24,6 @@ const frame = (url, width) => new Promise((loaded) => {
   made.src = url;
   document.body.append(made);
 });
-const channels = (color) => color.match(/[\\d.]+/g).map(Number);
-function background(element) {
-  let layers = [];
-  for (let one = element; one; one = one.parentElement) {
-    const [r, g, b, a = 1] = channels(getComputedStyle(one).backgroundColor);
-    layers.push([r, g, b, a]);
-    if (a === 1) break;
-  }
-  return layers.reverse().reduce((below, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + below[i] * (1 - a)),
-                                 [255, 255, 255]);
-}
-const luminance = (rgb) => rgb.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-function contrast(element) {
-  const pair = [channels(getComputedStyle(element).color).slice(0, 3), background(element)].map(luminance);
-  return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-}
-const hasText = (element) => element.checkVisibility({visibilityProperty: true, opacityProperty: true})
-  && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
 function state(page, width, theme, shown) {
   const document = shown.contentDocument;
   document.body.dataset.theme = theme;
@@ -76,6 +59,7 @@ addEventListener("load", async () => {
   document.getElementById("seen").textContent = JSON.stringify(seen);
 });
 </script>"""
+)
 
 # On a page of its own, in which the tour must see all that is wrong.
 SPOILED = """<p style="width: 2000px; color: #777; background: #fff">wide and faint</p><img src="none.png" alt="">

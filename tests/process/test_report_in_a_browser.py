@@ -5,29 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests.browser import look
+from tests.browser import CONTRAST, look
 from tests.compared import compared, usual_secs
 from tests.process.test_notebook import outputs
 from tf2dist.comparing.report import report_of
 
 DARK = "--blink-settings=preferredColorScheme=0"
 # What the page itself says when it has been loaded and each table was sorted by a click.
-PROBE = """<script>
-const brightness = (rgb) => {
-  const [r, g, b] = rgb.map((part) => part / 255 <= 0.04045 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
-};
-const parts = (color) => color.match(/[0-9.]+/g).map(Number);
-const paper = (one) => {
-  for (; one; one = one.parentElement) {
-    const [r, g, b, alpha = 1] = parts(getComputedStyle(one).backgroundColor);
-    if (alpha > 0) return [r, g, b];
-  }
-};
-const contrast = (one) => {
-  const both = [parts(getComputedStyle(one).color).slice(0, 3), paper(one)].map(brightness);
-  return Math.max(...both) / Math.min(...both);
-};
+PROBE = (
+    f"<script>{CONTRAST}</script>"
+    + """<script>
 const start = (one) => one.outerHTML.slice(0, 80);
 addEventListener("load", () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
@@ -41,7 +28,7 @@ addEventListener("load", () => {
   const column = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === "steps/s");
   const values = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[column].dataset.value));
   const click = () => { table.tHead.rows[0].cells[column].querySelector("button").click(); return values(); };
-  const written = all.filter((one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
+  const written = all.filter(hasText);
   const seen = {
     width: innerWidth,
     wide: wide.map(start),
@@ -58,6 +45,7 @@ addEventListener("load", () => {
   parent.postMessage(seen, "*");
 });
 </script>"""
+)
 WIDTHS = (1280, 390)
 # A window of the browser has at least 500 pixels; a frame in it has any width.
 FRAMES = f"""<!DOCTYPE html><link rel="icon" href="data:,"><pre id="seen"></pre><script>
