@@ -208,7 +208,7 @@ def test_the_verdict(tmp_path: Path) -> None:
     options, results = compared(tmp_path, *SMALL, "until=0.85", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
     assert verdict.headline == (
-        "With equal workers, sync is first: it reached an accuracy of 0.85 after 2.69 s, and async after 5.39 s. "
+        "With equal workers, sync is first: it reached an accuracy of 0.85 after 2.69 s, and async after 5.39 s.\n"
         "With one worker 50 ms slower, async is first: it reached an accuracy of 0.85 after 5.39 s, and "
         "sync_replicas (1 backup) after 8.08 s."
     )
@@ -232,7 +232,7 @@ def test_the_verdict_does_not_say_what_was_not_measured(tmp_path: Path) -> None:
     )
     verdict = verdict_of(results, options.until)
     assert (
-        "; the runs overlap or are nearly equal, so the order is open. With one worker 50 ms slower, "
+        "; the runs overlap or are nearly equal, so the order is open.\nWith one worker 50 ms slower, "
         in verdict.headline
     )
     states = {claim.text.partition(":")[0]: claim.state for claim in verdict.claims}

@@ -36,7 +36,7 @@ class Verdict:
     """The words of the report.
 
     Attributes:
-        headline: a sentence or two.
+        headline: a sentence or two, each on a line of its own.
         situations: for each situation its name and who is first in it.
     """
 
@@ -96,7 +96,7 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
     ends = [[result for result in results if result.contender.delay_secs == delay_secs]
             for delay_secs in dict.fromkeys((delays[0], delays[-1]))]  # fmt: skip
     if all(len({result.contender.situation for result in end}) == 1 for end in ends):
-        return " ".join(_in_one_sentence(end, until) for end in ends)
+        return "\n".join(_in_one_sentence(end, until) for end in ends)
     names = dict.fromkeys(result.contender.situation for result in results)
     orders = [_order([result for result in results if result.contender.situation == name]) for name in names]
     firsts = Counter(order[0][0].contender.way for order in orders
