@@ -81,7 +81,17 @@ def masked() -> keras.Model:
     return compiled(model, SQUARED_ERROR())
 
 
-MASKED = "its loss leaves out parts of the outputs, so no synchronous worker alone knows"
+def masked_beside_another() -> keras.Model:
+    return two_losses(CROSSENTROPY(ignore_class=3), CROSSENTROPY())
+
+
+def masked_beside_an_added_loss() -> keras.Model:
+    model = dense()
+    model.add(layers.ActivityRegularization(0.1))
+    return compiled(model, CROSSENTROPY(ignore_class=3))
+
+
+PARTS = "divided by the parts of the outputs that a mask or weights leave"
 # What the refusal says (empty if the loss is accepted), the model, and whether a single replica is refused, too.
 LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
     "no reduction": ("gives no single number", lambda: compiled(dense(), CROSSENTROPY(reduction=None)), True),
@@ -92,20 +102,13 @@ LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
     ),
     "two sums": ("reduction=sum beside others", lambda: two_losses(*[CROSSENTROPY(reduction="sum")] * 2), False),
     "a sum beside a regularizer": ("reduction=sum beside others", lambda: regularized("sum"), False),
-    "a mean over weights": (
-        "reduction=mean_with_sample_weight, whose divisor no synchronous worker knows",
-        lambda: compiled(dense(), CROSSENTROPY(reduction="mean_with_sample_weight")),
-        False,
-    ),
-    "a mask": (MASKED, masked, False),
-    "a class that is ignored": (MASKED, lambda: compiled(dense(), CROSSENTROPY(ignore_class=3)), False),
-    "a number for a batch": ("its loss mean_of_all gives one number", lambda: compiled(dense(), mean_of_all), False),
-    "a loss of Keras with a number for a batch": (
-        "its loss dice gives one number for a whole batch",
-        lambda: compiled(dense(1), keras.losses.Dice(axis=None)),
-        False,
-    ),
-    "a custom compute_loss": ("has a compute_loss of its own", own_loss, False),
+    "a mask beside another loss": (PARTS, masked_beside_another, False),
+    "a mask beside a loss of a layer": (PARTS, masked_beside_an_added_loss, False),
+    "a mean over weights": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="mean_with_sample_weight")), False),
+    "a mask": ("", masked, False),
+    "a class that is ignored": ("", lambda: compiled(dense(), CROSSENTROPY(ignore_class=3)), False),
+    "a number for a batch": ("", lambda: compiled(dense(), mean_of_all), False),
+    "a custom compute_loss": ("", own_loss, False),
     "a sum alone": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="sum")), False),
     "a mean": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="mean")), False),
     "two means": ("", lambda: two_losses(CROSSENTROPY(), SQUARED_ERROR()), False),
@@ -164,21 +167,23 @@ def in_training_alone(layer: Any, x: Any, count: Any) -> None:
         layer.add_loss(keras.ops.sum(x))
 
 
-NO_MEAN = r"adds a loss \(add_loss\) that for a whole batch is not the mean"
+IS_SUM = "its loss is a sum over the batch"
+NOTED = "note"  # accepted, and the user is told that the loss is not the mean over the examples
 ADDS_UP = r"every step adds to .*looks/seen a sum over its batch"
 HAS_SUM = r".*looks/seen has aggregation='sum', and with mode=sync_replicas the workers take the mean"
-# By what a layer does: the refusal of several synchronous workers, and that of mode=sync_replicas; empty for none.
+# By what a layer does: the refusal of several synchronous workers, and that of mode=sync_replicas; NOTED, or empty for
+# none.
 BATCHES: dict[str, tuple[Callable[[], keras.layers.Layer], str, str]] = {
     "a mean": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.mean(x))), "", ""),
-    "a sum": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.sum(x))), NO_MEAN, NO_MEAN),
-    "negatives": (lambda: Looks(in_batch_negatives), NO_MEAN, NO_MEAN),
+    "a sum": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.sum(x))), IS_SUM, IS_SUM),
+    "negatives": (lambda: Looks(in_batch_negatives), NOTED, NOTED),
     "a largest": (
         lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.max(keras.ops.mean(x, (1, 2))))),
-        NO_MEAN,
-        NO_MEAN,
+        NOTED,
+        NOTED,
     ),
     "a reconstruction of samples": (lambda: Looks(sampled), "", ""),
-    "a sum in training alone": (lambda: Looks(in_training_alone), NO_MEAN, NO_MEAN),
+    "a sum in training alone": (lambda: Looks(in_training_alone), IS_SUM, IS_SUM),
     "a constant": (lambda: Looks(lambda self, x, n: self.add_loss(1.0 + 0 * self.seen)), "", ""),
     "regularizers": (lambda: layers.Conv2D(1, 2, kernel_regularizer="l2", activity_regularizer="l2"), "", ""),
     "steps": (lambda: Looks(lambda self, x, n: self.seen.assign_add(1)), "", ""),
@@ -211,10 +216,39 @@ def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> Non
     splits = data.Splits(load_digits(run_config().data).train)
     for says, is_told in zip(told, (False, True), strict=True):
         refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
-        with refusal if says else contextlib.nullcontext():
-            checks.check_batches("given", step, splits)
+        with refusal if says not in ("", NOTED) else contextlib.nullcontext():
+            note = checks.check_batches("given", step, splits)
+            assert bool(note) == (says == NOTED)
             if is_told:
                 checks.check_aggregation("given", step, "mode=sync_replicas")
+
+
+def squared_sum(y: Any, y_pred: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(y_pred))
+
+
+SCALARS = {
+    "a mean": ("", lambda: compiled(dense(), mean_of_all)),
+    "a sum": (IS_SUM, lambda: compiled(dense(), squared_sum)),
+    "dice": (NOTED, lambda: compiled(dense(1), keras.losses.Dice(axis=None))),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_losses_that_are_one_number_for_a_batch(name: str) -> None:
+    says, make = SCALARS[name]
+    step, _ = built(make)
+    splits = data.Splits(load_digits(run_config().data).train)
+    refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*mode=async$")
+    with refusal if says == IS_SUM else contextlib.nullcontext():
+        assert ("not the mean over its examples" in checks.check_batches("given", step, splits)) == (says == NOTED)
+
+
+@pytest.mark.parametrize("make", [masked, lambda: compiled(dense(), CROSSENTROPY(ignore_class=3))])
+def test_masked_losses_are_refused_where_the_shares_of_workers_are_fixed(make: Callable[[], keras.Model]) -> None:
+    step, _ = built(make)
+    with pytest.raises(ConfigError, match=rf"^model \(given\): .*{PARTS}.* with mode=sync_replicas .*; use mode=sync"):
+        checks.check_unweighted("given", step, "mode=sync_replicas")
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]

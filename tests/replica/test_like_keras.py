@@ -30,7 +30,7 @@ Training = dict[str, Any]
 # Models that one worker trains in each mode.
 ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
 # Models that two synchronous workers train.
-TWO_WORKERS = ["large", "spectral", "synchronized", "summed", "aggregated"]
+TWO_WORKERS = ["large", "spectral", "synchronized", "summed", "aggregated", "ignores_a_class", "masked", "one_number"]
 # Settings of the optimizer, with which a softmax model is trained.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
@@ -154,6 +154,47 @@ def own_loss(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     model = OwnLoss(images, keras.Sequential([*first_layers(input_shape), layers.Dense(num_classes)])(images))
     model.compile(keras.optimizers.SGD(0.1), metrics=["accuracy"])
     return model
+
+
+def on_classes(loss: Any, *more: keras.Layer, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """A linear model that is compiled with a loss of the logits."""
+    model = keras.Sequential([*first_layers(input_shape), layers.Dense(num_classes), *more])
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+@registry.register_model("ignores_a_class")
+def ignores_a_class(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """In each step the halves of the batch have other numbers of examples of this class."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+    hidden = layers.Dense(num_classes, kernel_regularizer="l2")
+    return on_classes(loss, hidden, input_shape=input_shape, num_classes=num_classes)
+
+
+class Masked(keras.layers.Layer):  # type: ignore[misc]
+    """Masks the examples whose first output is negative."""
+
+    def call(self, logits: Any) -> Any:
+        return logits + 0.0
+
+    def compute_mask(self, logits: Any, mask: Any = None) -> Any:
+        return logits[:, 0] >= 0
+
+
+@registry.register_model("masked")
+def masked(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return on_classes(loss, Masked(), input_shape=input_shape, num_classes=num_classes)
+
+
+@registry.register_model("one_number")
+def one_number(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """The loss is the mean over the batch, as one number."""
+
+    def loss(y: Any, logits: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(logits - keras.ops.one_hot(keras.ops.cast(y, "int32"), num_classes)))
+
+    return on_classes(loss, input_shape=input_shape, num_classes=num_classes)
 
 
 def optimizer(**more: Any) -> dict[str, Any]:

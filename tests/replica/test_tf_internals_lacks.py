@@ -9,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.losses import loss
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
@@ -159,6 +160,12 @@ LACKS = [
         lambda: BASE_OPTIMIZER,
         "_get_current_learning_rate",
         lambda _: tf_internals.scale_learning_rate(built_optimizer(), lambda: 0.5),
+    ),
+    Lack(
+        "a loss that is one number for a batch would count several times",
+        lambda: loss,
+        "scale_loss_for_distribution",
+        lambda _: tf_internals.leave_losses_unscaled(),
     ),
     Lack(
         "synchronized layers would be overlooked",

@@ -1,10 +1,11 @@
-"""How penalties and changes of the state depend on the examples of a batch: as their mean, as their sum, or otherwise.
+"""How losses and changes of the state depend on the examples of a batch: as their mean, as their sum, or otherwise.
 
 Several synchronous workers add up what they compute from their own parts of a batch. A trial with two batches and with
 both as one shows whether that gives what one worker computes from the whole.
 """
 
 import contextlib
+import enum
 from collections.abc import Callable
 
 import keras
@@ -18,30 +19,38 @@ SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batch
 TOLERANCE = 1e-3  # relative
 
 
-def penalty_is_no_mean(step: ModelStep, splits: Splits) -> bool:
-    """Whether a loss that a layer adds for a whole batch is not the mean over its examples.
+class Dependence(enum.Enum):
+    """What the loss of a batch is to those of its parts."""
 
-    Of one that depends on random numbers, as in a variational autoencoder, it cannot be known: False.
-    """
-    if not step.trace.penalizes_batch:
-        return False
+    MEAN = enum.auto()  # or it cannot be known, as that of one with random numbers, such as a variational autoencoder's
+    SUM = enum.auto()
+    NEITHER = enum.auto()
 
-    def of_penalties(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-        return lambda leaves: [*step.parts(leaves, training)[0], *step.parts(leaves, training, number=1)[0]]
+
+def loss_dependence(step: ModelStep, splits: Splits) -> Dependence:
+    """How the loss depends on the batch, with what layers add to it."""
+    # What the losses of a compiled model give for each example has a mean over the batch.
+    first = 0 if step.trace.has_scalar_loss or step.has_own_loss else 1
+    if first and not step.trace.penalizes_batch:
+        return Dependence.MEAN
+
+    def of_losses(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+        return lambda leaves: [loss for number in (0, 1) for loss in step.parts(leaves, training, number)[0][first:]]
 
     # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
     # training alone.
-    penalties = _on_trial(of_penalties(False), step, splits)
-    if penalties is not None and len(penalties[0]) != 2 * len(step.trace.penalties):
-        penalties = _on_trial(of_penalties(True), step, splits)
-    if penalties is None:
-        return False
-    first, second, whole = map(np.array, penalties)
-    # Each penalty was computed twice, with other random numbers.
-    whole, repeated = np.split(whole, 2)
-    count = len(whole)
-    agrees = np.isclose(whole, _mean(first, second)[:count], TOLERANCE, 1e-7)
-    return not np.all(agrees | (whole != repeated))
+    losses = _on_trial(of_losses(False), step, splits)
+    if losses is not None and len(losses[0]) != 2 * (1 + len(step.trace.penalties) - first):
+        losses = _on_trial(of_losses(True), step, splits)
+    if losses is None:
+        return Dependence.MEAN
+    # Each loss was computed twice, with other random numbers.
+    (one, other, whole), (_, _, repeated) = np.split(np.array(losses), 2, axis=1)
+    is_mean = np.isclose(whole, _mean(one, other), TOLERANCE, 1e-7) | (whole != repeated)
+    if is_mean.all():
+        return Dependence.MEAN
+    is_sum = np.isclose(whole, one + other, TOLERANCE, 1e-7)
+    return Dependence.SUM if (is_sum & ~is_mean).any() else Dependence.NEITHER
 
 
 def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:

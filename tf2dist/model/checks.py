@@ -13,8 +13,8 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
-from tf2dist.model.batch_dependence import penalty_is_no_mean, sums_over_batch
-from tf2dist.model.step import MEANS, ModelStep, Trace
+from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
+from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep, Trace
 from tf2dist.process.tf_internals import layers_of, losses_of
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
@@ -116,34 +116,40 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
         )
     if num_replicas == 1:
         return
-    if type(step.model).compute_loss is not keras.Model.compute_loss:
-        raise ConfigError(
-            f"model ({name}): has a compute_loss of its own, and several synchronous workers cannot know how to add up "
-            "its parts; use add_loss, or mode=async"
-        )
-    if unknown := kinds - {*MEANS, "sum"}:
-        raise ConfigError(
-            f"model ({name}): the loss has reduction={unknown.pop()}, whose divisor no synchronous worker knows alone; "
-            "use sum_over_batch_size, or mode=async"
-        )
     # A mean is weighted by the replica's share of the step, a sum is not: their total cannot be treated as either.
     if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trace.penalties):
         raise ConfigError(
             f"model ({name}): a loss with reduction=sum beside others cannot be shared by synchronous workers; use "
             "sum_over_batch_size, or mode=async"
         )
-    # Neither the mean nor the sum of the replicas' numbers need be what the function gives for all their examples.
-    if step.trace.scalar_losses:
+    # With a mask Keras divides by the parts that are left, whose number differs between the replicas. Only of a single
+    # loss is the total known in time.
+    if _is_weighted(step, kinds) and (not step.weighs_losses or step.trace.penalizes_batch):
         raise ConfigError(
-            f"model ({name}): its loss {step.trace.scalar_losses[0]} gives one number for a whole batch, and several "
-            "synchronous workers cannot know how to add that up; give the loss of each example, or use mode=async"
+            f"model ({name}): has several losses, of which one is divided by the parts of the outputs that a mask or "
+            "weights leave, and no synchronous worker alone knows how many these are; give sample_weight instead of a "
+            "mask, or use mode=async"
         )
-    # With a mask Keras divides by the parts that are left, whose number differs between the replicas.
-    if step.trace.is_masked:
+
+
+def check_unweighted(name: str, step: ModelStep, option: str) -> None:
+    """Refuses losses that are divided by what only the forward pass shows, where the shares of the workers are fixed.
+
+    Args:
+        option: the choice that makes it so.
+    """
+    if _is_weighted(step, {getattr(loss, "reduction", None) for loss in losses_of(step.model)}):
         raise ConfigError(
-            f"model ({name}): its loss leaves out parts of the outputs, so no synchronous worker alone knows what it "
-            "is divided by; give sample_weight instead of a mask, or use mode=async"
+            f"model ({name}): its loss is divided by the parts of the outputs that a mask or weights leave, which "
+            f"differ between the workers, and with {option} all gradients count alike; use mode=sync or mode=async"
         )
+
+
+def _is_weighted(step: ModelStep, reductions: set[Any]) -> bool:
+    """Whether a loss is divided by anything but the number of examples."""
+    return not step.has_own_loss and (
+        WEIGHTED_MEAN in reductions or (step.trace.is_masked and bool(reductions & {*MEANS}))
+    )
 
 
 def check_metrics(name: str, step: ModelStep) -> None:
@@ -189,19 +195,30 @@ def check_state(name: str, state: list[keras.Variable]) -> None:
         )
 
 
-def check_batches(name: str, step: ModelStep, splits: Splits) -> None:
-    """Refuses, for several synchronous replicas, what for a whole batch is not the mean of what its parts give."""
-    if penalty_is_no_mean(step, splits):
+def check_batches(name: str, step: ModelStep, splits: Splits) -> str:
+    """Refuses, for several synchronous replicas, what is a sum over the batch and does not say so.
+
+    Returns:
+        A note for the user about a loss that is neither the sum nor the mean over the examples; empty if it is none.
+    """
+    dependence = loss_dependence(step, splits)
+    if dependence is Dependence.SUM:
         raise ConfigError(
-            f"model ({name}): adds a loss (add_loss) that for a whole batch is not the mean of those of its examples, "
-            "and several synchronous workers cannot know how to add that up; give the mean over the examples, or use "
-            "mode=async"
+            f"model ({name}): its loss is a sum over the batch, of which several synchronous workers would take the "
+            "mean; give the mean over the examples, or to compile a loss with reduction='sum', or use mode=async"
         )
     if added := sums_over_batch(step, splits):
         raise ConfigError(
             f"model ({name}): every step adds to {added[0].path} a sum over its batch, of which several synchronous "
             "workers would take the mean; say which you mean, as in add_weight(aggregation='sum'), or use mode=async"
         )
+
+    if dependence is Dependence.MEAN:
+        return ""
+    return (
+        "the loss of a batch is not the mean over its examples: each step takes the mean of the losses of the workers' "
+        "batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
+    )
 
 
 def check_aggregation(name: str, step: ModelStep, option: str) -> None:
@@ -273,8 +290,14 @@ class Advice(NamedTuple):
     note: str
 
 
-def advice_on(step: ModelStep, optimizer: keras.Optimizer) -> Advice:
-    return Advice(advice_on_outputs(step), note_on_first_values(optimizer) or note_on_lookups(step, optimizer))
+def advice_on(step: ModelStep, optimizer: keras.Optimizer, note: str) -> Advice:
+    """What is to be said of a model and its optimizer.
+
+    Args:
+        note: what is known already.
+    """
+    notes = (note, note_on_first_values(optimizer) or note_on_lookups(step, optimizer))
+    return Advice(advice_on_outputs(step), "; ".join(filter(None, notes)))
 
 
 def advice_on_outputs(step: ModelStep) -> str:

@@ -23,6 +23,7 @@ class Metrics:
         loss_tracker: the metric of the loss.
         variables: of all metrics, in the order of the sums.
         size: how many numbers they hold.
+        place_of_loss: of the sum of the losses among these numbers.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -31,6 +32,9 @@ class Metrics:
         self.variables: list[keras.Variable] = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
+        places = np.cumsum([0, *self._sizes])
+        total = self.loss_tracker.variables[0]
+        self.place_of_loss = int(next(p for v, p in zip(self.variables, places, strict=False) if v is total))
         # Keras averages the losses of single outputs over batches, whatever their sizes, instead of over examples.
         self._of_batches = {id(v) for tracker in output_trackers_of(model) for v in tracker.variables}
 

@@ -14,6 +14,7 @@ from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
+WEIGHTED_MEAN = "mean_with_sample_weight"  # that of a mean which is divided by the weights of the examples
 OUTSIDE = "outside/"  # the names of variables that are not the model's begin so
 WORKER_STRIDE = 1 << 32  # between the seeds of two workers; the seeds of a model's layers are smaller
 
@@ -26,11 +27,15 @@ class StepOutput(NamedTuple):
         state: the new values of `ModelStep.state`, such as moving averages.
         sums: float32 [2 + Metrics.size]: the worker's share of the loss, the number of its examples, and what they
             add to the metrics.
+        weight: float32 []: by which the gradients and the loss in `sums` are multiplied. That is the worker's share of
+            the examples, so that the parts of all workers add up, unless `ModelStep.weighs_losses`: then the total has
+            to be divided by the weights of all workers.
     """
 
     gradients: list[tf.Tensor]
     state: list[tf.Tensor]
     sums: tf.Tensor
+    weight: tf.Tensor
 
 
 class Trace(NamedTuple):
@@ -43,7 +48,7 @@ class Trace(NamedTuple):
         not_additive: the variables of metrics to which a step does more than add.
         foreign: the paths of variables that the call assigns and that do not belong to the model.
         outside: the variables that the call reads and that do not belong to the model.
-        scalar_losses: the names of the losses that return one number for a whole batch.
+        has_scalar_loss: whether a loss returns one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         penalties: the losses that layers add, such as those of regularizers.
         penalizes_batch: whether one of these depends on the batch.
@@ -57,7 +62,7 @@ class Trace(NamedTuple):
     not_additive: list[keras.Variable]
     foreign: list[str]
     outside: list[keras.Variable]
-    scalar_losses: list[str]
+    has_scalar_loss: bool
     is_masked: bool
     penalties: list[tf.Tensor]
     penalizes_batch: bool
@@ -66,12 +71,13 @@ class Trace(NamedTuple):
 
 
 class ForwardPass(NamedTuple):
-    """A batch as the model takes it, the model's outputs, and the loss of the batch."""
+    """A batch as the model takes it, the model's outputs, what each loss makes of them, and the loss of the batch."""
 
     x: Any
     y: Any
     sample_weight: Any
     outputs: Any
+    loss_values: list[tuple[keras.losses.Loss, tf.Tensor]]
     loss: tf.Tensor
 
 
@@ -126,9 +132,25 @@ class ModelStep:
         return (
             len(losses) > 1
             or any(getattr(loss, "reduction", "") not in MEANS for loss in losses)
-            or bool(self.trace.scalar_losses)
+            or self.trace.has_scalar_loss
             or self.trace.is_masked
         )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model computes its loss by itself."""
+        return type(self.model).compute_loss is not keras.Model.compute_loss
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether the loss is a mean over parts of the output, of which only the forward pass shows how many there are.
+
+        Such parts are those that a mask leaves, or the weights of the examples.
+        """
+        reductions = [getattr(loss, "reduction", None) for loss in losses_of(self.model)]
+        if self.has_own_loss or len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
+            return False
+        return reductions == [WEIGHTED_MEAN] or (self.trace.is_masked and reductions[0] in MEANS)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -171,7 +193,8 @@ class ModelStep:
         ):
             forward = self._forward(leaves, training=True)
             # The workers' parts add up to the loss of the whole step: sums as they are, means weighted by the shares.
-            part = forward.loss if share is None or self.sums_losses else forward.loss * share
+            weight = tf.ones([]) if share is None else self._weight(forward, share)
+            part = forward.loss if share is None or self.sums_losses else forward.loss * weight
             # Scaled on the tape, so that the backward pass itself computes with the larger numbers.
             scaled = part * self.loss_scale if self.loss_scale else part
         gradients = self._gradients(tape, scaled, trainable, scope)
@@ -186,12 +209,12 @@ class ModelStep:
         sums = tf.concat([[tf.cast(part, tf.float32), count], *changes], 0)
         if share is not None:  # what padding counts is left out by a choice: a product with 0 would keep a NaN
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
-        return StepOutput(gradients, new_state, sums)
+        return StepOutput(gradients, new_state, sums, weight)
 
     def parts(
         self, leaves: list[tf.Tensor], training: bool, number: int = 0
     ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
-        """The losses that layers add for a batch, and what it adds to the state of `Trace.decays`, by id.
+        """The loss of a batch and those that layers add, and what it adds to the state of `Trace.decays`, by id.
 
         Args:
             number: of the step whose random numbers are drawn.
@@ -199,14 +222,14 @@ class ModelStep:
         place = tf.constant([0, number], tf.int64)
         trainable, state = self.values()
         with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
-            self._forward(leaves, training)
-            penalties = [tf.reduce_sum(tf.cast(penalty, tf.float32)) for penalty in self.model.losses]
+            loss = self._forward(leaves, training).loss
+            losses = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
             terms = {
                 id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
                 for v, old in zip(self.state, state, strict=True)
                 if (decay := self.trace.decays.get(id(v))) is not None
             }
-        return penalties, terms
+        return losses, terms
 
     def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
         """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics."""
@@ -256,12 +279,23 @@ class ModelStep:
         """Calls the model on a batch, and computes the loss as Keras does in a single process."""
         x, y, sample_weight = self.layout.pack(leaves)
         outputs = self.model(x, training=training) if self._takes_training else self.model(x)
-        loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        # Under a strategy Keras divides every mean by the number of replicas. Here the shares weight the replicas.
-        if replicas > 1 and not self.sums_losses:
-            loss *= tf.cast(replicas, loss.dtype)
-        return ForwardPass(x, y, sample_weight, outputs, loss)
+        with recording(losses_of(self.model)) as loss_values:
+            loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
+        return ForwardPass(x, y, sample_weight, outputs, loss_values, loss)
+
+    def _weight(self, forward: ForwardPass, share: tf.Tensor) -> tf.Tensor:
+        """See `StepOutput.weight`."""
+        if not self.weighs_losses:
+            return share
+        ((loss, value),) = forward.loss_values
+        parts = tf.ones_like(value, tf.float32)
+        factors = [mask_of(leaves_of(forward.outputs)[0]), mask_of(value)]
+        if loss.reduction == WEIGHTED_MEAN and forward.sample_weight is not None:
+            factors += leaves_of(forward.sample_weight)
+        for factor in factors:
+            if factor is not None:
+                parts *= tf.reshape(tf.cast(factor, tf.float32), tf.shape(parts))
+        return share * tf.reduce_mean(parts)
 
     def _update_metrics(self, forward: ForwardPass, loss: tf.Tensor) -> tf.Tensor:
         """Gives the batch to all metrics, as Keras' own steps do; returns its number of examples, float32."""
@@ -292,11 +326,10 @@ class ModelStep:
                 tf.GradientTape() as tape,  # without it no assigned values are noted
                 self._scope(trainable, state, metrics, tf.zeros([2], tf.int64), tape) as scope,
             ):
-                with recording(losses_of(self.model)) as loss_values:
-                    forward = self._forward(leaves, training=True)
+                forward = self._forward(leaves, training=True)
                 self._update_metrics(forward, forward.loss)
                 penalties = list(self.model.losses)
-                maskable = [*leaves_of(forward.outputs), *(value for _, value in loss_values)]
+                maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
                 new_values = [scope.get_current_value(v) for v in self.metrics.variables]
                 changed = self._changed_by_users(scope, state)
             reached = reached_from(*leaves)
@@ -309,7 +342,7 @@ class ModelStep:
                     not_additive=[v for v, old, new in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
-                    scalar_losses=[loss.name for loss, value in loss_values if not value.shape.rank],
+                    has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
                     is_masked=any(mask_of(tensor) is not None for tensor in maskable),
                     penalties=penalties,
                     penalizes_batch=any(penalty.name in reached for penalty in penalties),

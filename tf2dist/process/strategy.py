@@ -117,6 +117,7 @@ def multi_worker_mirrored_strategy(
     _check_equal_gpus(cluster, task, timeout_secs)
     # Otherwise the workers run a collective in every step to find out whether any input has ended, which never happens.
     strategy.extended.experimental_enable_get_next_as_optional = False
+    tf_internals.leave_losses_unscaled()  # the shares of the replicas weight them
     return strategy
 
 

@@ -274,6 +274,7 @@ class PreparedRun:
         earlier_updates: the updates that the optimizer had applied before this run.
         named: the variables of the model and of the optimizers by their names in a snapshot.
         restored_from: a line for the user about what was restored; empty for nothing.
+        note: for the user, about what differs from Keras in this mode; empty for nothing.
         sizes: in examples, of the splits to evaluate.
     """
 
@@ -285,6 +286,7 @@ class PreparedRun:
     earlier_updates: int
     named: Named
     restored_from: str
+    note: str
     sizes: dict[str, int]
 
 
@@ -304,7 +306,7 @@ class LoopBase(abc.ABC):
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
         self.restored_from, self.start = run.restored_from, run.start
-        self.advice = advice_on(run.step, self.optimizer)
+        self.advice = advice_on(run.step, self.optimizer, run.note)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
     @abc.abstractmethod

@@ -17,6 +17,9 @@ UNNAMED = re.compile(r"^variable_\d+$")
 # Keras counts here, for each thread, how many objects have been named "dense" and so on.
 GLOBAL_STATE = "keras.src.backend.common.global_state"
 NAME_COUNTS = "object_name_uids"
+# The functions that divide a loss by the number of replicas and multiply it again.
+LOSS = "keras.src.losses.loss"
+SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -185,6 +188,18 @@ def output_trackers_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that average the loss of each output; empty for one output. The metrics must have been built."""
     compiled = attribute(keras, model, "_compile_loss", keras.losses.Loss | None)
     return [] if compiled is None else list(attribute(keras, compiled, "metrics", list))
+
+
+def leave_losses_unscaled() -> None:
+    """Makes losses under a strategy, in this process, what they are outside of one.
+
+    Keras divides the mean of each by the number of replicas, but neither a loss that is one number for a batch nor
+    what a `compute_loss` of the user's returns.
+    """
+    module = module_of(LOSS)
+    for name in SCALES:
+        attribute(keras, module, name, Callable)
+        setattr(module, name, lambda value: value)
 
 
 def mask_of(output: Any) -> Any:

@@ -24,13 +24,16 @@ from tf2dist.process.tf_internals import error_texts
 from tf2dist.process.tf_internals.attendance import COORDINATOR, Attendance
 from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 from tf2dist.process.tf_internals.of_keras import (
+    LOSS,
     NAME_COUNTS,
+    SCALES,
     build_metrics,
     count_updates_in,
     counter_of,
     fix_learning_rate,
     follow_learning_rate,
     fresh_names,
+    leave_losses_unscaled,
     loss_tracker_of,
     losses_of,
     mask_of,
@@ -240,6 +243,15 @@ def _masks_are_found() -> bool:
     return mask_of(masked) is not None
 
 
+def _losses_are_left_unscaled() -> bool:
+    module, loss = module_of(LOSS), keras.losses.MeanSquaredError()
+    of_four = mock.patch.object(tf.distribute, "get_strategy", return_value=SimpleNamespace(num_replicas_in_sync=4))
+    with mock.patch.multiple(module, **{name: getattr(module, name) for name in SCALES}), of_four:
+        scaled = float(loss([[2.0]], [[0.0]]))
+        leave_losses_unscaled()
+        return (scaled, float(loss([[2.0]], [[0.0]]))) == (1.0, 4.0)
+
+
 def _names_begin_again() -> bool:
     # Takes the name "dense", or a later one, from the counts outside of the block.
     keras.layers.Dense(1)
@@ -401,6 +413,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Trainer._symbolic_build"): _metrics_are_built,
     (keras, "CompileLoss._flat_losses"): _losses_are_found,
     (keras, "_keras_mask"): _masks_are_found,
+    (keras, SCALES[0]): _losses_are_left_unscaled,
     (keras, NAME_COUNTS): _names_begin_again,
     (tf, "error 'cannot be modified after initialization'"): _late_change_is_told,
     (tf, f"error '{error_texts.XLA_FAILURE}'"): _xla_failure_is_told,

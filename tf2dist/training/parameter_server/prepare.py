@@ -38,8 +38,12 @@ class UpdateRule(abc.ABC):
     scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
-        """Raises ConfigError for a model that cannot be trained so; `name`: of the model."""
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+        """Raises ConfigError for a model that cannot be trained so; returns `PreparedRun.note`.
+
+        Args:
+            name: of the model.
+        """
 
     @abc.abstractmethod
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> PsOrigin:
@@ -96,7 +100,7 @@ def prepare(
     # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
     scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
-    rule.check_model(source.name, step, splits)
+    note = rule.check_model(source.name, step, splits)
     origin = rule.origin(resumed, sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     spec = GraphsSpec(
@@ -138,6 +142,7 @@ def prepare(
         earlier_updates=earlier,
         named=named,
         restored_from=restored_from,
+        note=note,
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         coordinator=coordinator,
         scheduler=rule.scheduler_class(coordinator, graphs, cluster.num_workers, config.grace_secs),

@@ -18,7 +18,14 @@ from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import check_aggregation, check_batches, check_losses, check_state, check_unsynchronized
+from tf2dist.model.checks import (
+    check_aggregation,
+    check_batches,
+    check_losses,
+    check_state,
+    check_unsynchronized,
+    check_unweighted,
+)
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.calls import quiet_secs
@@ -96,13 +103,15 @@ class SyncReplicasRule(UpdateRule):
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
 
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
         check_losses(name, step, self.replicas)
         check_state(name, step.state)
-        if self.replicas > 1:
-            check_aggregation(name, step, "mode=sync_replicas")
-            check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
-            check_batches(name, step, splits)
+        if self.replicas == 1:
+            return ""
+        check_unweighted(name, step, "mode=sync_replicas")
+        check_aggregation(name, step, "mode=sync_replicas")
+        check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
+        return check_batches(name, step, splits)
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
         return SyncReplicasOrigin.of(start, sharding)

@@ -221,10 +221,12 @@ class LocalSgdStep(SyncStep):
         output, state, share = self.computed(element)
         # The step multiplies a mean by the share of the batch, so that the parts of all workers add up. A loss that is
         # a sum grows by this to what it would be for the batches of all.
-        gradients = [tf.math.divide_no_nan(gradient, tf.cast(share, gradient.dtype)) for gradient in output.gradients]
+        gradients = [
+            tf.math.divide_no_nan(gradient, tf.cast(output.weight, gradient.dtype)) for gradient in output.gradients
+        ]
         state = [tf.where(share > 0, new, old) for new, old in zip(output.state, state, strict=True)]
         part, count, metrics = output.sums[:1], output.sums[1:2], output.sums[2:]
-        return gradients, state, tf.concat([tf.math.divide_no_nan(part, share) * count, count, metrics], 0)
+        return gradients, state, tf.concat([tf.math.divide_no_nan(part, output.weight) * count, count, metrics], 0)
 
     def _average(self, length: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """Ends a round: gives all workers the mean of their variables; returns its sums, float64 [num_sums]."""

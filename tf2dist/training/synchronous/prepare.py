@@ -110,8 +110,7 @@ def prepare(
     # all that it does in a single process. What must be equal everywhere is made so here and in each step.
     step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
     _check(source.name, config, step, sharding, replicas)
-    if replicas > 1:
-        check_batches(source.name, step, splits)
+    note = check_batches(source.name, step, splits) if replicas > 1 else ""
     new_optimizer = functools.partial(make_optimizer, last_step)
     optimizer = new_optimizer()
     check_init_from(optimizer, isinstance(start, Weights))
@@ -151,6 +150,7 @@ def prepare(
         earlier_updates=earlier,
         named=named,
         restored_from=restored_from,
+        note=note,
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
         workers=workers,
         origin=origin,

@@ -66,7 +66,7 @@ class SyncStep:
 
     def prepare_graph(self, config: RunConfig) -> None:
         """Makes what `take` needs."""
-        variables, num_more = [*self.step.trainable, *self.step.state], self.num_sums + self._feed.num_extra
+        variables, num_more = [*self.step.trainable, *self.step.state], self.num_sums + self._feed.num_extra + 1
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
@@ -184,7 +184,9 @@ class SyncStep:
             for v, new, old in zip(self.step.state, output.state, state, strict=True)
         ]
         return self.reduced(
-            self._buckets.pack([*output.gradients, *changes], output.sums, shared, *self._feed.extra(element))
+            self._buckets.pack(
+                [*output.gradients, *changes], output.sums, shared, output.weight[None], *self._feed.extra(element)
+            )
         )
 
     def _decay(self, variable: keras.Variable) -> float:
@@ -192,9 +194,11 @@ class SyncStep:
 
     def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
         """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
-        tensors, (sums, extra) = self._buckets.unpack(reduced, self.num_sums, self._feed.num_extra)
+        tensors, (sums, weight, extra) = self._buckets.unpack(reduced, self.num_sums, 1, self._feed.num_extra)
         self._feed.take_back(extra)
         gradients, changes = tensors[: len(self.step.trainable)], tensors[len(self.step.trainable) :]
+        if self.step.weighs_losses:
+            gradients, sums = self._divided(gradients, sums, weight[0])
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
         for variable, change in zip(self.step.state, changes, strict=True):
@@ -202,6 +206,17 @@ class SyncStep:
         self.optimizer.apply(gradients, self.step.trainable)
         self.applied.assign_add(1)
         return sums
+
+    def _divided(
+        self, gradients: list[tf.Tensor], sums: tf.Tensor, weight: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Those of a whole step, whose parts were multiplied by their weights; `weight`: the sum of these."""
+        factor = tf.math.reciprocal_no_nan(weight)  # a step of which a mask leaves nothing changes nothing
+        loss, count = sums[0] * factor, sums[1]
+        # Each worker has added up its own loss for each of its examples.
+        places = [[0], [2 + self.step.metrics.place_of_loss]]
+        sums = tf.tensor_scatter_nd_update(sums, places, [loss, loss * count])
+        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], sums
 
 
 def contributed_change(

@@ -65,9 +65,10 @@ class Algorithm(UpdateRule):
         """
         return contextlib.nullcontext()
 
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> None:
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
         check_assigned(name, step.trace)
         check_losses(name, step, num_replicas=1)
+        return ""
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> AsyncOrigin:
         return AsyncOrigin.of(start, sharding, num_metrics)
