@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
@@ -16,7 +17,7 @@ from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.source import MakeOptimizer, build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import ModelStep, StepOutput
 
 layers = keras.layers
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy
@@ -130,6 +131,41 @@ def test_losses_that_several_workers_cannot_share_are_refused(name: str) -> None
         refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
         with refusal if is_refused else contextlib.nullcontext():
             checks.check_losses("given", step, num_replicas)
+
+
+WEIGHTED = {
+    "a mask": masked,
+    "a class that is ignored": lambda: compiled(dense(), CROSSENTROPY(from_logits=True, ignore_class=3)),
+    "a mean over weights": lambda: compiled(
+        dense(), CROSSENTROPY(from_logits=True, ignore_class=3, reduction="mean_with_sample_weight")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_parts_of_a_batch_give_together_what_all_of_it_gives(name: str) -> None:
+    """The parts are divided by the sum of their weights, which stand for what each loss is divided by."""
+    digits = load_digits(run_config().data).train
+    weights = np.random.default_rng(0).uniform(0.1, 3.0, len(digits)).astype("float32")
+    labels = np.repeat(digits.y[:, None, None], 2, axis=1).astype("float32") if name == "a mask" else digits.y
+    train = data.Arrays(digits.x, labels, None if name == "a mask" else weights)
+    splits = data.Splits(train)
+    step, _ = build_step(InMemorySource(WEIGHTED[name], splits), splits, run_config(), contextlib.nullcontext())
+    assert step.weighs_losses
+    place = tf.constant([0, 0], tf.int64)
+
+    def of_part(first: int, last: int, share: float | None) -> StepOutput:
+        leaves = [tf.constant(leaf) for leaf in train[first:last].leaves]
+        return step(*step.values(), leaves, place, None if share is None else tf.constant(share))
+
+    whole = of_part(0, 50, None)
+    parts = [of_part(0, 20, 0.4), of_part(20, 50, 0.6)]
+    total = sum(float(part.weight) for part in parts)
+    if name != "a mask":  # which leaves half of each example
+        assert total != pytest.approx(float(parts[0].weight) / 0.4), "a share of the examples would not do"
+    assert sum(float(part.sums[0]) for part in parts) / total == pytest.approx(float(whole.sums[0]), rel=1e-5)
+    for expected, one, other in zip(whole.gradients, *(part.gradients for part in parts), strict=True):
+        np.testing.assert_allclose((one + other) / total, expected, rtol=1e-4, atol=1e-6)
 
 
 class Looks(keras.layers.Layer):  # type: ignore[misc]
