@@ -191,7 +191,7 @@ def shell(tmp_path: Path, no_leftovers: Callable[[], None]) -> Iterator[Shell]:
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.timeout(240)] if page in QUICK else [pytest.mark.timeout(1800), pytest.mark.slow]
+    return [pytest.mark.timeout(240)] if page in QUICK else [pytest.mark.timeout(1100), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
