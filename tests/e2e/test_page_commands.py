@@ -155,7 +155,7 @@ class Shell:
         self._bash.stdin.flush()
 
     def close(self) -> None:
-        self._bash.kill()
+        os.killpg(self._bash.pid, signal.SIGKILL)
         self._bash.communicate()
 
 
