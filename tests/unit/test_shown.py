@@ -44,6 +44,10 @@ WRONG = {
 }
 RIGHT = {
     "another run": (RUN, OTHER_RUN),
+    "a line of a log": (
+        "global_step=311, loss=0.35, final accuracy=0.9767\n",
+        "global_step=7, loss=0.9, final accuracy=0.96",
+    ),
     "nothing": ("", "\n"),
     "anything": ("...\n", "one\ntwo\n"),
     "anything, and then a line": ("...\nlast\n", "first\nlast\nlast\n"),
