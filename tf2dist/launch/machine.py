@@ -75,11 +75,12 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
     """Compares cores and memory with the tasks that this machine is to run."""
     # Those that this process may use: a container or taskset may allow fewer than the machine has.
     cores = len(os.sched_getaffinity(0))
-    text = f"{cores} cores for {num_training} tasks that compute"
+    text = f"{cores} cores for {num_training} {'task that computes' if num_training == 1 else 'tasks that compute'}"
     warning = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
     yield warning if num_training > cores else Finding("ok", "cores", text)
     free, needed = _free_memory_mb(), MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
-    text = f"{free:,} MB free, about {needed:,} MB needed by {num_tasks} tasks"
+    tasks = "1 task" if num_tasks == 1 else f"{num_tasks} tasks"
+    text = f"{free:,} MB free, about {needed:,} MB needed by {tasks}"
     warning = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
     yield warning if free < needed else Finding("ok", "memory", text)
 
