@@ -162,7 +162,13 @@ def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: S
     wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
     # As --signal does before the time limit, and preemption before its end.
     nodes.run("scancel", "--signal=TERM", f"{job}.0")
-    wait_for("requeued", tmp_path, lambda: "Restarts=1" in nodes.run("scontrol", "show", "job", job).stdout)
+
+    # Before its tasks have ended, the job counts the restart already, and then sets its time of start anew.
+    def is_requeued() -> bool:
+        shown = nodes.run("scontrol", "show", "job", job).stdout
+        return "Restarts=1" in shown and "JobState=PENDING" in shown
+
+    wait_for("requeued", tmp_path, is_requeued)
     steps = {path.name for path in runs.glob("tf2dist-*/checkpoints/step-*")}
     saved = max(int(name.partition("-")[2]) for name in steps)
     # SLURM waits for two minutes otherwise.
