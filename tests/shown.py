@@ -7,12 +7,12 @@ MOMENT = r"\d{8}_\d{6}|\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d"  # in the name of a direc
 NUMBER = r"\d(?:[\d,.:]*\d)?"
 TOKEN = re.compile(rf"(?P<anything>\.\.\.)|(?P<space>\s+)|(?P<moment>{MOMENT})|(?P<number>{NUMBER})")
 # Numbers that differ from run to run, by the words before or after them.
-FREE_AFTER = re.compile(r"(\b|_)(step|staleness|at most|pid)[ =]$")
+FREE_AFTER = re.compile(r"(\b|_)(step|staleness|at most|pid|done in)[ =]$")
 FREE_BEFORE = re.compile(r" ?(steps/s|examples/s|/s|left|secs|s)\b")
 IF_SLOW = "drawing training.png"  # a line that comes only if that takes long
 LOSS = re.compile(r"(\b|_)loss[=:]?\s*$")
 LOSS_FACTOR = 3.0
-ACCURACY = re.compile(r"(\b|_)accuracy[=:]?\s*$")
+ACCURACY = re.compile(r"(\b|_)accuracy( of|[=:])?\s*$")
 MISTAKES_FACTOR = 2.0
 SLACK = 0.05  # of other numbers with a decimal point: so much, or this share of the number
 

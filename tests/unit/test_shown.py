@@ -48,6 +48,7 @@ RIGHT = {
         "global_step=311, loss=0.35, final accuracy=0.9767\n",
         "global_step=7, loss=0.9, final accuracy=0.96",
     ),
+    "another time": ("done in 1:01 with an accuracy of 0.9526\n", "done in 0:04 with an accuracy of 0.96\n"),
     "nothing": ("", "\n"),
     "anything": ("...\n", "one\ntwo\n"),
     "anything, and then a line": ("...\nlast\n", "first\nlast\nlast\n"),
