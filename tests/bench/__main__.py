@@ -1,10 +1,12 @@
-"""make bench: all comparisons, contenders taking turns; a table, bench.json and bench.png.
+"""make bench: all comparisons, contenders taking turns; a table, bench.json, bench.md and bench.png.
 
-Absolute figures drift by a factor of two on a shared machine; ratios of medians do not.
+Absolute figures drift by a factor of two on a shared machine; ratios of medians do not. The comparisons that are in
+bench.json already and are not run again stay there.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -29,6 +31,7 @@ from rich.table import Table as RichTable
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tf2dist.config.schema import DataConfig
+from tf2dist.launch.console import number_of
 from tf2dist.palette import BLUE, VERMILLION
 
 FAILURES = (
@@ -38,6 +41,7 @@ FAILURES = (
 
 
 COLOURS = {True: BLUE, False: VERMILLION, None: "tab:gray"}
+FACTS = ("date", "processor", "cores", "memory_gb", "python", "tensorflow", "keras", "rounds", "scale")
 
 
 def save_arrays(folder: str) -> None:
@@ -84,27 +88,74 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
     table = RichTable("comparison", "medians", "ratio", "target", "")
     for result in results:
         figures = [f"{name} {value:,.4g}" for name, value in result["medians"].items()]
-        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
-        sign = "at least" if result["at_least"] else "at most"
-        target = "" if result["target"] is None else f"{sign} {result['target']:.2f}"
+        ratio, target = texts_of(result)
         verdict = {True: "met", False: "[red]missed", None: ""}[result["met"]]
         table.add_row(result["name"], f"{', '.join(figures)} {result['unit']}", ratio, target, verdict)
     console.print(table)
 
 
-def write(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """What is known so far: a run of the whole table takes an hour."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    about = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
+def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """Under which a comparison is measured: the values of `FACTS`."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": names[0].partition(": ")[2] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
         "tensorflow": version("tensorflow"),
         "keras": version("keras"),
         "rounds": options.rounds,
         "scale": options.scale,
     }
-    (options.out / "bench.json").write_text(json.dumps({**about, "comparisons": results}, indent=2) + "\n")
+
+
+def write(results: list[dict[str, Any]], folder: Path) -> None:
+    """What is known so far: a run of the whole table takes an hour."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps({"comparisons": results}, indent=2) + "\n")
+    (folder / "bench.md").write_text(page_of(results))
+
+
+def page_of(results: list[dict[str, Any]]) -> str:
+    """The results as a page, with a table for all that were measured under the same circumstances."""
+    lines = [
+        "# What `make bench` measured",
+        "",
+        "Written by `make bench`; [measured.md](measured.md) says how it measures.",
+    ]
+    for facts, rows in itertools.groupby(results, lambda result: [result[name] for name in FACTS]):
+        date, processor, cores, memory, python, tensorflow, keras, rounds, scale = facts
+        lines += [
+            "",
+            f"## {date}, {processor}, {cores} cores, {memory} GB",
+            "",
+            f"Python {python}, TensorFlow {tensorflow}, Keras {keras}; "
+            f"{number_of(rounds, 'round')}, steps times {scale}.",
+            "",
+            "| `--only` | medians | unit | ratio | target |",
+            "|---|---|---|---|---|",
+        ]
+        for result in rows:
+            medians = ", ".join(f"{name} {value:,.4g}" for name, value in result["medians"].items())
+            ratio, target = texts_of(result)
+            lines.append(f"| `{result['name']}` | {medians} | {result['unit']} | {ratio} | {target} |")
+    return "\n".join(lines) + "\n"
+
+
+def texts_of(result: dict[str, Any]) -> tuple[str, str]:
+    """The ratio of a comparison, and its target; empty for none."""
+    ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f} {' / '.join(result['ratio_of'])}"
+    sign = "at least" if result["at_least"] else "at most"
+    return ratio, "" if result["target"] is None else f"{sign} {result['target']:.2f}"
+
+
+def merged(folder: Path, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results, after those of other comparisons that a folder has."""
+    names = {result["name"] for result in results}
+    path = folder / "bench.json"
+    earlier = json.loads(path.read_text())["comparisons"] if path.exists() else []
+    return [*(result for result in earlier if result["name"] not in names), *results]
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -142,13 +193,13 @@ def main() -> int:
             parser.error(f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}")
         results = []
         for comparison in chosen:
-            results.append(run(comparison, options.rounds, console))
-            write(results, options)
+            results.append(run(comparison, options.rounds, console) | circumstances(options))
+            write(merged(options.out, results), options.out)
     show(results, console)
     if importlib.util.find_spec("torch") is None:
         console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
-    draw(results, options.out / "bench.png")
-    console.print(f"{options.out}/bench.json, {options.out}/bench.png")
+    draw(merged(options.out, results), options.out / "bench.png")
+    console.print(f"{options.out}/bench.json, {options.out}/bench.md, {options.out}/bench.png")
     return 0
 
 
