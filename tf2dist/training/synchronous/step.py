@@ -66,7 +66,9 @@ class SyncStep:
 
     def prepare_graph(self, config: RunConfig) -> None:
         """Makes what `take` needs."""
-        variables, num_more = [*self.step.trainable, *self.step.state], self.num_sums + self._feed.num_extra + 1
+        self._num_weights = int(self.step.weighs_losses)
+        variables = [*self.step.trainable, *self.step.state]
+        num_more = self.num_sums + self._num_weights + self._feed.num_extra
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
@@ -183,18 +185,17 @@ class SyncStep:
             contributed_change(v, self._decay(v), new, old, share, replica)
             for v, new, old in zip(self.step.state, output.state, state, strict=True)
         ]
-        return self.reduced(
-            self._buckets.pack(
-                [*output.gradients, *changes], output.sums, shared, output.weight[None], *self._feed.extra(element)
-            )
-        )
+        weights = [output.weight[None]] if self.step.weighs_losses else []
+        vectors = output.sums, shared, *weights, *self._feed.extra(element)
+        return self.reduced(self._buckets.pack([*output.gradients, *changes], *vectors))
 
     def _decay(self, variable: keras.Variable) -> float:
         return self.step.trace.decays.get(id(variable), 1.0)
 
     def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
         """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
-        tensors, (sums, weight, extra) = self._buckets.unpack(reduced, self.num_sums, 1, self._feed.num_extra)
+        sizes = self.num_sums, self._num_weights, self._feed.num_extra
+        tensors, (sums, weight, extra) = self._buckets.unpack(reduced, *sizes)
         self._feed.take_back(extra)
         gradients, changes = tensors[: len(self.step.trainable)], tensors[len(self.step.trainable) :]
         if self.step.weighs_losses:
