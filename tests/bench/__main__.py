@@ -87,7 +87,7 @@ def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]
 def show(results: list[dict[str, Any]], console: Console) -> None:
     table = RichTable("comparison", "medians", "ratio", "target", "")
     for result in results:
-        figures = [f"{name} {value:,.4g}" for name, value in result["medians"].items()]
+        figures = [f"{name} {shown(value)}" for name, value in result["medians"].items()]
         ratio, target = texts_of(result)
         verdict = {True: "met", False: "[red]missed", None: ""}[result["met"]]
         table.add_row(result["name"], f"{', '.join(figures)} {result['unit']}", ratio, target, verdict)
@@ -118,13 +118,17 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def page_of(results: list[dict[str, Any]]) -> str:
-    """The results as a page, with a table for all that were measured under the same circumstances."""
+    """The results as a page, with a table for all that were measured under the same circumstances.
+
+    Those of which a contender has failed are left out.
+    """
     lines = [
         "# What `make bench` measured",
         "",
         "Written by `make bench`; [measured.md](measured.md) says how it measures.",
     ]
-    for facts, rows in itertools.groupby(results, lambda result: [result[name] for name in FACTS]):
+    compared = [result for result in results if result["ratio"] is not None]
+    for facts, rows in itertools.groupby(compared, lambda result: [result[name] for name in FACTS]):
         date, processor, cores, memory, python, tensorflow, keras, rounds, scale = facts
         lines += [
             "",
@@ -137,10 +141,15 @@ def page_of(results: list[dict[str, Any]]) -> str:
             "|---|---|---|---|---|",
         ]
         for result in rows:
-            medians = ", ".join(f"{name} {value:,.4g}" for name, value in result["medians"].items())
+            medians = ", ".join(f"{name} {shown(value)}" for name, value in result["medians"].items())
             ratio, target = texts_of(result)
             lines.append(f"| `{result['name']}` | {medians} | {result['unit']} | {ratio} | {target} |")
     return "\n".join(lines) + "\n"
+
+
+def shown(value: float) -> str:
+    """Four digits, or all of a large number."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def texts_of(result: dict[str, Any]) -> tuple[str, str]:
