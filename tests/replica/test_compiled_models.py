@@ -82,6 +82,11 @@ def masked() -> keras.Model:
     return compiled(model, SQUARED_ERROR())
 
 
+def masked_one_number() -> keras.Model:
+    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(1), Repeated()])
+    return compiled(model, mean_of_all)
+
+
 def masked_beside_another() -> keras.Model:
     return two_losses(CROSSENTROPY(ignore_class=3), CROSSENTROPY())
 
@@ -107,6 +112,7 @@ LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
     "a mask beside a loss of a layer": (PARTS, masked_beside_an_added_loss, False),
     "a mean over weights": ("", lambda: compiled(dense(), CROSSENTROPY(reduction="mean_with_sample_weight")), False),
     "a mask": ("", masked, False),
+    "a number for a batch beside a mask": ("", masked_one_number, False),
     "a class that is ignored": ("", lambda: compiled(dense(), CROSSENTROPY(ignore_class=3)), False),
     "a number for a batch": ("", lambda: compiled(dense(), mean_of_all), False),
     "a custom compute_loss": ("", own_loss, False),
@@ -257,6 +263,13 @@ def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> Non
             assert bool(note) == (says == NOTED)
             if is_told:
                 checks.check_aggregation("given", step, "mode=sync_replicas")
+
+
+def test_a_number_for_a_batch_is_weighted_by_its_examples_beside_a_mask() -> None:
+    step, _ = built(masked_one_number)
+    leaves = [tf.constant(leaf) for leaf in load_digits(run_config().data).train[:20].leaves]
+    output = step(*step.values(), leaves, tf.constant([0, 0], tf.int64), tf.constant(0.25))
+    assert float(output.weight) == 0.25
 
 
 def squared_sum(y: Any, y_pred: Any) -> Any:

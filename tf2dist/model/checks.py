@@ -147,7 +147,8 @@ def check_unweighted(name: str, step: ModelStep, option: str) -> None:
 
 def _is_weighted(step: ModelStep, reductions: set[Any]) -> bool:
     """Whether a loss is divided by anything but the number of examples."""
-    return not step.has_own_loss and (
+    is_one_number = step.trace.has_scalar_loss and len(losses_of(step.model)) == 1
+    return not (step.has_own_loss or is_one_number) and (
         WEIGHTED_MEAN in reductions or (step.trace.is_masked and bool(reductions & {*MEANS}))
     )
 

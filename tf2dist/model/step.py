@@ -150,6 +150,8 @@ class ModelStep:
         reductions = [getattr(loss, "reduction", None) for loss in losses_of(self.model)]
         if self.has_own_loss or len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
             return False
+        if self.trace.has_scalar_loss:  # it is divided by nothing
+            return False
         return reductions == [WEIGHTED_MEAN] or (self.trace.is_masked and reductions[0] in MEANS)
 
     @property
