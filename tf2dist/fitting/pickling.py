@@ -169,7 +169,7 @@ def _users_own(model: keras.Model) -> Iterator[Any]:
         if isinstance(value, dict):
             queue += value.values()
         elif isinstance(value, list | tuple | set):
-            queue += value
+            queue.extend(value)  # not +=, which the tuples of an object that Keras tracks refuse
         # A lambda has no name by which Keras could ask for it; Keras saves its code itself.
         elif isinstance(value, types.FunctionType | type):
             if _is_users(value) and value.__name__ != "<lambda>":
