@@ -118,7 +118,7 @@ class HookCall:
     epoch: int
     step: int
     logs: dict[str, Any]
-    learning_rate: float
+    learning_rates: list[float]
     arrays: str
     state: str
 
@@ -150,7 +150,7 @@ class PeerGone:
 
 @dataclass(frozen=True)
 class HookAnswer:
-    """What the caller of `fit` wants after the `HookCall` of this number; None and "": as it is.
+    """What the caller of `fit` wants after the `HookCall` of this number; [] and "": as it is.
 
     Attributes:
         stop: the training ends.
@@ -160,7 +160,7 @@ class HookAnswer:
 
     number: int
     stop: bool
-    learning_rate: float | None
+    learning_rates: list[float]
     arrays: str
     state: str
 
@@ -240,11 +240,11 @@ class ToLauncher:
         epoch: int,
         step: int,
         logs: dict[str, Any],
-        learning_rate: float,
+        learning_rates: list[float],
         arrays: str,
         state: str,
     ) -> None:
-        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rate, arrays, state))
+        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rates, arrays, state))
 
     def result(self, summary: dict[str, Any]) -> None:
         self._post(ResultMessage(self.task, summary))

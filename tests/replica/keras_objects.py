@@ -18,6 +18,14 @@ def built_optimizer(kind: Callable[..., keras.Optimizer] = keras.optimizers.Adam
     return optimizer
 
 
+def several_optimizers(*built_for: keras.Variable) -> keras.Optimizer:
+    adam = keras.optimizers.Adam()
+    optimizer = keras.optimizers.MultiOptimizer(lambda _: adam)
+    if built_for:
+        optimizer.build([*built_for])
+    return optimizer
+
+
 def random_model() -> keras.Model:
     inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(2)])
     return keras.Sequential([keras.Input([3]), inner, keras.layers.GaussianNoise(0.1)])

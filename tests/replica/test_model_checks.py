@@ -133,7 +133,6 @@ def test_a_model_that_overrides_the_steps_of_keras_is_refused(register: Callable
     [
         (lambda: None, "gives None, and must give a keras.optimizers.Optimizer"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "give its inner optimizer"),
-        (lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()), "give one optimizer for all"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(register: Callable[..., None], build: Any, says: str) -> None:

@@ -57,6 +57,20 @@ OPTIMIZERS: dict[str, Make] = {
     "ema_overwrite_frequency": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
     "gradient_accumulation_steps": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss_scale_factor": lambda: optimizers.SGD(0.01, loss_scale_factor=128.0),
+    "several": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.Nadam(0.02, global_clipnorm=0.1, weight_decay=0.1),
+            {
+                ".*first/kernel": optimizers.SGD(optimizers.schedules.CosineDecay(0.01, 8), momentum=0.9),
+                "nothing/.*": optimizers.Adam(0.1),
+                ".*first/bias": optimizers.Nadam(0.03),
+            },
+        ),
+        loss_scale_factor=128.0,
+    ),
+    "a new one for each variable": lambda: optimizers.MultiOptimizer(
+        lambda variable: optimizers.Adam(0.02) if "first" in variable.path else optimizers.AdamW(0.05)
+    ),
 }
 # Variables that weight decay leaves out; an empty dict stands for the variables of the first layer.
 EXCLUSIONS: dict[str, dict[str, Any]] = {
@@ -105,7 +119,8 @@ def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
 # An asynchronous worker handles each of these in another way; `make slow` tests the rest.
 FIRST = (
     *("Adafactor", "Adam", "Muon", "SGD", "ScheduleFreeAdamW", "own", "schedule", "clipnorm", "global_clipnorm"),
-    *("ema_overwrite_frequency", "gradient_accumulation_steps", "loss_scale_factor", *EXCLUSIONS),
+    *("ema_overwrite_frequency", "gradient_accumulation_steps", "loss_scale_factor"),
+    *("several", "a new one for each variable", *EXCLUSIONS),
 )
 
 

@@ -23,12 +23,14 @@ from tests.replica.keras_objects import (
     compiled_model,
     model_with_metrics,
     random_model,
+    several_optimizers,
     shared_random_model,
 )
 from tf2dist.errors import InstallationError
 from tf2dist.process import tf_internals
 from tf2dist.tf_constants import KERAS_DEFAULTS
 
+WEIGHT = keras.Variable(0.0)
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 
 
@@ -147,6 +149,18 @@ LACKS = [
         lambda: BASE_OPTIMIZER,
         "_use_weight_decay",
         lambda _: tf_internals.undecayed(built_optimizer(), [keras.Variable(0.0)]),
+    ),
+    Lack(
+        "a layer would be trained by the optimizer of another",
+        several_optimizers,
+        "_optimizer_map",
+        lambda optimizer: tf_internals.groups_of(optimizer, [keras.Variable(0.0)]),
+    ),
+    Lack(
+        "a layer would be trained by the optimizer of another",
+        lambda: several_optimizers(WEIGHT),
+        "_var_to_optimizer_idx",
+        lambda optimizer: tf_internals.groups_of(optimizer, [WEIGHT]),
     ),
     Lack(
         "a model that was trained before could not be built with cut variables",

@@ -18,7 +18,7 @@ from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.parts import Part, joined, parts_of
-from tf2dist.process.tf_internals import counter_of, name_of, slots_of, state_of, trained_variables
+from tf2dist.process.tf_internals import counter_of, inner_optimizers, name_of, slots_of, state_of, trained_variables
 from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
@@ -65,15 +65,17 @@ def _slots(
     A Keras optimizer keeps its slots in lists in the order of the variables that it was built with. Their
     own names may be ambiguous: "a_b/c" and "a/b_c" both give "a_b_c_momentum".
     """
-    # Its counter and rate are not saved: the global step gives the one, the configuration the other.
-    left = {id(slot): slot for slot in state_of(optimizer)}
-    owners = trained_variables(optimizer)
-    for attribute, slots in slots_of(optimizer).items():
-        for owner, slot in zip(owners, slots, strict=True):
-            yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
-    for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
-        # Nadam gives it no name.
-        yield f"{number}/{name_of(slot)}", slot, None
+    for place, inner in enumerate(inner_optimizers(optimizer)):
+        # Its counter and rate are not saved: the global step gives the one, the configuration the other.
+        left = {id(slot): slot for slot in state_of(inner)}
+        owners = trained_variables(inner)
+        for attribute, slots in slots_of(inner).items():
+            for owner, slot in zip(owners, slots, strict=True):
+                yield f"{names[id(owner)]}/{attribute.strip('_')}", left.pop(id(slot)), owner
+        whole = "" if inner is optimizer else f"{place}/"
+        for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
+            # Nadam gives it no name.
+            yield f"{whole}{number}/{name_of(slot)}", slot, None
 
 
 def values(named: Named) -> dict[str, np.ndarray]:
@@ -237,8 +239,8 @@ def take_over(named: Named, model: keras.Model, variables: list[keras.Variable],
 
 def finalizes(optimizer: keras.Optimizer) -> bool:
     """Whether the optimizer changes the weights at the end of a training."""
-    usual = keras.optimizers.Optimizer.finalize_variable_values
-    return bool(optimizer.use_ema) or type(optimizer).finalize_variable_values is not usual
+    usual, inner = keras.optimizers.Optimizer.finalize_variable_values, inner_optimizers(optimizer)
+    return any(one.use_ema or type(one).finalize_variable_values is not usual for one in inner)
 
 
 def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Variable]]]) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ import numpy as np
 
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
-from tf2dist.process.tf_internals import counter_of, layers_of, seeds_of
+from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -43,7 +43,8 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     by_name = named_variables(model, variables, [model.optimizer])
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
     assign(by_name, {name: array for name, array in arrays.items() if name in by_name})
-    counter_of(model.optimizer).assign(step)
+    for counter in counters_of(model.optimizer):
+        counter.assign(step)
 
 
 def _renamed(name: str, renamed: dict[str, str]) -> str:

@@ -18,7 +18,8 @@ from tf2dist.checkpoint.state import values
 from tf2dist.errors import first_line
 from tf2dist.files import write_whole
 from tf2dist.finished.names import OPTIMIZER, copy_names, fill, saved_variables
-from tf2dist.process.tf_internals import learning_rate_of
+from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of, set_learning_rates
 
 MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
 TEMPORARY = ".part-model"  # a folder in the run directory
@@ -71,18 +72,19 @@ def write_model(
             final = values(saved_variables(trained))
             state = {name: array for name, array in snapshot.arrays.items() if name.startswith(OPTIMIZER)}
             fill(model, list(final), final | state, snapshot.num_updates)
-            _set_rate(model.optimizer, optimizer)
+            _set_rates(model.optimizer, optimizer)
             copy_names(model, trained)
+            named = trained.trainable_variables  # a MultiOptimizer has to find the variables by their new names
+            prepare_choice(model.name, model.optimizer, model.trainable_variables, named)
             _save(run_dir, model)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
 
 
-def _set_rate(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
-    """Gives an optimizer the present learning rate of another one, unless it has a schedule."""
-    rate = learning_rate_of(source)
-    if isinstance(learning_rate_of(optimizer), keras.Variable) and not callable(rate):
-        optimizer.learning_rate = float(rate)
+def _set_rates(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
+    """Gives an optimizer the present learning rates of another one, unless it has schedules."""
+    rates = [learning_rate_of(inner) for inner in inner_optimizers(source)]
+    set_learning_rates(optimizer, [0.0 if callable(rate) else float(rate) for rate in rates])
 
 
 def _reason(error: Exception) -> str:

@@ -80,14 +80,16 @@ class Callbacks:
     def model(self) -> keras.Model:
         return self._mirror.model
 
-    def begin(self, epoch: int, arrays: NamedArrays, learning_rate: float, step: int, state: NamedArrays) -> Change:
+    def begin(
+        self, epoch: int, arrays: NamedArrays, learning_rates: list[float], step: int, state: NamedArrays
+    ) -> Change:
         """Calls the hooks before the first step; called again whenever all tasks were started again.
 
         Args:
             epoch: the first to run, counted from 0.
             state: of the callbacks, from the checkpoint from which the run continues; empty without one.
         """
-        self._mirror.put(arrays, learning_rate, step)
+        self._mirror.put(arrays, learning_rates, step)
         if step == 0:
             self._mirror.restore_outside()
         if self._at_begin is None:
@@ -104,9 +106,11 @@ class Callbacks:
         self._begin_epoch(epoch)
         return self._change()
 
-    def after_epoch(self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
+    def after_epoch(
+        self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rates: list[float], step: int
+    ) -> Change:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
-        self._mirror.put(arrays, learning_rate, step)
+        self._mirror.put(arrays, learning_rates, step)
         self._epoch, self._logs = epoch, dict(logs)
         # Keras gives the hooks of a validation its metrics without the prefix, as it does for `evaluate`.
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
@@ -129,9 +133,9 @@ class Callbacks:
             self._begin_epoch(epoch + 1)
         return self._change(stop)
 
-    def pause(self, logs: Logs, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
+    def pause(self, logs: Logs, arrays: NamedArrays, learning_rates: list[float], step: int) -> Change:
         """Calls the batch hooks while the cluster pauses at one exact step."""
-        self._mirror.put(arrays, learning_rate, step)
+        self._mirror.put(arrays, learning_rates, step)
         self.call_batch_hooks(step, logs)
         return self._change(self.wants_to_stop)
 
@@ -150,9 +154,9 @@ class Callbacks:
         self._logs = logs
         self.end()
 
-    def after_last_step(self, arrays: NamedArrays, learning_rate: float, step: int) -> Change:
+    def after_last_step(self, arrays: NamedArrays, learning_rates: list[float], step: int) -> Change:
         """Calls `on_train_end`, with the weights that the cluster evaluates next."""
-        self._mirror.put(arrays, learning_rate, step)
+        self._mirror.put(arrays, learning_rates, step)
         self.end()
         return self._change()
 
@@ -170,9 +174,9 @@ class Callbacks:
 
     def _change(self, stop: bool = False) -> Change:
         """What callbacks have changed since the cluster's variables were copied into the mirror."""
-        arrays, rate = self._mirror.changes()
+        arrays, rates = self._mirror.changes()
         state = changes_since(self._at_begin or {}, state_of(self._list.callbacks))
-        return Change(stop, learning_rate=rate, arrays=arrays, state=state)
+        return Change(stop, learning_rates=rates, arrays=arrays, state=state)
 
 
 def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:

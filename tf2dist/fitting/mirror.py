@@ -9,9 +9,17 @@ from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
 from tf2dist.model.checks import check_inputs, check_model
+from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, ModelStep, generators
-from tf2dist.process.tf_internals import build_metrics, counter_of, learning_rate_of, trained_variables
+from tf2dist.process.tf_internals import (
+    build_metrics,
+    counters_of,
+    inner_optimizers,
+    learning_rate_of,
+    set_learning_rates,
+    trained_variables,
+)
 from tf2dist.training.hooks import NamedArrays
 
 
@@ -35,12 +43,12 @@ class Mirror:
         self._generators = generators(model)
         self._trainable = {id(variable): variable.path for variable in model.trainable_variables}
         self._cluster_arrays: NamedArrays = {}
-        # Unlike `iterations` it counts the updates, too, that an optimizer only accumulates.
-        self._counter = counter_of(self.optimizer)
+        # Unlike `iterations` they count the updates, too, that an optimizer only accumulates.
+        self._counters = counters_of(self.optimizer)
         # A run counts its steps from 0, but a model that was trained before goes on with its own count in Keras, and
         # learning rate schedules depend on it.
-        self._earlier_updates = int(self._counter.numpy())
-        self._cluster_rate: float | None = None
+        self._earlier_updates = int(self._counters[0].numpy())
+        self._cluster_rates: list[float] = []
         self._of_schedule = _read_by_schedule(self.optimizer)
         self._schedule_values = [_value(variable) for variable in self._of_schedule]
         self._cluster_step = self._earlier_updates
@@ -49,7 +57,7 @@ class Mirror:
     def optimizer(self) -> keras.Optimizer:
         return self.model.optimizer
 
-    def put(self, arrays: NamedArrays, learning_rate: float, step: int) -> None:
+    def put(self, arrays: NamedArrays, learning_rates: list[float], step: int) -> None:
         """Copies the variables of the cluster at a step into the model.
 
         Raises:
@@ -67,14 +75,13 @@ class Mirror:
                 )
             variable.assign(array)
         self._cluster_step = self._earlier_updates + step
-        self._counter.assign(self._cluster_step)
-        # Keras refuses to assign a rate to an optimizer with a schedule.
-        if isinstance(learning_rate_of(self.optimizer), keras.Variable):
-            self.optimizer.learning_rate = learning_rate
+        for counter in self._counters:
+            counter.assign(self._cluster_step)
+        set_learning_rates(self.optimizer, learning_rates)
         # Read back from the model: its variables may round a number, such as the rate to float32, and that must not
         # look like a change by a callback.
         self._cluster_arrays = self._values()
-        self._cluster_rate = self._learning_rate()
+        self._cluster_rates = self._learning_rates()
 
     def restore_outside(self) -> None:
         """Gives the variables that are not the model's what they held in this process before the training."""
@@ -95,18 +102,19 @@ class Mirror:
         self._outside_values = {name: _value(variable) for name, variable in self._outside.items()}
         self._named |= self._outside
 
-    def changes(self) -> tuple[NamedArrays, float | None]:
-        """The arrays that differ from those of the cluster, and the learning rate if it differs.
+    def changes(self) -> tuple[NamedArrays, list[float]]:
+        """The arrays that differ from those of the cluster, and the learning rates if one differs.
 
         Raises:
             FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule, or
                 which variables are trained.
         """
-        if (count := int(self._counter.numpy())) != self._cluster_step:
-            raise FitError(
-                f"callbacks: optimizer.iterations was {self._cluster_step} and is {count} now, but only the cluster "
-                "counts updates; do not assign it in a callback"
-            )
+        for counter in self._counters:
+            if (count := int(counter.numpy())) != self._cluster_step:
+                raise FitError(
+                    f"callbacks: optimizer.iterations was {self._cluster_step} and is {count} now, but only the "
+                    "cluster counts updates; do not assign it in a callback"
+                )
         trainable = {id(variable): variable.path for variable in self.model.trainable_variables}
         if changed := trainable.keys() ^ self._trainable.keys():
             path = next(path for key, path in (self._trainable | trainable).items() if key in changed)
@@ -127,16 +135,16 @@ class Mirror:
             for name, array in arrays.items()
             if not np.array_equal(array, cluster_arrays[name], equal_nan=True)
         }
-        rate = self._learning_rate()
-        return changes, rate if rate != self._cluster_rate else None
+        rates = self._learning_rates()
+        return changes, rates if rates != self._cluster_rates else []
 
     def _values(self) -> NamedArrays:
         return {name: _value(variable) for name, variable in self._named.items()}
 
-    def _learning_rate(self) -> float | None:
-        """The learning rate; None for a schedule, which callbacks cannot change."""
-        rate = learning_rate_of(self.optimizer)
-        return float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else None
+    def _learning_rates(self) -> list[float]:
+        """The learning rate of each inner optimizer; 0 for a schedule, which callbacks cannot change."""
+        rates = [learning_rate_of(inner) for inner in inner_optimizers(self.optimizer)]
+        return [float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else 0.0 for rate in rates]
 
 
 def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
@@ -151,9 +159,10 @@ def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
 
 def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The variables that a schedule of the learning rate reads, beside those of the optimizer."""
-    if not callable(learning_rate_of(optimizer)):
+    scheduled = [inner for inner in inner_optimizers(optimizer) if callable(learning_rate_of(inner))]
+    if not scheduled:
         return []
-    traced = tf.function(lambda: optimizer.learning_rate, autograph=False).get_concrete_function()
+    traced = tf.function(lambda: [inner.learning_rate for inner in scheduled], autograph=False).get_concrete_function()
     return read_directly(traced, optimizer.variables)
 
 
@@ -207,6 +216,7 @@ def _build_optimizer(model: keras.Model, name: str) -> None:
     optimizer = model.optimizer
     if not isinstance(optimizer, keras.Optimizer):  # compiled without one, which is refused later
         return
+    prepare_choice(name, optimizer, model.trainable_variables)
     prefix = f"model ({name}): its optimizer {type(optimizer).__name__}"
     try:
         if not optimizer.built:

@@ -31,7 +31,7 @@ from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.model.plan import EpochPlan
-from tf2dist.process.tf_internals import fresh_names, seeds_of, undecayed
+from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
 JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
@@ -95,19 +95,35 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
     write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
     # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
     try:
-        return load_sent_model(folder, objects)
+        copy = load_sent_model(folder, objects)
     except Exception as error:
         raise FitError(
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
+    # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
+    if _optimizer_numbers(copy) != _optimizer_numbers(model):
+        raise FitError(
+            f"model ({model.name}): its MultiOptimizer chooses by names of layers, which are others when Keras loads "
+            "the model; give its layers names, or give a function that builds it instead"
+        )
+    return copy
+
+
+def _optimizer_numbers(model: keras.Model) -> list[int]:
+    """For each trained variable the number of the inner optimizer that trains it."""
+    variables = model.trainable_variables
+    groups = enumerate(groups_of(model.optimizer, variables))
+    numbers = {id(variable): number for number, (_, trained) in groups for variable in trained}
+    return [numbers[id(variable)] for variable in variables]
 
 
 def _unsaved(model: keras.Model) -> dict[str, Any]:
     """The states of random generators, and the indices of the variables that are excluded from weight decay."""
     # A generator without a seed begins with a random one, so that each task would draw its own numbers.
     seeds = [np.array(seed.value).tolist() for seed in seeds_of(model)]
-    return {"seeds": seeds, "undecayed": undecayed(model.optimizer, model.trainable_variables)}
+    inner = inner_optimizers(model.optimizer)
+    return {"seeds": seeds, "undecayed": [undecayed(one, model.trainable_variables) for one in inner]}
 
 
 def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> keras.Model:
@@ -126,8 +142,9 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     unsaved = json.loads((folder / UNSAVED).read_bytes())
     for seed, value in zip(seeds_of(model), unsaved["seeds"], strict=True):
         seed.assign(value)
-    if unsaved["undecayed"]:
-        model.optimizer.exclude_from_weight_decay([model.trainable_variables[index] for index in unsaved["undecayed"]])
+    for optimizer, indices in zip(inner_optimizers(model.optimizer), unsaved["undecayed"], strict=True):
+        if indices:
+            optimizer.exclude_from_weight_decay([model.trainable_variables[index] for index in indices])
     return model
 
 

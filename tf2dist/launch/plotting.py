@@ -29,7 +29,8 @@ LEGEND_INCHES, FOOT_INCHES, GAP_INCHES = 0.42, 0.55, 0.85
 TITLE_CHARS, LINE_CHARS = 84, 120  # that fit into the width
 LABEL_CHARS = 40  # that fit above a panel, with the name of a scale
 COLUMNS = ("step", "time", "secs", "task")  # of every row
-NO_METRICS = ("loss", "steps_per_sec", "learning_rate", "training_secs")
+NO_METRICS = ("loss", "steps_per_sec", "training_secs")
+NO_METRIC_BEGINS = ("validation_", "test_", "learning_rate")
 GREY, GRID = "#6e7781", "#e4e7ea"
 PALE = 0.35  # how much of a colour stays in the curve behind a moving mean
 MAX_METRICS = 3  # the pictures of more would not fit on a screen
@@ -107,9 +108,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 def metrics_of(series: SeriesByName) -> list[str]:
     """The names to draw: the loss, and the model's metrics, accuracies first; those with a number at least."""
     with_numbers = [name for name, curve in series.items() if len(curve.finite())]
-    metric_names = [
-        name for name in with_numbers if name not in NO_METRICS and not name.startswith(("validation_", "test_"))
-    ]
+    metric_names = [name for name in with_numbers if name not in NO_METRICS and not name.startswith(NO_METRIC_BEGINS)]
     metric_names.sort(key=lambda name: "accuracy" not in name)
     return [name for name in ("loss",) if name in with_numbers] + metric_names[:MAX_METRICS]
 

@@ -15,7 +15,7 @@ from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
 from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep, Trace
-from tf2dist.process.tf_internals import layers_of, losses_of
+from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of, losses_of
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
@@ -322,8 +322,11 @@ def note_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
     """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
     # On TensorFlow Keras' gradient of a table is sparse, with an entry for each look-up; the packed one is dense. For
     # an update that is linear in the gradient, as SGD's is, that is the same.
-    tables = [layer for layer in layers_of(step.model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
-    if not tables or isinstance(optimizer, keras.optimizers.SGD):
+    groups = groups_of(optimizer, step.trainable)
+    squared = {id(v) for inner, trained in groups if not isinstance(inner, keras.optimizers.SGD) for v in trained}
+    embeddings = [layer for layer in layers_of(step.model) if isinstance(layer, keras.layers.Embedding)]
+    tables = [layer for layer in embeddings if any(id(weight) in squared for weight in layer.trainable_weights)]
+    if not tables:
         return ""
     return (
         f"{tables[0].name}: the gradients of a row that a batch looks up several times are added up before the "
@@ -335,7 +338,7 @@ def note_on_first_values(optimizer: keras.Optimizer) -> str:
     """What differs from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
     # `fit` builds the optimizer inside the graph of its steps. There the assignment of the weights to the sequence that
     # is updated is a part of each step.
-    if not isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+    if keras.optimizers.ScheduleFreeAdamW not in map(type, inner_optimizers(optimizer)):
         return ""
     return (
         "ScheduleFreeAdamW: its sequence begins with the weights once, as the method demands; keras.Model.fit on "

@@ -7,6 +7,7 @@ import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
 from tf2dist.process.parts import Part
+from tf2dist.process.tf_internals import choose_by_path, counter_of, groups_of, inner_optimizers
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
 # be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns
@@ -32,9 +33,37 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "
             "optimizer, with loss_scale_factor if need be, or use devices.precision=bfloat16, which needs no scaling"
         )
-    # Each of its optimizers counts its own updates, and here one counter is that of the run.
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        raise ConfigError(f"optimizer ({name}): a MultiOptimizer cannot be used here; give one optimizer for all")
+
+
+def prepare_choice(
+    name: str, optimizer: keras.Optimizer, variables: list[keras.Variable], named: list[keras.Variable] | None = None
+) -> None:
+    """Makes a MultiOptimizer choose by the paths of the variables that it will train; others stay as they are.
+
+    Args:
+        named: see `choose_by_path`; None for `variables`.
+
+    Raises:
+        ConfigError: it gives no optimizer for a variable, or one that cannot be used here.
+    """
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer) or not variables:  # a model without is refused
+        return
+    try:
+        choose_by_path(optimizer, variables, named or variables)
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"optimizer ({name}): its MultiOptimizer does not choose an optimizer for each variable "
+            f"({reason_of(error)}); correct its optimizer_map"
+        ) from error
+    for inner in inner_optimizers(optimizer):
+        check_optimizer(name, inner)
+    # Here one count is that of the run.
+    counts = sorted({int(counter_of(one).numpy()) for one, trained in groups_of(optimizer, variables) if trained})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"optimizer ({name}): those in its MultiOptimizer have made {counts[0]} and {counts[-1]} updates before, "
+            "and would go on with one count; give new ones"
+        )
 
 
 def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], keras.Optimizer]) -> None:
@@ -55,12 +84,13 @@ def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], kera
 def check_own_apply(name: str, optimizer: keras.Optimizer, num_ps: int) -> None:
     """Refuses an optimizer of a user's own that may look at all gradients, of which each ps has only a part."""
     methods = ("apply", "apply_gradients", "stateless_apply")
-    overridden = [method for method in methods if not getattr(type(optimizer), method).__module__.startswith("keras.")]
-    if overridden and num_ps > 1:
-        raise ConfigError(
-            f"optimizer ({name}): {type(optimizer).__name__} has {overridden[0]} of its own, and would get only the "
-            "variables of one ps there; use one ps, or mode=sync"
-        )
+    for kind in map(type, inner_optimizers(optimizer)):
+        overridden = [method for method in methods if not getattr(kind, method).__module__.startswith("keras.")]
+        if overridden and num_ps > 1:
+            raise ConfigError(
+                f"optimizer ({name}): {kind.__name__} has {overridden[0]} of its own, and would get only the "
+                "variables of one ps there; use one ps, or mode=sync"
+            )
 
 
 def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
@@ -92,7 +122,8 @@ def check_parts(name: str, optimizer: keras.Optimizer, variables: list[keras.Var
 
 def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:
     """Refuses an optimizer that has begun with the drawn weights when the run takes others (`takes_weights`)."""
-    if takes_weights and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+    kinds = [type(inner) for inner in inner_optimizers(optimizer)]
+    if takes_weights and keras.optimizers.ScheduleFreeAdamW in kinds:
         raise ConfigError(
             "init_from: ScheduleFreeAdamW has a sequence that begins with the model's own first weights; use another "
             "optimizer"

@@ -13,11 +13,11 @@ from tf2dist.data.loading import load
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.models import build_model, build_optimizer
-from tf2dist.model.optimizer_checks import check_copy, check_optimizer
+from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
 from tf2dist.process.parts import all_parts
-from tf2dist.process.tf_internals import config_of, undecayed
+from tf2dist.process.tf_internals import config_of, inner_optimizers, undecayed, with_inner
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
 
@@ -76,7 +76,9 @@ def build_step(
         checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
 
         def make_optimizer(total_steps: int) -> keras.Optimizer:
-            return build_optimizer(config.optimizer, total_steps)
+            new = build_optimizer(config.optimizer, total_steps)
+            prepare_choice(str(config.optimizer["name"]), new, model.trainable_variables)
+            return new
 
     # The variables of an optimizer that the model has would count as those of the model.
     optimizer, model.optimizer = model.optimizer, None
@@ -103,6 +105,8 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     if not model.built:
         make_variables(model, splits.layout)
     checks.check_trainable(source.name, model)
+    if model.compiled:
+        prepare_choice(source.name, model.optimizer, model.trainable_variables)
     return model
 
 
@@ -149,9 +153,15 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     """
     optimizer = model.optimizer
     check_optimizer(name, optimizer)
+    copies = [_copies_of_one(name, inner, model.trainable_variables) for inner in inner_optimizers(optimizer)]
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return copies[0]
+    return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
+
+
+def _copies_of_one(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> MakeOptimizer:
     config = config_of(optimizer)
-    undecayed_indices = undecayed(optimizer, model.trainable_variables)
-    excluded = all_parts([model.trainable_variables[index] for index in undecayed_indices])
+    excluded = all_parts([variables[index] for index in undecayed(optimizer, variables)])
 
     def copy(total_steps: int) -> keras.Optimizer:
         # A copy of the configuration, since `from_config` may replace entries of the one that it is given.

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.process.tf_internals import learning_rate_of
+from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of
 
 SECTIONS = ("mode", "model", "optimizer", "algorithm", "data", "train", "cluster", "seed")
+SCHEDULE = keras.optimizers.schedules.LearningRateSchedule
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool |
     return leaves
 
 
-class LearningRate:
-    """The learning rate of an optimizer at any step, without reading the optimizer's own count of steps.
+class LearningRates:
+    """The learning rate of each inner optimizer at any step, without reading the optimizer's own count of steps.
 
     With mode=async that count lies on a ps, where each read would cost a remote call.
     """
@@ -53,18 +54,22 @@ class LearningRate:
     def __init__(self, optimizer: keras.Optimizer, earlier_updates: int) -> None:
         self._earlier_updates = earlier_updates
         # `optimizer.learning_rate` would evaluate a schedule at the optimizer's own count and hide the schedule itself.
-        schedule = learning_rate_of(optimizer)
-        is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
-        self._schedule = schedule if is_schedule else None
         # A constant rate is read once: whoever changes it makes a new object of this class.
-        self._constant = 0.0 if is_schedule else _number(optimizer.learning_rate)
+        self._rates = [
+            rate if isinstance(rate := learning_rate_of(inner), SCHEDULE) else _number(inner.learning_rate)
+            for inner in inner_optimizers(optimizer)
+        ]
 
-    @property
-    def is_scheduled(self) -> bool:
-        return self._schedule is not None
+    def at(self, step: int) -> list[float]:
+        count = step + self._earlier_updates
+        return [_number(rate(count)) if isinstance(rate, SCHEDULE) else rate for rate in self._rates]
 
-    def at(self, step: int) -> float:
-        return _number(self._schedule(step + self._earlier_updates)) if self._schedule else self._constant
+    def scalars(self, step: int) -> dict[str, float]:
+        """By name, for curves; those of several optimizers are numbered as in `MultiOptimizer.optimizers`."""
+        rates = self.at(step)
+        if len(rates) == 1:
+            return {"learning_rate": rates[0]}
+        return {f"learning_rate_{number}": rate for number, rate in enumerate(rates)}
 
 
 def _number(value: Any) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +16,12 @@ from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import asked_to_stop
-from tf2dist.training.about import LearningRate
+from tf2dist.training.about import LearningRates
 from tf2dist.training.hooks import Change, Hooks, NamedArrays
 from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition, Loop, PauseRequest, WorkersAway
 from tf2dist.training.report import NoReporter
 
-METRICS, STOPPED, RATE = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot
+METRICS, STOPPED, RATES = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot
 CALLBACKS = "callbacks/"
 ANSWER_SECS = 1.0  # the longest time between two signs to the other workers that the callbacks are still running
 
@@ -34,14 +34,14 @@ class EpochState:
         before: the sums of the metrics when the epoch began.
         has_stopped: whether a callback has ended the run.
         callbacks: the state of the callbacks.
-        learning_rate: the last one that a callback has set; None if none has.
+        learning_rates: the last ones that a callback has set; empty if none has.
     """
 
     position: EpochPosition
     before: np.ndarray
     has_stopped: bool
     callbacks: NamedArrays
-    learning_rate: float | None = None
+    learning_rates: Sequence[float] = ()
 
     @classmethod
     def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
@@ -56,7 +56,7 @@ class EpochState:
             before=loop.progress.metrics - (done if done.shape == none.shape else none),
             has_stopped=bool(arrays.get(STOPPED, False)),
             callbacks={name.removeprefix(CALLBACKS): a for name, a in arrays.items() if name.startswith(CALLBACKS)},
-            learning_rate=float(arrays[RATE]) if RATE in arrays else None,
+            learning_rates=arrays[RATES].ravel().tolist() if RATES in arrays else (),
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:
@@ -70,8 +70,8 @@ class EpochState:
             METRICS: metrics - self.before,
             STOPPED: np.array(self.has_stopped),
         }
-        if self.learning_rate is not None:
-            own[RATE] = np.array(self.learning_rate)
+        if self.learning_rates:
+            own[RATES] = np.array(self.learning_rates)
         return own | {f"{CALLBACKS}{name}": array for name, array in self.callbacks.items()}
 
 
@@ -104,7 +104,7 @@ class EpochDriver:
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
         self._last = Evaluation({"loss": math.nan}, 0)  # the metrics of the last epoch's training
-        self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
+        self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
 
     def drive(self) -> None:
         """Trains, evaluates and reports the result.
@@ -114,8 +114,7 @@ class EpochDriver:
         """
         loop, target = self._loop, self._loop.target_step
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
-        if self._state.learning_rate is not None and not self._rate.is_scheduled:
-            self._apply(Change(learning_rate=self._state.learning_rate))
+        self._apply(Change(learning_rates=self._state.learning_rates))
         has_ended = self._is_ended(self._call("begin", {}))
 
         # An epoch takes several turns if a checkpoint or a callback interrupts it.
@@ -185,7 +184,7 @@ class EpochDriver:
             return loop.arrays() | loop.random_states()
 
         self._hooks.post(
-            kind, self._state.position.epoch, step, logs, self._rate.at(step), arrays, self._state.callbacks
+            kind, self._state.position.epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks
         )
         change = self._answer()
         if change.is_interrupted:
@@ -197,11 +196,11 @@ class EpochDriver:
 
     def _apply(self, change: Change) -> None:
         self._loop.apply(change)
-        if change.learning_rate is not None:
-            self._state.learning_rate = change.learning_rate
-            # The object made before has read the rate once and for all.
-            self._rate = LearningRate(self._loop.optimizer, self._loop.earlier_updates)
-            self._reporter.set_learning_rate(self._rate)
+        if change.learning_rates:
+            self._state.learning_rates = change.learning_rates
+            # The object made before has read the rates once and for all.
+            self._rates = LearningRates(self._loop.optimizer, self._loop.earlier_updates)
+            self._reporter.set_learning_rates(self._rates)
 
     def _answer(self) -> Change:
         """What the leader's callbacks want; waits for it on all tasks."""

@@ -9,7 +9,7 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,25 +31,25 @@ class Change:
     Attributes:
         stop: whether the run ends here.
         is_interrupted: whether a signal came while the callbacks ran; then the run is saved and stopped.
-        learning_rate: the new one; None to leave it.
+        learning_rates: the new ones, of each inner optimizer; empty to leave them.
         arrays: new values of variables, by name, such as "model/hidden1/kernel".
         state: the state of the callbacks, which the next checkpoints keep; None to leave it.
     """
 
     stop: bool = False
     is_interrupted: bool = False
-    learning_rate: float | None = None
+    learning_rates: Sequence[float] = ()
     arrays: NamedArrays = field(default_factory=dict)
     state: NamedArrays | None = None
 
     def to_bytes(self) -> bytes:
         """For the other synchronous workers, which save no checkpoints and so need no state of the callbacks."""
-        return pack([self.stop, self.is_interrupted, self.learning_rate], self.arrays)
+        return pack([self.stop, self.is_interrupted, [*self.learning_rates]], self.arrays)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Change":
-        (stop, is_interrupted, learning_rate), arrays = unpack(packed)
-        return cls(stop, is_interrupted, learning_rate, arrays)
+        (stop, is_interrupted, learning_rates), arrays = unpack(packed)
+        return cls(stop, is_interrupted, learning_rates, arrays)
 
 
 class Hooks(Protocol):
@@ -64,7 +64,7 @@ class Hooks(Protocol):
         epoch: int,
         step: int,
         logs: dict[str, float],
-        learning_rate: float,
+        learning_rates: list[float],
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:
@@ -122,7 +122,7 @@ class LauncherHooks:
         epoch: int,
         step: int,
         logs: dict[str, Any],
-        learning_rate: float,
+        learning_rates: list[float],
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:
@@ -133,7 +133,7 @@ class LauncherHooks:
         if kind == "pause":
             self._inbox.pause_wanted.clear()
         files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
-        self._to_launcher.hook_call(self._number, kind, epoch, step, logs, learning_rate, *files)
+        self._to_launcher.hook_call(self._number, kind, epoch, step, logs, learning_rates, *files)
 
     def _write(self, name: str, arrays: NamedArrays) -> str:
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
@@ -166,7 +166,7 @@ class LauncherHooks:
 def _change_of(answer: HookAnswer) -> Change:
     arrays = take_arrays(answer.arrays) if answer.arrays else {}
     state = take_arrays(answer.state) if answer.state else None
-    return Change(answer.stop, learning_rate=answer.learning_rate, arrays=arrays, state=state)
+    return Change(answer.stop, learning_rates=answer.learning_rates, arrays=arrays, state=state)
 
 
 def write_arrays(path: Path, arrays: NamedArrays) -> str:

@@ -24,6 +24,7 @@ from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import set_learning_rates
 from tf2dist.training.hooks import Change
 
 EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
@@ -195,7 +196,7 @@ class Loop(Protocol):
 
     @property
     def optimizer(self) -> keras.Optimizer:
-        """An optimizer of the run; if there are several, all of them have its learning rate."""
+        """An optimizer of the run; if there are several, all of them have its learning rates."""
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied, or until a pause is requested.
@@ -217,7 +218,7 @@ class Loop(Protocol):
         """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
 
     def apply(self, change: Change) -> None:
-        """Sets variables and the learning rate; all tasks that drive the training must call this."""
+        """Sets variables and learning rates; all tasks that drive the training must call this."""
 
     def broadcast(self, packed: bytes) -> bytes:
         """Returns the bytes that the leader passes; all tasks that drive the training must call this."""
@@ -355,9 +356,8 @@ class LoopBase(abc.ABC):
 
     def apply(self, change: Change) -> None:
         assign(self.named, change.arrays)
-        if change.learning_rate is not None:
-            for optimizer, _ in self._optimizers():
-                optimizer.learning_rate = change.learning_rate
+        for optimizer, _ in self._optimizers() if change.learning_rates else []:
+            set_learning_rates(optimizer, change.learning_rates)
 
     def finalize(self) -> None:
         self._trained = finalize(self.named, self._optimizers())

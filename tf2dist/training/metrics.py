@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -115,7 +116,8 @@ def _summary(tag: str, data: np.ndarray, metadata: Any) -> Any:
 def _scalar(tag: str, value: float) -> Any:
     from tensorboard.plugins.scalar import metadata
 
-    description = DESCRIPTIONS.get(tag) or f"{METRICS.get(tag, f'The metric {tag} of the model')}. {OF_SPLITS}"
+    kind = re.sub(r"^(learning_rate)_\d+$", r"\1", tag)  # of one optimizer of several
+    description = DESCRIPTIONS.get(kind) or f"{METRICS.get(tag, f'The metric {tag} of the model')}. {OF_SPLITS}"
     return _summary(tag, np.array(value, np.float32), metadata.create_summary_metadata("", description))
 
 

@@ -15,7 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.messages import ToLauncher, metrics_text
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics, Results
-from tf2dist.training.about import About, LearningRate, hparams_of, summary_of
+from tf2dist.training.about import About, LearningRates, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.metrics import JsonlWriter, PatientWriter, TensorBoardWriter, Values
 
@@ -78,8 +78,8 @@ class NoReporter:
     def show_progress(self) -> None:
         """Shows the user the present step at once."""
 
-    def set_learning_rate(self, rate: LearningRate) -> None:
-        """Tells the reporter that a callback has set another learning rate."""
+    def set_learning_rates(self, rates: LearningRates) -> None:
+        """Tells the reporter that a callback has set other learning rates."""
 
     def follow(self, loop: Loop, config: RunConfig) -> None:
         """Reports on this loop from now on."""
@@ -125,7 +125,7 @@ class Reporter(NoReporter):
         self._loop: Loop | None = None
         self._shown: _Recent  # set by `follow`, as is the next one
         self._filed: _Recent
-        self._rate: LearningRate | None = None
+        self._rates: LearningRates | None = None
         self._about: About | None = None
         # Of two that write into one folder TensorBoard would read only one.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
@@ -148,7 +148,7 @@ class Reporter(NoReporter):
 
     def follow(self, loop: Loop, config: RunConfig) -> None:
         self._loop, self.target_step = loop, loop.target_step
-        self._rate = LearningRate(loop.optimizer, loop.earlier_updates)
+        self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
         # The display and the files are served at different times, so each has its own last reading.
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
         self._about = About(summary_of(loop.model), hparams_of(config))
@@ -167,8 +167,8 @@ class Reporter(NoReporter):
         # Rounded as in the summary, or the two might be shown as 147 and 148.
         self._to_launcher.progress(progress.global_step, self.target_step, metrics, rate and round(rate, 2))
 
-    def set_learning_rate(self, rate: LearningRate) -> None:
-        self._rate = rate
+    def set_learning_rates(self, rates: LearningRates) -> None:
+        self._rates = rates
 
     def on_progress(self, progress: Progress) -> None:
         # The time and the work since the last report. After an evaluation there is no last report: its time is no
@@ -193,8 +193,8 @@ class Reporter(NoReporter):
             rate = self.steps_per_sec()
             if rate:
                 scalars["steps_per_sec"] = rate
-            if self._rate:
-                scalars["learning_rate"] = self._rate.at(step)
+            if self._rates:
+                scalars |= self._rates.scalars(step)
             self._write(step, scalars)
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -68,9 +68,84 @@ def name_of(variable: keras.Variable) -> str:
     return UNNAMED.sub("variable", variable.name)
 
 
+def inner_optimizers(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """The optimizers of which each has variables of its own: those in a MultiOptimizer, or the optimizer itself."""
+    return list(optimizer.optimizers) if isinstance(optimizer, keras.optimizers.MultiOptimizer) else [optimizer]
+
+
+def groups_of(
+    optimizer: keras.Optimizer, variables: list[keras.Variable]
+) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
+    """Every inner optimizer with those of the variables that it trains; those of a MultiOptimizer in its own order."""
+    groups: dict[int, tuple[keras.Optimizer, list[keras.Variable]]]
+    groups = {id(inner): (inner, []) for inner in inner_optimizers(optimizer)}
+    for variable in variables:
+        inner = _optimizer_for(optimizer, variable)
+        groups.setdefault(id(inner), (inner, []))[1].append(variable)
+    return list(groups.values())
+
+
+def _optimizer_for(optimizer: keras.Optimizer, variable: keras.Variable) -> keras.Optimizer:
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return optimizer
+    if optimizer.built:  # it has chosen once and for all: a function may return a new optimizer at each call
+        chosen = attribute(keras, optimizer, "_var_to_optimizer_idx", dict)
+        number = chosen.get(attribute(keras, optimizer, "_var_key", Callable)(variable))
+        if number is not None:
+            return optimizer.optimizers[number]
+    return attribute(keras, optimizer, "_optimizer_map", Callable)(variable)
+
+
+def choose_by_path(
+    optimizer: keras.optimizers.MultiOptimizer, variables: list[keras.Variable], named: list[keras.Variable]
+) -> None:
+    """Makes a MultiOptimizer choose as it does for these variables, but by their paths, whatever it has chosen by.
+
+    Then it can be saved, also if it has a function, and chooses the same for parts of the variables. Keras saves an
+    optimizer that stands at two keys twice, so each of them gets one key.
+
+    Args:
+        named: the variables of another model of the same kind, in the same order, by whose paths it chooses.
+    """
+    groups = groups_of(optimizer, variables)
+    patterns = dict(zip(map(id, variables), _patterns([variable.path for variable in named]), strict=True))
+    # An optimizer that trains nothing keeps its place, and gets a pattern that matches nothing.
+    keys = [
+        "|".join(patterns[id(variable)] for variable in trained) or "|".join(["(?!)"] * (number + 1))
+        for number, (_, trained) in enumerate(groups)
+    ]
+    inner = [optimizer for optimizer, _ in groups]
+    for one in inner:
+        one.loss_scale_factor = optimizer.loss_scale_factor
+    optimizer._optimizer_map = keras.optimizers.OptimizerMap(inner[-1], dict(zip(keys[:-1], inner[:-1], strict=True)))
+    optimizer._inner_optimizers = inner
+
+
+def _patterns(paths: list[str]) -> Iterator[str]:
+    """For each path one that matches it alone."""
+    # When Keras loads a model, it may leave out names of models at the beginning of a path, or put some there.
+    for path in paths:
+        parts = path.split("/")
+        ends = ("/".join(parts[-number:]) for number in range(1, len(parts) + 1))
+        end = next((end for end in ends if sum(f"/{each}".endswith(f"/{end}") for each in paths) == 1), None)
+        yield f"(.*/)?{re.escape(end)}" if end else re.escape(path)
+
+
+def with_inner(optimizer: keras.optimizers.MultiOptimizer, inner: list[keras.Optimizer]) -> keras.Optimizer:
+    """A new MultiOptimizer that chooses by the same paths, with others in the places of the inner optimizers."""
+    paths = attribute(keras, optimizer, "_optimizer_map", keras.optimizers.OptimizerMap)
+    by_path = keras.optimizers.OptimizerMap(inner[-1], dict(zip(paths, inner[:-1], strict=True)))
+    return keras.optimizers.MultiOptimizer(by_path, optimizer.loss_scale_factor, optimizer.name)
+
+
 def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
     """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients."""
     return attribute(keras, optimizer, "_iterations", keras.Variable)
+
+
+def counters_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The counters of an optimizer and of those in it."""
+    return [counter_of(one) for one in (optimizer, *inner_optimizers(optimizer))]
 
 
 def place_of(optimizer: keras.Optimizer, variable: Any) -> int:
@@ -83,8 +158,9 @@ def place_of(optimizer: keras.Optimizer, variable: Any) -> int:
 def count_updates_in(optimizer: keras.Optimizer, counter: keras.Variable) -> None:
     """Makes an optimizer count its updates in the given variable."""
     # `iterations` is read-only. Adam's bias correction and schedules read the attribute, so both follow the counter.
-    counter_of(optimizer)
-    optimizer._iterations = counter
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        counter_of(one)
+        one._iterations = counter
 
 
 def learning_rate_of(optimizer: keras.Optimizer) -> Any:
@@ -113,6 +189,16 @@ def fix_learning_rate(optimizer: keras.Optimizer) -> None:
     if isinstance(rate, keras.Variable):
         # The public setter would assign the number to the variable instead of replacing that.
         optimizer._learning_rate = float(rate.numpy())
+
+
+def set_learning_rates(optimizer: keras.Optimizer, rates: Sequence[float]) -> None:
+    """Sets the learning rate of each inner optimizer that has no schedule, to which Keras refuses to assign one."""
+    inner = inner_optimizers(optimizer)
+    if len(inner) != len(rates):  # those of another optimizer, with which the run began
+        return
+    for one, rate in zip(inner, rates, strict=True):
+        if not callable(learning_rate_of(one)):
+            one.learning_rate = rate
 
 
 def scale_learning_rate(optimizer: keras.Optimizer, factor: Callable[[], Any]) -> None:

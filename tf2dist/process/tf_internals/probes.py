@@ -28,6 +28,7 @@ from tf2dist.process.tf_internals.of_keras import (
     NAME_COUNTS,
     SCALES,
     build_metrics,
+    choose_by_path,
     count_updates_in,
     counter_of,
     fix_learning_rate,
@@ -47,6 +48,7 @@ from tf2dist.process.tf_internals.of_keras import (
     trained_variables,
     undecayed,
     velocities,
+    with_inner,
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     CONTEXT,
@@ -214,6 +216,18 @@ def _rate_is_followed() -> bool:
     follow_learning_rate(optimizer, leader)
     optimizer.apply([tf.constant(-1.0)], [weight])
     return float(weight.numpy()) == 0.25
+
+
+def _choices_are_kept() -> bool:
+    variables = [keras.Variable([1.0], name="first"), keras.Variable([1.0], name="second")]
+    rates = iter([0.5, 0.25])  # a third optimizer is never made
+    optimizer = keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD(next(rates)))
+    choose_by_path(optimizer, variables, variables)
+    other = with_inner(optimizer, [keras.optimizers.SGD(0.125), keras.optimizers.SGD(1.0)])
+    for each in (optimizer, other):
+        each.build(variables)
+        each.apply([tf.constant([1.0])] * 2, variables)
+    return [float(variable.numpy()[0]) for variable in variables] == [0.375, -0.25]
 
 
 def _seeds_are_found() -> bool:
@@ -407,6 +421,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
     (keras, "Optimizer._get_current_learning_rate of another"): _rate_is_followed,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
+    (keras, "MultiOptimizer._optimizer_map"): _choices_are_kept,
     (keras, "Variable._initialize"): _parts_are_taken,
     (keras, "Variable._value"): _views_are_taken,
     (keras, "Layer._seed_generators"): _seeds_are_found,

@@ -27,7 +27,7 @@ from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.source import MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
-from tf2dist.process.tf_internals import as_one_node
+from tf2dist.process.tf_internals import as_one_node, groups_of
 from tf2dist.training.call_size import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.batch_numbers import BatchNumbers, SharedNumbers, WorkerNumbers
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
@@ -303,6 +303,8 @@ class AsyncGraphs(PsGraphs):
 
     def _make_servers(self, parts: list[PartSpec]) -> None:
         self.servers = [ParameterServer(part, self.algorithm) for part in parts]
+        groups = groups_of(self.new_optimizer(), self.step.trainable)
+        self._global_clipnorms = [(inner.global_clipnorm, trained) for inner, trained in groups]
 
     def _make_input(self, spec: GraphsSpec) -> Input:
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
@@ -323,10 +325,7 @@ class AsyncGraphs(PsGraphs):
         values = self.values_of(unpacked)
         trainable, state = self.inputs(values)
         output = self.step(trainable, state, leaves, step_place(worker, unpacked[0].applied.value()))
-        gradients = output.gradients
-        if self.servers[0].global_clipnorm:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.servers[0].global_clipnorm)
-        changes = cut(self.step.trainable, gradients)
+        changes = cut(self.step.trainable, self._clipped(output.gradients))
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
@@ -338,6 +337,15 @@ class AsyncGraphs(PsGraphs):
             back = [values[id(v)] for v in layout.pulled]
             pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
         return pushes, output.sums[0]
+
+    def _clipped(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """What is left of the gradients by the norm over all those of an optimizer; each ps sees only some of them."""
+        clipped = dict(zip(map(id, self.step.trainable), gradients, strict=True))
+        for norm, variables in self._global_clipnorms:
+            if norm:
+                own, _ = tf.clip_by_global_norm([clipped[id(v)] for v in variables], norm)
+                clipped |= zip(map(id, variables), own, strict=True)
+        return list(clipped.values())
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
         (own,) = limit

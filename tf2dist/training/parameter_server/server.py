@@ -22,6 +22,8 @@ from tf2dist.process.tf_internals import (
     count_updates_in,
     fix_learning_rate,
     follow_learning_rate,
+    groups_of,
+    inner_optimizers,
     undecayed,
 )
 from tf2dist.training.parameter_server.atomic import make_atomic, state_update
@@ -78,6 +80,7 @@ class ModelPart:
         pull_layout: of what `pull` returns.
         pull: ``pull()``: all variables and the updates applied so far, without waiting.
         exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type.
+        groups: the optimizers that train something here, with what they train.
         loss_scale: by which the worker multiplies the loss, and divides the gradients again.
         on_device: as the function `on_device`, on the device of this ps.
     """
@@ -93,18 +96,22 @@ class ModelPart:
         self.trainable, self.state, self.variables = spec.trainable, spec.state, spec.variables
         with tf.device(spec.device):
             self.optimizer = spec.make_optimizer()
-            self._check_optimizer(spec)
-            check_parts(spec.optimizer_name, self.optimizer, spec.trainable)
+            self.groups = [group for group in groups_of(self.optimizer, spec.trainable) if group[1]]
+            for inner, trained in self.groups:
+                self._check_optimizer(spec, inner)
+                check_parts(spec.optimizer_name, inner, trained)
             # Only a worker sees the loss.
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self.update_number = UpdateNumber()
             count_updates_in(self.optimizer, self.update_number)
             self.optimizer.build(spec.trainable)
-            self._has_kernel = make_atomic(self.optimizer)
-            if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
-                fix_learning_rate(self.optimizer)
+            have_kernels = [make_atomic(inner) for inner, _ in self.groups]
+            self._has_kernel = all(have_kernels)
+            for inner, _ in self.groups:
+                if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
+                    fix_learning_rate(inner)
 
-    def _check_optimizer(self, spec: PartSpec) -> None:
+    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
         """Raises ConfigError for what the optimizer of one part cannot do."""
 
 
@@ -115,7 +122,6 @@ class ParameterServer(ModelPart):
         pull_layout: of what `pull` and `exchange` return.
         push: ``push(pushed, indices, limit)``: applies one update; see `_admit`.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
-        global_clipnorm: for the worker, which alone sees all gradients.
     """
 
     def __init__(self, spec: PartSpec, algorithm: "Algorithm") -> None:
@@ -129,18 +135,20 @@ class ParameterServer(ModelPart):
         self._algorithm, self._make_optimizer, self._narrow = algorithm, spec.make_optimizer, spec.narrow
         self.pull_layout = PullLayout(self.variables, narrow=spec.narrow)
         self.exact_layout = PullLayout(self.variables) if spec.narrow else self.pull_layout
-        self.global_clipnorm, self.optimizer.global_clipnorm = self.optimizer.global_clipnorm, None
+        for inner, _ in self.groups:
+            inner.global_clipnorm = None  # the worker clips, which alone sees all gradients
         with tf.device(spec.device):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
             self.counters = Counters(spec.num_workers, spec.num_metrics)
             self._lock = None if self._has_kernel and not algorithm.runs_alone else tf.CriticalSection()
-            algorithm.prepare(self.optimizer)
+            for inner, _ in self.groups:
+                algorithm.prepare(inner)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
 
-    def _check_optimizer(self, spec: PartSpec) -> None:
-        check_clipping(spec.optimizer_name, self.optimizer)
+    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
+        check_clipping(spec.optimizer_name, optimizer)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""
@@ -173,30 +181,37 @@ class ParameterServer(ModelPart):
     def _kinds(self, decays: dict[int, float]) -> Kinds:
         """The variables that may lie in vectors, and which of them are updated alike."""
         kinds: dict[int, Hashable] = {id(v): ("state", decays[id(v)]) for v in self.state if id(v) in decays}
-        # A norm is that of one variable, and a decay may leave some of them out.
-        is_by_element = not self.optimizer.clipnorm and not undecayed(self.optimizer, self.trainable)
-        if self._lock is None and is_by_element:
-            kinds |= {id(v): "trained" for v in self.trainable if not v.overwrite_with_gradient}
+        for number, (inner, trained) in enumerate(self.groups):
+            # A norm is that of one variable, and a decay may leave some of them out.
+            is_by_element = not inner.clipnorm and not undecayed(inner, trained)
+            if self._lock is None and is_by_element:
+                kinds |= {id(v): ("trained", number) for v in trained if not v.overwrite_with_gradient}
         return kinds
 
     def _updates_of(self, trained: list[Storage]) -> Iterator[tuple[keras.Optimizer, list[Storage]]]:
-        """Each optimizer with what it updates: vectors have one of their own, of whose slots those of `optimizer` are
-        views."""
-        vectors = [storage for storage in trained if isinstance(storage, PackedStorage)]
-        if alone := [storage for storage in trained if storage not in vectors]:
-            yield self.optimizer, alone
-        if not vectors:
-            return
+        """Each optimizer with what it updates: vectors have one of their own, of whose slots those of the optimizer of
+        their members are views."""
+        for optimizer, variables in self.groups:
+            members = set(map(id, variables))
+            stored = [storage for storage in trained if id(storage.members[0]) in members]
+            vectors = [storage for storage in stored if isinstance(storage, PackedStorage)]
+            if alone := [storage for storage in stored if storage not in vectors]:
+                yield optimizer, alone
+            if vectors:
+                yield self._optimizer_of(vectors, optimizer), [*vectors]
+
+    def _optimizer_of(self, vectors: list[PackedStorage], of_members: keras.Optimizer) -> keras.Optimizer:
+        place = inner_optimizers(self.optimizer).index(of_members)
         with tf.device(self.device):
-            own = self._make_optimizer()
+            own = inner_optimizers(self._make_optimizer())[place]
             for setting in ("clipvalue", "clipnorm", "global_clipnorm", "loss_scale_factor"):
-                setattr(own, setting, getattr(self.optimizer, setting))
+                setattr(own, setting, getattr(of_members, setting))
             count_updates_in(own, self.update_number)
             own.build([vector.variable for vector in vectors])
             make_atomic(own)
-        follow_learning_rate(own, self.optimizer)
-        adopt_slots(vectors, own, self.optimizer)
-        yield own, [*vectors]
+        follow_learning_rate(own, of_members)
+        adopt_slots(vectors, own, of_members)
+        return own
 
     @functools.cached_property
     def exchange(self) -> Callable[..., Parcel]:

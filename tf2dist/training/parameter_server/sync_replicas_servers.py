@@ -10,6 +10,7 @@ other worker, or the coordinator, brings what was decided to the ps that have no
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -42,8 +43,8 @@ class AggregatingServer(ModelPart):
         self.pull = self.pull_exactly = self.on_device(self._pull)
         self.exact_layout = self.pull_layout
 
-    def _check_optimizer(self, spec: PartSpec) -> None:
-        if self.optimizer.global_clipnorm and not spec.is_whole:
+    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
+        if optimizer.global_clipnorm and not spec.is_whole:
             raise ConfigError(
                 f"optimizer ({spec.optimizer_name}): with mode=sync_replicas and several ps global_clipnorm cannot "
                 "clip, since each ps has a part of the gradients; use clipnorm, or cluster.num_ps=1"

@@ -25,7 +25,7 @@ from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
-from tf2dist.process.tf_internals import counter_of
+from tf2dist.process.tf_internals import counters_of
 from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
@@ -131,7 +131,8 @@ def prepare(
     restored_from = restore(named, start, config)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
-    counter_of(optimizer).assign(origin.step + earlier)
+    for counter in counters_of(optimizer):
+        counter.assign(origin.step + earlier)
 
     # The graph of the steps.
     if splits.stream:

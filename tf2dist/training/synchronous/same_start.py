@@ -18,6 +18,7 @@ from tf2dist.checkpoint.state import Named, assign, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
+from tf2dist.process.tf_internals import inner_optimizers, trained_variables
 
 DIGEST_BYTES = 6  # as many as a float64 holds exactly, since digests travel through a sum
 OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
@@ -86,13 +87,17 @@ def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
     def kind(value: Any) -> Any:
         return float(value) if isinstance(value, np.floating) else type(value).__name__
 
-    config: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # a user's own schedule may not be able to give its configuration
-        config = optimizer.get_config()
-    if not isinstance(config.get("learning_rate"), float | np.floating):
-        # The configuration of a function names its file, which may lie elsewhere on another host.
-        config["learning_rate"] = float(optimizer.learning_rate)
-    return json.dumps([type(optimizer).__name__, config], default=kind, sort_keys=True).encode()
+    description: list[Any] = []
+    place = {id(variable): number for number, variable in enumerate(trained_variables(optimizer))}
+    for inner in inner_optimizers(optimizer):
+        config: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a user's own schedule may not be able to give its configuration
+            config = inner.get_config()
+        if not isinstance(config.get("learning_rate"), float | np.floating):
+            # The configuration of a function names its file, which may lie elsewhere on another host.
+            config["learning_rate"] = float(inner.learning_rate)
+        description += [type(inner).__name__, config, [place[id(variable)] for variable in trained_variables(inner)]]
+    return json.dumps(description, default=kind, sort_keys=True).encode()
 
 
 def _as_number(sha256: "hashlib._Hash") -> float:
