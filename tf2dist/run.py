@@ -76,8 +76,8 @@ def run_task(
 
     # The user's code.
     registry.load_plugins(config.plugins)
-    if config.devices.precision == "bfloat16":
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    if config.devices.precision != "float32":
+        keras.mixed_precision.set_global_policy(f"mixed_{config.devices.precision}")
 
     if task in cluster.training_tasks:
         stragglers.publish(config, cluster)

@@ -138,10 +138,10 @@ def test_a_run_that_is_too_short_for_a_profile(command: Command, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_xla_and_mixed_precision(command: Command, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "precision"), [("async", "bfloat16"), ("sync", "bfloat16"), ("sync", "float16")])
+def test_xla_and_mixed_precision(command: Command, mode: str, precision: str) -> None:
     summary = summary_of(
-        command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", "devices.precision=bfloat16")
+        command(f"mode={mode}", "data=digits", "train.steps=200", "devices.xla=true", f"devices.precision={precision}")
     )
     assert summary["test_accuracy"] > 0.6
 

@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eager": ({"model": lambda: model(run_eagerly=True)}, "run_eagerly=True, but the tasks compile"),
     "a LossScaleOptimizer": (
         {"model": scaled},
-        "a LossScaleOptimizer leaves out updates, which are counted here; give",
+        "a LossScaleOptimizer leaves out the updates whose gradients overflow, of which with mode=async nobody",
     ),
     "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; leave"),
     "own metrics": ({"model": own_metrics}, "has compute_metrics of its own, which would not"),
@@ -252,10 +252,22 @@ def test_settings_of_keras_that_tasks_cannot_use_are_refused(nothing_starts: Pat
             tf2dist.fit(model, X, Y, 4)
     finally:
         keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float16")
+    try:
+        with pytest.raises(tf2dist.ConfigError, match=r"dtype_policy \(float16\)"):
+            tf2dist.fit(model, X, Y, 4)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_with_float16_the_loss_is_scaled_in_sync_only(nothing_starts: Path) -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        with pytest.raises(tf2dist.ConfigError, match=r"dtype_policy \(mixed_float16\)"):
-            tf2dist.fit(model, X, Y, 4)
+        for mode in ("async", "sync_replicas"):
+            with pytest.raises(tf2dist.ConfigError, match=rf"a LossScaleOptimizer .* mode={mode} .*auto_scale_loss"):
+                tf2dist.fit(model, X, Y, 4, mode=mode)
+        with pytest.raises(pytest.fail.Exception, match="a wrong call is run"):
+            tf2dist.fit(model, X, Y, 4, mode="sync")
     finally:
         keras.config.set_dtype_policy("float32")
 

@@ -232,6 +232,7 @@ def plain_keras(name: str) -> Training:
         "metrics": {name: value for name, (value,) in history.items()},
         "test": evaluation,
         "random": [np.array(state.value) for state in seeds_of(model)],
+        "model": model,
     }
 
 

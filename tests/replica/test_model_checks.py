@@ -132,7 +132,6 @@ def test_a_model_that_overrides_the_steps_of_keras_is_refused(register: Callable
     ("build", "says"),
     [
         (lambda: None, "gives None, and must give a keras.optimizers.Optimizer"),
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "give its inner optimizer"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(register: Callable[..., None], build: Any, says: str) -> None:

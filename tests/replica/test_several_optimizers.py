@@ -227,6 +227,10 @@ def test_callbacks_see_and_set_the_learning_rate_of_each() -> None:
         mirror.changes()
 
 
+class OwnMulti(optimizers.MultiOptimizer):  # type: ignore[misc, name-defined]
+    pass
+
+
 def of_another_count() -> keras.Optimizer:
     optimizer = chosen()
     optimizer.optimizers[1].iterations.assign(5)
@@ -245,7 +249,15 @@ def of_another_count() -> keras.Optimizer:
         ),
         (
             lambda: optimizers.MultiOptimizer(lambda _: optimizers.LossScaleOptimizer(optimizers.SGD())),
-            "a LossScaleOptimizer",
+            "has a LossScaleOptimizer inside of a MultiOptimizer; put one around it all",
+        ),
+        (
+            lambda: optimizers.LossScaleOptimizer(optimizers.LossScaleOptimizer(optimizers.SGD())),
+            "has a LossScaleOptimizer inside of a LossScaleOptimizer; put one around it all",
+        ),
+        (
+            lambda: OwnMulti(lambda _: optimizers.SGD()),
+            "OwnMulti is a MultiOptimizer of your own, which cannot be made",
         ),
         (of_another_count, "have made 0 and 5 updates before, and would go on with one count; give new ones"),
     ],

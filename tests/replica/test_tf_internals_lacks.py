@@ -30,7 +30,6 @@ from tf2dist.errors import InstallationError
 from tf2dist.process import tf_internals
 from tf2dist.tf_constants import KERAS_DEFAULTS
 
-WEIGHT = keras.Variable(0.0)
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 
 
@@ -158,9 +157,9 @@ LACKS = [
     ),
     Lack(
         "a layer would be trained by the optimizer of another",
-        lambda: several_optimizers(WEIGHT),
+        lambda: several_optimizers(keras.Variable(0.0)),
         "_var_to_optimizer_idx",
-        lambda optimizer: tf_internals.groups_of(optimizer, [WEIGHT]),
+        lambda optimizer: tf_internals.groups_of(optimizer, tf_internals.trained_variables(optimizer)),
     ),
     Lack(
         "a model that was trained before could not be built with cut variables",

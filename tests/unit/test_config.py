@@ -192,6 +192,7 @@ BAD = [
     (["data.download_timeout_secs=0"], "data.download_timeout_secs (0.0)"),
     (["devices.gpu_memory_fraction=2"], "devices.gpu_memory_fraction (2.0)"),
     (["devices.precision=int8"], "devices.precision (int8)"),
+    (["devices.precision=float16"], "devices.precision (float16): needs a scale of the loss that all gradients decide"),
     (["cluster.placement=greedy"], "cluster.placement (greedy): must be one of round_robin, balanced, partitioned"),
     (["cluster.placement=partitioned", "cluster.min_part_bytes=0"], "cluster.min_part_bytes (0): must be at least 1"),
     (["cluster.all_reduce=gloo"], "cluster.all_reduce (gloo): must be one of auto, nccl, tf2dist, tensorflow"),

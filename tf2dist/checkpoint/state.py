@@ -18,7 +18,15 @@ from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.parts import Part, joined, parts_of
-from tf2dist.process.tf_internals import counter_of, inner_optimizers, name_of, slots_of, state_of, trained_variables
+from tf2dist.process.tf_internals import (
+    counter_of,
+    counters_of,
+    inner_optimizers,
+    name_of,
+    slots_of,
+    state_of,
+    trained_variables,
+)
 from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
@@ -76,6 +84,10 @@ def _slots(
         for number, slot in enumerate(left.values()):  # of the optimizer as a whole, such as a product of momenta
             # Nadam gives it no name.
             yield f"{whole}{number}/{name_of(slot)}", slot, None
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # It leaves out updates, so the global step does not tell how many there were.
+        for variable in (optimizer.dynamic_scale, optimizer.step_counter, *counters_of(optimizer)):
+            yield f"loss_scale/{name_of(variable)}", variable, None
 
 
 def values(named: Named) -> dict[str, np.ndarray]:

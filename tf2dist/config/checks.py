@@ -93,11 +93,19 @@ def _mode(config: RunConfig) -> list[Rule]:
 
 
 def _transfers(config: RunConfig) -> list[Rule]:
-    """Where a ps adds up what workers send, or workers send their weights, the roundings would add up."""
+    """Where a ps adds up what workers send, or workers send their weights, the roundings would add up.
+
+    Small gradients vanish in float16 unless the loss is scaled up.
+    """
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
     owner = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
     holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_weights)
-    return [("cluster.transfer_dtype", dtype, holds, f"is not for {owner}; leave it out")]
+    precision, in_sync = config.devices.precision, config.mode == "sync"
+    needs_sync = "needs a scale of the loss that all gradients decide, as only mode=sync has it; give that, or bfloat16"
+    return [
+        ("cluster.transfer_dtype", dtype, holds, f"is not for {owner}; leave it out"),
+        ("devices.precision", precision, precision != "float16" or in_sync, needs_sync),
+    ]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:

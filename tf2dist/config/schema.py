@@ -233,7 +233,11 @@ class DevicesConfig:
         None, IS_FRACTION, help="a fixed fraction of each GPU's memory, such as 0.2; null: it grows as needed"
     )
     xla: bool = option(False, help="compile the forward and backward pass with XLA")
-    precision: str = option("float32", one_of("float32", "bfloat16"), help="float32, or bfloat16 for mixed precision")
+    precision: str = option(
+        "float32",
+        one_of("float32", "bfloat16", "float16"),
+        help="float32, or bfloat16 or, with mode=sync, float16 for mixed precision",
+    )
     onednn: bool | None = option(
         None,
         help="compute with oneDNN on CPUs; null: for models known to have large dense layers, and else as "

@@ -43,7 +43,9 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     by_name = named_variables(model, variables, [model.optimizer])
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
     assign(by_name, {name: array for name, array in arrays.items() if name in by_name})
-    for counter in counters_of(model.optimizer):
+    # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
+    has_scale = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    for counter in counters_of(model.optimizer) if not has_scale else []:
         counter.assign(step)
 
 

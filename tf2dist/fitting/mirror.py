@@ -47,11 +47,12 @@ class Mirror:
         self._counters = counters_of(self.optimizer)
         # A run counts its steps from 0, but a model that was trained before goes on with its own count in Keras, and
         # learning rate schedules depend on it.
-        self._earlier_updates = int(self._counters[0].numpy())
+        self._earlier_updates = self._cluster_count = int(self._counters[0].numpy())
+        # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
+        self._counts_steps = not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
         self._cluster_rates: list[float] = []
         self._of_schedule = _read_by_schedule(self.optimizer)
         self._schedule_values = [_value(variable) for variable in self._of_schedule]
-        self._cluster_step = self._earlier_updates
 
     @property
     def optimizer(self) -> keras.Optimizer:
@@ -74,9 +75,9 @@ class Mirror:
                     "it must give the same layers at each call"
                 )
             variable.assign(array)
-        self._cluster_step = self._earlier_updates + step
+        self._cluster_count = self._earlier_updates + step if self._counts_steps else int(self._counters[0].numpy())
         for counter in self._counters:
-            counter.assign(self._cluster_step)
+            counter.assign(self._cluster_count)
         set_learning_rates(self.optimizer, learning_rates)
         # Read back from the model: its variables may round a number, such as the rate to float32, and that must not
         # look like a change by a callback.
@@ -110,9 +111,9 @@ class Mirror:
                 which variables are trained.
         """
         for counter in self._counters:
-            if (count := int(counter.numpy())) != self._cluster_step:
+            if (count := int(counter.numpy())) != self._cluster_count:
                 raise FitError(
-                    f"callbacks: optimizer.iterations was {self._cluster_step} and is {count} now, but only the "
+                    f"callbacks: optimizer.iterations was {self._cluster_count} and is {count} now, but only the "
                     "cluster counts updates; do not assign it in a callback"
                 )
         trainable = {id(variable): variable.path for variable in self.model.trainable_variables}

@@ -8,6 +8,7 @@ import keras
 
 from tf2dist.errors import FitError, kind_of
 from tf2dist.model.checks import check_trainable
+from tf2dist.model.optimizer_checks import check_loss_scale
 
 # Options of the command line that are arguments of `fit`. Given twice they could contradict each other.
 ARGUMENT_OF = {
@@ -112,6 +113,8 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
     check_trainable(name, model)
     if model.optimizer is None:
         raise FitError(f"model ({name}): is compiled without an optimizer; give one to model.compile")
+    if mode != "sync":
+        check_loss_scale(name, model.optimizer, f"mode={mode}")
     # Keras applies a constraint to the weights after an update. On a ps another worker's update may come in between.
     constrained = [weight for weight in model.trainable_weights if weight.constraint is not None]
     if mode == "async" and constrained:

@@ -25,7 +25,8 @@ from tf2dist.launch.start import check_simulated
 from tf2dist.model.plan import EpochPlan
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
-POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16"}  # Keras's policies as values of devices.precision
+# Keras's policies as values of devices.precision.
+POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import keras
+from keras.optimizers import LossScaleOptimizer
 
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, reason_of
@@ -113,4 +114,7 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
             raise ConfigError(f"optimizer ({name}): {reason_of(error)}") from None
         raise  # an error of the user's code
     check_optimizer(name, optimizer)
+    # As Keras does when it compiles a model.
+    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
+        return LossScaleOptimizer(optimizer)
     return optimizer

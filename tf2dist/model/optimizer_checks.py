@@ -17,21 +17,46 @@ ELEMENTWISE = (
     *(keras.optimizers.RMSprop, keras.optimizers.Nadam, keras.optimizers.Adadelta, keras.optimizers.Adamax),
     *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.ScheduleFreeAdamW),
 )
+AROUND_OTHERS = (keras.optimizers.MultiOptimizer, keras.optimizers.LossScaleOptimizer)
 PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuses what a builder returns if it is not an optimizer, or is one that leaves out updates."""
+    """Refuses what is no optimizer, or one of a user's own around others, of which no copy can be made."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             f"optimizer ({name}): its function gives {kind_of(optimizer)}, and must give a keras.optimizers.Optimizer; "
             "return the optimizer"
         )
-    # It skips the updates whose gradients overflow, and every update here counts as a step.
+    for kind in AROUND_OTHERS:
+        if isinstance(optimizer, kind) and type(optimizer) is not kind:
+            raise ConfigError(
+                f"optimizer ({name}): {type(optimizer).__name__} is a {kind.__name__} of your own, which cannot be "
+                f"made again in every task; give keras.optimizers.{kind.__name__}"
+            )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _check_inner(name, optimizer, optimizer.inner_optimizer)
+
+
+def _check_inner(name: str, outer: keras.Optimizer, inner: Any) -> None:
+    check_optimizer(name, inner)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            f"optimizer ({name}): has a LossScaleOptimizer inside of a {type(outer).__name__}; put one around it all"
+        )
+
+
+def check_loss_scale(name: str, optimizer: keras.Optimizer, where: str) -> None:
+    """Refuses a LossScaleOptimizer where not all gradients of an update are known in one place.
+
+    Args:
+        where: the option that it cannot be combined with.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
-            f"optimizer ({name}): a LossScaleOptimizer leaves out updates, which are counted here; give its inner "
-            "optimizer, with loss_scale_factor if need be, or use devices.precision=bfloat16, which needs no scaling"
+            f"optimizer ({name}): a LossScaleOptimizer leaves out the updates whose gradients overflow, of which with "
+            f"{where} nobody sees all; use mode=sync, or give its inner optimizer, with loss_scale_factor if need be, "
+            "and auto_scale_loss=False to model.compile, or devices.precision=bfloat16, which needs no scaling"
         )
 
 
@@ -46,6 +71,9 @@ def prepare_choice(
     Raises:
         ConfigError: it gives no optimizer for a variable, or one that cannot be used here.
     """
+    check_optimizer(name, optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
     if not isinstance(optimizer, keras.optimizers.MultiOptimizer) or not variables:  # a model without is refused
         return
     try:
@@ -56,13 +84,14 @@ def prepare_choice(
             f"({reason_of(error)}); correct its optimizer_map"
         ) from error
     for inner in inner_optimizers(optimizer):
-        check_optimizer(name, inner)
+        _check_inner(name, optimizer, inner)
     # Here one count is that of the run.
-    counts = sorted({int(counter_of(one).numpy()) for one, trained in groups_of(optimizer, variables) if trained})
+    counted = [optimizer, *(inner for inner, trained in groups_of(optimizer, variables) if trained)]
+    counts = sorted({int(counter_of(one).numpy()) for one in counted})
     if len(counts) > 1:
         raise ConfigError(
-            f"optimizer ({name}): those in its MultiOptimizer have made {counts[0]} and {counts[-1]} updates before, "
-            "and would go on with one count; give new ones"
+            f"optimizer ({name}): its MultiOptimizer and those in it have made {counts[0]} and {counts[-1]} updates "
+            "before, and would go on with one count; give new ones"
         )
 
 

@@ -17,7 +17,7 @@ from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
 from tf2dist.process.parts import all_parts
-from tf2dist.process.tf_internals import config_of, inner_optimizers, undecayed, with_inner
+from tf2dist.process.tf_internals import config_of, undecayed, with_inner
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
 
@@ -84,7 +84,8 @@ def build_step(
     optimizer, model.optimizer = model.optimizer, None
     step = ModelStep(model, splits.layout)
     # A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`.
-    if is_compiled and optimizer.built and int(optimizer.iterations.numpy()):
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
+    if is_compiled and optimizer.built and (has_scale or int(optimizer.iterations.numpy())):
         step.earlier_optimizer = optimizer
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
@@ -151,15 +152,18 @@ def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
     Raises:
         ConfigError: it is of no kind that can be used here.
     """
-    optimizer = model.optimizer
+    return _copies_of(name, model.optimizer, model.trainable_variables)
+
+
+def _copies_of(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> MakeOptimizer:
     check_optimizer(name, optimizer)
-    copies = [_copies_of_one(name, inner, model.trainable_variables) for inner in inner_optimizers(optimizer)]
-    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        return copies[0]
-    return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
-
-
-def _copies_of_one(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> MakeOptimizer:
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        copies = [_copies_of(name, inner, variables) for inner in optimizer.optimizers]
+        return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        copy_inner = _copies_of(name, optimizer.inner_optimizer, variables)
+        settings = optimizer.initial_scale, optimizer.dynamic_growth_steps, optimizer.name
+        return lambda total_steps: type(optimizer)(copy_inner(total_steps), *settings)
     config = config_of(optimizer)
     excluded = all_parts([variables[index] for index in undecayed(optimizer, variables)])
 

@@ -95,7 +95,7 @@ class ModelStep:
             they follow from the worker and the step, so a resumed run repeats them. Worker 0 has those that plain
             Keras would have at this step.
         loss_scale: the factor by which the optimizer wants the loss scaled up, against underflow; the gradients
-            are divided by it again.
+            are divided by it again. If it is a variable, a LossScaleOptimizer divides them.
         earlier_optimizer: the optimizer that has trained the model before; None for a new model.
         sums_losses: whether the losses are sums over the batch instead of means.
         outside: variables that a step reads where they are, since they are not the model's, such as the factor of a
@@ -105,7 +105,7 @@ class ModelStep:
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self.trainable = list(model.trainable_variables)
-        self.loss_scale: float | None = None
+        self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
         self._others = list(model.non_trainable_variables)
         # Variables are looked up by id, here and below: == of Keras variables compares what they hold.
@@ -198,7 +198,7 @@ class ModelStep:
             weight = tf.ones([]) if share is None else self._weight(forward, share)
             part = forward.loss if share is None or self.sums_losses else forward.loss * weight
             # Scaled on the tape, so that the backward pass itself computes with the larger numbers.
-            scaled = part * self.loss_scale if self.loss_scale else part
+            scaled = part if self.loss_scale is None else part * tf.cast(self.loss_scale, part.dtype)
         gradients = self._gradients(tape, scaled, trainable, scope)
         new_state = [scope.get_current_value(variable) for variable in self.state]
 
@@ -314,7 +314,9 @@ class ModelStep:
         # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
         gradient_parts = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in gradient_parts]
-        return [gradient / self.loss_scale for gradient in gradients] if self.loss_scale else gradients
+        if self.loss_scale is None or isinstance(self.loss_scale, keras.Variable):
+            return gradients
+        return [gradient / self.loss_scale for gradient in gradients]
 
     def _trace(self) -> Trace:
         """Traces one step, to see what the model returns, assigns and draws, and what its metrics do."""

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of
+from tf2dist.process.tf_internals import counter_of, inner_optimizers, learning_rate_of
 
 SECTIONS = ("mode", "model", "optimizer", "algorithm", "data", "train", "cluster", "seed")
 SCHEDULE = keras.optimizers.schedules.LearningRateSchedule
@@ -53,6 +53,9 @@ class LearningRates:
 
     def __init__(self, optimizer: keras.Optimizer, earlier_updates: int) -> None:
         self._earlier_updates = earlier_updates
+        # It leaves out updates, so the step does not tell their number. It lies in this process, since no ps has one.
+        has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self._counter = counter_of(optimizer) if has_scale else None
         # `optimizer.learning_rate` would evaluate a schedule at the optimizer's own count and hide the schedule itself.
         # A constant rate is read once: whoever changes it makes a new object of this class.
         self._rates = [
@@ -61,7 +64,7 @@ class LearningRates:
         ]
 
     def at(self, step: int) -> list[float]:
-        count = step + self._earlier_updates
+        count = step + self._earlier_updates if self._counter is None else int(self._counter.numpy())
         return [_number(rate(count)) if isinstance(rate, SCHEDULE) else rate for rate in self._rates]
 
     def scalars(self, step: int) -> dict[str, float]:

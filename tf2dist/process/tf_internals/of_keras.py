@@ -69,7 +69,9 @@ def name_of(variable: keras.Variable) -> str:
 
 
 def inner_optimizers(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """The optimizers of which each has variables of its own: those in a MultiOptimizer, or the optimizer itself."""
+    """The optimizers of which each has variables of its own: those in others, or the optimizer itself."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return inner_optimizers(optimizer.inner_optimizer)
     return list(optimizer.optimizers) if isinstance(optimizer, keras.optimizers.MultiOptimizer) else [optimizer]
 
 
@@ -86,6 +88,8 @@ def groups_of(
 
 
 def _optimizer_for(optimizer: keras.Optimizer, variable: keras.Variable) -> keras.Optimizer:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _optimizer_for(optimizer.inner_optimizer, variable)
     if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return optimizer
     if optimizer.built:  # it has chosen once and for all: a function may return a new optimizer at each call
@@ -139,13 +143,19 @@ def with_inner(optimizer: keras.optimizers.MultiOptimizer, inner: list[keras.Opt
 
 
 def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients."""
+    """The variable that counts every call of an optimizer; `iterations` skips those that only accumulate gradients.
+
+    With a LossScaleOptimizer these are the calls of the one in it, of which it leaves some out.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return counter_of(optimizer.inner_optimizer)
     return attribute(keras, optimizer, "_iterations", keras.Variable)
 
 
 def counters_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The counters of an optimizer and of those in it."""
-    return [counter_of(one) for one in (optimizer, *inner_optimizers(optimizer))]
+    counters = [counter_of(one) for one in (optimizer, *inner_optimizers(optimizer))]
+    return list({id(counter): counter for counter in counters}.values())
 
 
 def place_of(optimizer: keras.Optimizer, variable: Any) -> int:

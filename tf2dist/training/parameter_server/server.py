@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.model.optimizer_checks import check_clipping, check_parts
+from tf2dist.model.optimizer_checks import check_clipping, check_loss_scale, check_parts
 from tf2dist.process.tf_internals import (
     as_one_node,
     count_updates_in,
@@ -96,6 +96,7 @@ class ModelPart:
         self.trainable, self.state, self.variables = spec.trainable, spec.state, spec.variables
         with tf.device(spec.device):
             self.optimizer = spec.make_optimizer()
+            check_loss_scale(spec.optimizer_name, self.optimizer, "parameter servers")
             self.groups = [group for group in groups_of(self.optimizer, spec.trainable) if group[1]]
             for inner, trained in self.groups:
                 self._check_optimizer(spec, inner)

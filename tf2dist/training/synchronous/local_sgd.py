@@ -34,6 +34,7 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_aggregation, check_unsynchronized
+from tf2dist.model.optimizer_checks import check_loss_scale
 from tf2dist.model.packing import Buckets
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
@@ -284,6 +285,7 @@ def _check_length(config: RunConfig, num_workers: int) -> None:
 
 def _check_optimizer(config: RunConfig, optimizer: keras.Optimizer) -> None:
     kind = type(optimizer).__name__
+    check_loss_scale(kind, optimizer, "algorithm=local_sgd")
     # What workers add up are differences, and these types have no negative ones.
     odd = [slot for slot in state_of(optimizer) if slot.dtype == "bool" or slot.dtype.startswith("uint")]
     if odd:

@@ -117,8 +117,11 @@ def prepare(
     optimizer.build(step.trainable)
     graph_class = step_class(config.algorithm)
     graph_class.check(source.name, config, workers, splits, step, optimizer)
-    # The step divides the gradients by the loss scale before they are summed, so the optimizer must not.
-    step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if has_scale:
+        step.loss_scale = optimizer.dynamic_scale
+    else:  # the step divides the gradients by the loss scale before they are summed, so the optimizer must not
+        step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
     # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
     # snapshot, which is younger.
@@ -131,7 +134,7 @@ def prepare(
     restored_from = restore(named, start, config)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
-    for counter in counters_of(optimizer):
+    for counter in counters_of(optimizer) if not has_scale else []:
         counter.assign(origin.step + earlier)
 
     # The graph of the steps.

@@ -88,6 +88,8 @@ def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
         return float(value) if isinstance(value, np.floating) else type(value).__name__
 
     description: list[Any] = []
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        description += [optimizer.initial_scale, optimizer.dynamic_growth_steps]
     place = {id(variable): number for number, variable in enumerate(trained_variables(optimizer))}
     for inner in inner_optimizers(optimizer):
         config: dict[str, Any] = {}

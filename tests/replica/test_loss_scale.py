@@ -1,0 +1,151 @@
+"""A LossScaleOptimizer in mode=sync: as in Keras it leaves out the updates whose gradients overflow.
+
+It is refused where several ps or workers would decide that apart.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.test_like_keras import STEPS, first_layers, plain_keras, weights_of
+from tests.replica.test_resume import assert_same_arrays, taken
+from tf2dist import registry
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import RunConfig
+from tf2dist.errors import ConfigError
+from tf2dist.fitting.mirror import Mirror
+from tf2dist.model.models import build_optimizer
+from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+from tf2dist.training.about import LearningRates
+
+layers, optimizers = keras.layers, keras.optimizers
+MODELS = ("overflowing", "half")
+PAUSE = 7  # the step at which the runs are resumed
+SCALE = "optimizer/loss_scale/"
+
+
+def classifier(
+    optimizer: keras.Optimizer, input_shape: tuple[int, ...], num_classes: int, dtype: str | None = None, **more: Any
+) -> keras.Model:
+    hidden = layers.Dense(20, "relu", name="hidden", dtype=dtype)
+    model = keras.Sequential(
+        [*first_layers(input_shape), hidden, layers.Dense(num_classes, name="logits", dtype=dtype)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **more)
+    return model
+
+
+@registry.register_model("overflowing")
+def overflowing(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """The scale is too large at first, and grows to that again after every second update."""
+    schedule = optimizers.schedules.ExponentialDecay(1e-4, 2, 0.5)
+    choices = optimizers.OptimizerMap(optimizers.SGD(schedule), {".*hidden.*": optimizers.Adam(0.002)})
+    scaled = optimizers.LossScaleOptimizer(optimizers.MultiOptimizer(choices), 2.0**121, dynamic_growth_steps=2)
+    return classifier(scaled, input_shape, num_classes, loss_weights=[1000.0])
+
+
+@registry.register_model("half")
+def half(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    scaled = optimizers.LossScaleOptimizer(optimizers.Adam(0.002), 2.0**22)
+    return classifier(scaled, input_shape, num_classes, "mixed_float16")
+
+
+def config_of(name: str, num_workers: int) -> RunConfig:
+    return run_config(name, batch_size=100 // num_workers, steps_per_execution=5)
+
+
+def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
+    """What each model is after all steps, the second half of them in a resumed run."""
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    found = {}
+    for name in MODELS:
+        config, start = config_of(name, worker.cluster.num_workers), None
+        for until_step in (PAUSE, STEPS):
+            known = worker.cluster, worker.task, *source_and_splits(config)
+            loop = SyncLoop.build(config, *known, start, lambda _: None, worker.strategy)
+            loop.train(until_step)
+            start = taken(loop)
+        assert loop.progress.global_step == STEPS
+        found[name] = {
+            "weights": weights_of(loop.model),
+            "snapshot": start,
+            "applied": loop.updates_applied(),
+            "rates": LearningRates(loop.optimizer, 0).at(STEPS),
+            "accuracy": loop.evaluate("test").metrics["accuracy"],
+        }
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_scale_and_the_updates_are_those_of_keras(sync_workers: SyncWorkers, num_workers: int) -> None:
+    one, *others = sync_workers(train_all, num_workers, timeout_secs=240)
+    for name in MODELS:
+        expected, found = plain_keras(name), one[name]
+        optimizer = expected["model"].optimizer
+        applied, arrays = int(optimizer.iterations), found["snapshot"].arrays
+        assert 0 < applied < STEPS, "some updates must overflow, or nothing is shown"
+        assert (found["applied"], int(arrays[f"{SCALE}iteration"])) == (applied, applied)
+        assert float(arrays[f"{SCALE}dynamic_scale"]) == float(optimizer.dynamic_scale)
+        assert int(arrays[f"{SCALE}step_counter"]) == int(optimizer.step_counter)
+        for array, other in zip(found["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(array, other, atol=2e-5 if name == "overflowing" else 1e-3, rtol=0)
+        assert found["accuracy"] == pytest.approx(expected["test"]["accuracy"], abs=0.01)
+        inner = getattr(optimizer.inner_optimizer, "optimizers", [optimizer.inner_optimizer])
+        assert found["rates"] == pytest.approx([float(each.learning_rate) for each in inner])
+        for other in others:
+            assert_same_arrays(other[name]["snapshot"], found["snapshot"], ("model/", "optimizer/"))
+
+
+def test_callbacks_see_what_was_applied() -> None:
+    model = keras.Sequential([keras.Input([2]), layers.Dense(1)])
+    model.compile(optimizers.LossScaleOptimizer(optimizers.SGD(0.5)), "mse")
+    mirror = Mirror(model)
+    scale = {f"{SCALE}iteration": np.array(8), f"{SCALE}dynamic_scale": np.array(64.0, np.float32)}
+    mirror.put(scale, [0.25], 10)
+    optimizer = model.optimizer
+    assert (int(optimizer.iterations), float(optimizer.dynamic_scale)) == (8, 64.0)
+    assert float(optimizer.learning_rate) == 0.25
+    assert mirror.changes() == ({}, [])
+    optimizer.dynamic_scale.assign(32.0)
+    assert mirror.changes() == ({f"{SCALE}dynamic_scale": np.array(32.0)}, [])
+
+
+def test_an_optimizer_by_name_is_scaled_as_keras_does_when_it_compiles() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        scaled = build_optimizer({"name": "adam", "learning_rate": 0.5}, 10)
+        assert isinstance(scaled, optimizers.LossScaleOptimizer)
+        assert float(scaled.learning_rate) == 0.5
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+REFUSED = r"optimizer \(.*\): a LossScaleOptimizer leaves out .*with {} nobody sees all; use mode=sync, or give"
+
+
+def test_it_is_refused_with_parameter_servers(
+    async_loop: Callable[..., Any], replicas_loop: Callable[..., Any]
+) -> None:
+    for make_loop in (async_loop, replicas_loop):
+        with pytest.raises(ConfigError, match=REFUSED.format("parameter servers")):
+            make_loop(config_of("half", 1))
+
+
+def train_locally(worker: SyncWorker) -> None:
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    config = replace(config_of("half", 1), algorithm=AlgorithmConfig(kind="local_sgd", local_steps=4))
+    known = worker.cluster, worker.task, *source_and_splits(config)
+    SyncLoop.build(config, *known, None, lambda _: None, worker.strategy)
+
+
+def test_it_is_refused_where_each_worker_takes_steps_of_its_own(sync_workers: SyncWorkers) -> None:
+    with pytest.raises(WorkerError, match=REFUSED.format("algorithm=local_sgd")):
+        sync_workers(train_locally, 1)
