@@ -33,6 +33,7 @@ def check(config: RunConfig) -> None:
         *_first_weights(config),
         *_algorithm(config),
         *_transfers(config),
+        *_precision(config),
         *_parts(config),
         *_simulated(config),
         *argument_rules("model", config.model, builtin),
@@ -93,19 +94,18 @@ def _mode(config: RunConfig) -> list[Rule]:
 
 
 def _transfers(config: RunConfig) -> list[Rule]:
-    """Where a ps adds up what workers send, or workers send their weights, the roundings would add up.
-
-    Small gradients vanish in float16 unless the loss is scaled up.
-    """
+    """Where a ps adds up what workers send, or workers send their weights, the roundings would add up."""
     dtype, algorithm = config.cluster.transfer_dtype, config.algorithm.kind
     owner = "mode=sync_replicas" if config.mode == "sync_replicas" else f"algorithm={algorithm}"
     holds = dtype == "float32" or (config.mode != "sync_replicas" and not _entry(config).sends_weights)
-    precision, in_sync = config.devices.precision, config.mode == "sync"
-    needs_sync = "needs a scale of the loss that all gradients decide, as only mode=sync has it; give that, or bfloat16"
-    return [
-        ("cluster.transfer_dtype", dtype, holds, f"is not for {owner}; leave it out"),
-        ("devices.precision", precision, precision != "float16" or in_sync, needs_sync),
-    ]
+    return [("cluster.transfer_dtype", dtype, holds, f"is not for {owner}; leave it out")]
+
+
+def _precision(config: RunConfig) -> list[Rule]:
+    """Small gradients vanish in float16 unless the loss is scaled up."""
+    precision, holds = config.devices.precision, config.devices.precision != "float16" or config.mode == "sync"
+    must = "needs a scale of the loss that all gradients decide, as only mode=sync has it; give that, or bfloat16"
+    return [("devices.precision", precision, holds, must)]
 
 
 def _hosts(config: RunConfig) -> list[Rule]:
