@@ -7,7 +7,7 @@ See `packing` for their form on the way, `launch.messages` for what a launcher a
 and `control.messages` for what hosts say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class HookCall:
     epoch: int
     step: int
     logs: dict[str, Any]
-    learning_rates: list[float]
+    learning_rates: tuple[float, ...]
     arrays: str
     state: str
 
@@ -160,7 +160,7 @@ class HookAnswer:
 
     number: int
     stop: bool
-    learning_rates: list[float]
+    learning_rates: tuple[float, ...]
     arrays: str
     state: str
 
@@ -240,11 +240,11 @@ class ToLauncher:
         epoch: int,
         step: int,
         logs: dict[str, Any],
-        learning_rates: list[float],
+        learning_rates: Sequence[float],
         arrays: str,
         state: str,
     ) -> None:
-        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rates, arrays, state))
+        self._post(HookCall(self.task, number, kind, epoch, step, logs, tuple(learning_rates), arrays, state))
 
     def result(self, summary: dict[str, Any]) -> None:
         self._post(ResultMessage(self.task, summary))

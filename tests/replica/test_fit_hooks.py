@@ -177,7 +177,7 @@ def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
 
 def test_an_answer_to_an_earlier_leader_is_ignored(tmp_path: Path) -> None:
     def script(leader: Leader) -> Change:
-        leader.inbox.answers.put(HookAnswer(1, True, [], "", ""))
+        leader.inbox.answers.put(HookAnswer(1, True, (), "", ""))
         return leader.call("begin", 0, 0)
 
     assert not Leader(tmp_path, []).run(script).stop

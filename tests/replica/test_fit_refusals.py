@@ -48,35 +48,6 @@ def scaled() -> keras.Model:
     return made
 
 
-class Own(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense(inputs)
-
-    def train_step(self, data: Any) -> Any:
-        return super().train_step(data)
-
-
-def own_step() -> keras.Model:
-    made = Own()
-    made.compile("sgd", "mse")
-    return made
-
-
-class OwnMetrics(keras.Sequential):
-    def compute_metrics(self, *args: Any) -> Any:
-        return {"loss": 0.0}
-
-
-def own_metrics() -> keras.Model:
-    made = OwnMetrics([keras.Input([3]), keras.layers.Dense(1)])
-    made.compile("sgd", "mse")
-    return made
-
-
 def frozen() -> keras.Model:
     made = model()
     made.trainable = False
@@ -177,8 +148,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": scaled},
         "a LossScaleOptimizer leaves out the updates whose gradients overflow, of which with mode=async nobody",
     ),
-    "own steps": ({"model": own_step}, "has train_step of its own, which would not be used; leave"),
-    "own metrics": ({"model": own_metrics}, "has compute_metrics of its own, which would not"),
     "nothing to train": ({"model": frozen}, "has no trainable variables"),
     "an optimizer without slots": (
         {"model": lambda: model(optimizer=Unbuildable())},

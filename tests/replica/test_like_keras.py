@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replica import own_steps  # noqa: F401  registers models
 from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
@@ -28,9 +29,20 @@ layers = keras.layers
 # our runs also the "raw" weights, before those of the optimizer's moving averages replace them.
 Training = dict[str, Any]
 # Models that one worker trains in each mode.
-ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss"]
+ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss", "distiller", "autoencoder"]
+OWN_STEPS = ["distiller", "autoencoder", "gan", "critic"]  # the models of `own_steps`
 # Models that two synchronous workers train.
-TWO_WORKERS = ["large", "spectral", "synchronized", "summed", "aggregated", "ignores_a_class", "masked", "one_number"]
+TWO_WORKERS = [
+    "large",
+    "spectral",
+    "synchronized",
+    "summed",
+    "aggregated",
+    "ignores_a_class",
+    "masked",
+    "one_number",
+    *OWN_STEPS,
+]
 # Settings of the optimizer, with which a softmax model is trained.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
@@ -223,7 +235,7 @@ def plain_keras(name: str) -> Training:
     rows = pipeline.batches(lambda index: [index], sharding, 0, InputPosition()).take(STEPS)
     # A weight of 0 marks padding, which Keras does not get.
     taken = (splits.train.take(index[weights > 0]) for index, weights in rows.as_numpy_iterator())
-    batches = (splits.layout.pack(leaves) for leaves in taken)
+    batches = (keras.utils.pack_x_y_sample_weight(*splits.layout.pack(leaves)) for leaves in taken)
     history = model.fit(batches, steps_per_epoch=STEPS, verbose=0, shuffle=False).history
     test = split_of(splits, "test")
     evaluation = model.evaluate(test.x, test.y, 1000, verbose=0, return_dict=True)

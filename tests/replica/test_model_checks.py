@@ -117,17 +117,6 @@ def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(register
     build_mine()
 
 
-@pytest.mark.parametrize("method", ["train_step", "test_step", "compute_metrics"])
-def test_a_model_that_overrides_the_steps_of_keras_is_refused(register: Callable[..., None], method: str) -> None:
-    model_class = type("Own", (keras.Sequential,), {method: lambda self, *_: {}})
-    register(
-        registry.MODELS,
-        lambda input_shape, num_classes: model_class([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(10)]),
-    )
-    with pytest.raises(ConfigError, match=rf"^model \(mine\): has {method} of its own, which would not be used; leave"):
-        build_mine()
-
-
 @pytest.mark.parametrize(
     ("build", "says"),
     [

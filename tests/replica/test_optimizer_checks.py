@@ -49,7 +49,7 @@ def test_an_optimizer_that_cannot_be_copied_is_refused(make: Callable[[], keras.
     model = keras.Sequential([keras.Input([2]), layers.Dense(1)])
     model.compile(make(), "mse")
     with pytest.raises(ConfigError, match=rf"^optimizer \(mine\): {says}") if says else contextlib.nullcontext():
-        copies_of(model, "mine")
+        copies_of(model.optimizer, model.trainable_variables, "mine")
 
 
 class OwnApply(keras.optimizers.SGD):

@@ -107,6 +107,12 @@ LACKS = [
         )
     ),
     Lack(
+        "a model that updates one network before the other could not be trained synchronously",
+        lambda: tf.Graph,
+        "_distribution_strategy_stack",
+        lambda graph: tf_internals.outside_strategies(graph()).__enter__(),
+    ),
+    Lack(
         "workers could not read their own examples",
         lambda: script_ops,
         "_py_funcs",

@@ -8,8 +8,8 @@ from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
 from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
-from tf2dist.model.checks import check_inputs, check_model
 from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, ModelStep, generators
 from tf2dist.process.tf_internals import (
@@ -30,7 +30,10 @@ class Mirror:
         model: compiled and built, the one that callbacks see.
         worker_model: a model made as the workers make theirs, with the same layers as `model` in the same order, so
             that its variables have the names that the cluster uses; None if `model` itself was made so.
-        layout: of the data; None if the steps of the model read its own variables alone.
+        layout: of the data; None if the steps of the model are those of Keras and read its own variables alone.
+
+    Attributes:
+        optimizer: of all trained variables.
     """
 
     def __init__(
@@ -39,7 +42,8 @@ class Mirror:
         self.model, self._layout = model, layout
         self._outside: dict[str, keras.Variable] = {}
         self._outside_values: NamedArrays = {}
-        self._named = _named(model, worker_model or model)
+        self.optimizer, self._per_step = _optimizer_of(model, layout)
+        self._named = _named(self, worker_model or model, layout)
         self._generators = generators(model)
         self._trainable = {id(variable): variable.path for variable in model.trainable_variables}
         self._cluster_arrays: NamedArrays = {}
@@ -53,10 +57,6 @@ class Mirror:
         self._cluster_rates: list[float] = []
         self._of_schedule = _read_by_schedule(self.optimizer)
         self._schedule_values = [_value(variable) for variable in self._of_schedule]
-
-    @property
-    def optimizer(self) -> keras.Optimizer:
-        return self.model.optimizer
 
     def put(self, arrays: NamedArrays, learning_rates: list[float], step: int) -> None:
         """Copies the variables of the cluster at a step into the model.
@@ -76,8 +76,8 @@ class Mirror:
                 )
             variable.assign(array)
         self._cluster_count = self._earlier_updates + step if self._counts_steps else int(self._counters[0].numpy())
-        for counter in self._counters:
-            counter.assign(self._cluster_count)
+        for counter, times in zip(self._counters, self._per_step, strict=True):
+            counter.assign(times * self._cluster_count)
         set_learning_rates(self.optimizer, learning_rates)
         # Read back from the model: its variables may round a number, such as the rate to float32, and that must not
         # look like a change by a callback.
@@ -110,11 +110,11 @@ class Mirror:
             FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule, or
                 which variables are trained.
         """
-        for counter in self._counters:
-            if (count := int(counter.numpy())) != self._cluster_count:
+        for counter, times in zip(self._counters, self._per_step, strict=True):
+            if (count := int(counter.numpy())) != (wanted := times * self._cluster_count):
                 raise FitError(
-                    f"callbacks: optimizer.iterations was {self._cluster_count} and is {count} now, but only the "
-                    "cluster counts updates; do not assign it in a callback"
+                    f"callbacks: optimizer.iterations was {wanted} and is {count} now, but only the cluster counts "
+                    "updates; do not assign it in a callback"
                 )
         trainable = {id(variable): variable.path for variable in self.model.trainable_variables}
         if changed := trainable.keys() ^ self._trainable.keys():
@@ -150,6 +150,8 @@ class Mirror:
 
 def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
     """The variables that a training step reads and that are not the model's, by their names in the cluster."""
+    if has_own_step(model):
+        return {name: variables[0] for name, variables in _own_step(model, layout).outside.items()}
     # The step of the tasks has no optimizer, either.
     optimizer, model.optimizer = model.optimizer, None
     try:
@@ -167,17 +169,29 @@ def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
     return read_directly(traced, optimizer.variables)
 
 
-def _named(model: keras.Model, worker_model: keras.Model) -> dict[str, keras.Variable]:
+def _own_step(model: keras.Model, layout: Layout) -> OwnStep:
+    return OwnStep(model, layout, model.name, evaluates=False)
+
+
+def _optimizer_of(model: keras.Model, layout: Layout | None) -> tuple[keras.Optimizer, list[int]]:
+    """The optimizer of all trained variables of a compiled model, built, and how much a step moves its counters."""
+    step = _own_step(model, layout) if has_own_step(model) and layout else None
+    optimizer = step.optimizer if step else model.optimizer
+    # An optimizer makes its variables only when it is built.
+    if not optimizer.built:
+        optimizer.build(step.trainable if step else model.trainable_variables)
+    return optimizer, step.updates_per_step(optimizer) if step else [1] * len(counters_of(optimizer))
+
+
+def _named(mirror: Mirror, worker_model: keras.Model, layout: Layout | None) -> dict[str, keras.Variable]:
     """The variables of the model and its optimizer, by the names that those of `worker_model` have in checkpoints."""
-    # An optimizer makes its variables only when it is built. If both models are one object, it is built once.
-    for model_copy in {id(model): model, id(worker_model): worker_model}.values():
-        if not model_copy.optimizer.built:
-            model_copy.optimizer.build(model_copy.trainable_variables)
-    named = named_variables(worker_model, worker_model.weights, [worker_model.optimizer])
+    # If both models are one object, it is built once.
+    of_worker = mirror.optimizer if worker_model is mirror.model else _optimizer_of(worker_model, layout)[0]
+    named = named_variables(worker_model, worker_model.weights, [of_worker])
     names = {id(variables[0]): name for name, variables in named.items()}
     # Paired by position: Keras numbers unnamed layers separately in each process, so only the order is the same.
-    pairs = [*zip(worker_model.weights, model.weights, strict=True)]
-    pairs += zip(worker_model.optimizer.variables, model.optimizer.variables, strict=True)
+    pairs = [*zip(worker_model.weights, mirror.model.weights, strict=True)]
+    pairs += zip(of_worker.variables, mirror.optimizer.variables, strict=True)
     return {names[id(source)]: variable for source, variable in pairs if id(source) in names}
 
 
@@ -195,14 +209,12 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
         layout: of the data.
 
     Raises:
-        ConfigError: it is trained by a method of its own.
+        ConfigError: a method of its own by which it is trained fails.
         FitError: the model, its losses and its metrics do not fit the data.
     """
-    check_model(name, model)
-    check_inputs(name, model, layout)
-    # A model without an Input layer learns the shape of its input from its first call.
-    if not model.built:
-        make_variables(model, layout)
+    make_variables(model, name, layout, evaluates=False)
+    if has_own_step(model):
+        return
     _build_optimizer(model, name)
     try:
         build_metrics(model, layout.symbolic())

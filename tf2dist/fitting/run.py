@@ -35,6 +35,7 @@ from tf2dist.fitting.request import Model, check_share, name_of, set_model_optio
 from tf2dist.fitting.result import History, Result
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.start import check_place, check_size, draw_training, run_in_folder
+from tf2dist.model.own_step import has_own_step
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
@@ -87,7 +88,8 @@ class Run:
         set_model_options(self.config, model, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         # The tasks copy the optimizer. After the options, since with a policy that is refused there Keras has wrapped
         # it in one that scales the loss.
-        copies_of(model, name)
+        if not has_own_step(model):
+            copies_of(model.optimizer, model.trainable_variables, name)
         with private_folder() as job:
             copy = shipping.ship(job, self.model, name, self.splits, self.plan)
             if self.place.leads:

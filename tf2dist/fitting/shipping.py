@@ -30,6 +30,7 @@ from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
+from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
@@ -101,6 +102,21 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
+    if not copy.compiled:
+        raise FitError(
+            f"model ({model.name}): its compile is its own, and Keras does not call it when it loads the model; give "
+            "its class get_compile_config and compile_from_config, or give a function that builds and compiles it"
+        )
+    if len(copy.weights) != len(model.weights):
+        raise FitError(
+            f"model ({model.name}): Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
+            "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
+        )
+    if has_own_step(model) and _optimizer_state(copy) != _optimizer_state(model):
+        raise FitError(
+            f"model ({model.name}): its optimizers have trained before, and Keras does not save their state; give a "
+            "function that builds and compiles it anew, with more epochs and the run_dir to go on"
+        )
     # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
     if _optimizer_numbers(copy) != _optimizer_numbers(model):
         raise FitError(
@@ -108,6 +124,12 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             "the model; give its layers names, or give a function that builds it instead"
         )
     return copy
+
+
+def _optimizer_state(model: keras.Model) -> list[list[Any]]:
+    """What the optimizers of a model hold that have trained it, in an order of their own."""
+    trained = [optimizer for optimizer in optimizers_of(model) if int(optimizer.iterations.numpy())]
+    return sorted([np.array(variable.value).tolist() for variable in one.variables] for one in trained)
 
 
 def _optimizer_numbers(model: keras.Model) -> list[int]:
@@ -139,6 +161,8 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
     with fresh_names():
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
+    if not model.compiled:  # which is refused when it is sent
+        return model
     unsaved = json.loads((folder / UNSAVED).read_bytes())
     for seed, value in zip(seeds_of(model), unsaved["seeds"], strict=True):
         seed.assign(value)

@@ -28,29 +28,37 @@ class Dependence(enum.Enum):
 
 
 def loss_dependence(step: ModelStep, splits: Splits) -> Dependence:
-    """How the loss depends on the batch, with what layers add to it."""
+    """How the loss depends on the batch, with what layers add to it; of a model's own step, how its gradients do."""
     # What the losses of a compiled model give for each example has a mean over the batch.
     first = 0 if step.trace.has_scalar_loss or step.has_own_loss else 1
     if first and not step.trace.penalizes_batch:
         return Dependence.MEAN
 
-    def of_losses(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-        return lambda leaves: [loss for number in (0, 1) for loss in step.parts(leaves, training, number)[0][first:]]
+    def of_parts(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+        return lambda leaves: [part for number in (0, 1) for part in step.parts(leaves, training, number)[0][first:]]
 
     # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
     # training alone.
-    losses = _on_trial(of_losses(False), step, splits)
-    if losses is not None and len(losses[0]) != 2 * (1 + len(step.trace.penalties) - first):
-        losses = _on_trial(of_losses(True), step, splits)
-    if losses is None:
+    parts = _on_trial(of_parts(False), step, splits)
+    if parts is not None and len(parts[0]) != 2 * (step.num_parts - first):
+        parts = _on_trial(of_parts(True), step, splits)
+    if parts is None:
         return Dependence.MEAN
-    # Each loss was computed twice, with other random numbers.
-    (one, other, whole), (_, _, repeated) = np.split(np.array(losses), 2, axis=1)
-    is_mean = np.isclose(whole, _mean(one, other), TOLERANCE, 1e-7) | (whole != repeated)
-    if is_mean.all():
+    # Each was computed twice, with other random numbers.
+    number = len(parts[0]) // 2
+    repeated = parts[2][number:]
+    by_part = {_dependence(*each) for each in zip(*(of_batch[:number] for of_batch in parts), repeated, strict=True)}
+    return next((one for one in (Dependence.SUM, Dependence.NEITHER) if one in by_part), Dependence.MEAN)
+
+
+def _dependence(first: np.ndarray, second: np.ndarray, whole: np.ndarray, repeated: np.ndarray) -> Dependence:
+    if not np.array_equal(whole, repeated) or _is_near(whole, _mean(first, second)):
         return Dependence.MEAN
-    is_sum = np.isclose(whole, one + other, TOLERANCE, 1e-7)
-    return Dependence.SUM if (is_sum & ~is_mean).any() else Dependence.NEITHER
+    return Dependence.SUM if _is_near(whole, first + second) else Dependence.NEITHER
+
+
+def _is_near(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.linalg.norm(one - other) <= TOLERANCE * np.linalg.norm(other) + 1e-7)
 
 
 def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:

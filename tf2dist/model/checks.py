@@ -14,10 +14,10 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
+from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep, Trace
-from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of, losses_of
+from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of
 
-OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
 PROBABILITIES = ("Softmax", "Sigmoid")
@@ -49,12 +49,12 @@ def check_model(name: str, model: Any) -> None:
         raise ConfigError(
             f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
         )
-    # A step of tf2dist's own takes their place: training without them would succeed and be wrong.
-    overridden = [method for method in OWN_STEPS if getattr(type(model), method) is not getattr(keras.Model, method)]
-    if overridden:
+    if has_own_step(model) and not model.compiled:
+        raise ConfigError(f"model ({name}): has a step of its own, and is not compiled; call its compile")
+    if has_own_step(model) and model.run_eagerly:
         raise ConfigError(
-            f"model ({name}): has {' and '.join(overridden)} of its own, which would not be used; leave that out, and "
-            "give losses and metrics to compile, or with add_loss"
+            f"model ({name}): has run_eagerly=True, but the tasks compile their steps; leave it out, and use tf.print "
+            "to see values inside the model"
         )
 
 
@@ -109,7 +109,7 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
     Args:
         num_replicas: how many share a step; 1 with mode=async, where every step is of one worker's batch.
     """
-    kinds = {getattr(loss, "reduction", None) for loss in losses_of(step.model)}
+    kinds = {getattr(loss, "reduction", None) for loss in step.losses}
     if None in kinds or "none" in kinds:
         raise ConfigError(
             f"model ({name}): has a loss that gives no single number; give it reduction='sum_over_batch_size'"
@@ -117,7 +117,7 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
     if num_replicas == 1:
         return
     # A mean is weighted by the replica's share of the step, a sum is not: their total cannot be treated as either.
-    if "sum" in kinds and (len(losses_of(step.model)) > 1 or step.trace.penalties):
+    if "sum" in kinds and (len(step.losses) > 1 or step.trace.penalties):
         raise ConfigError(
             f"model ({name}): a loss with reduction=sum beside others cannot be shared by synchronous workers; use "
             "sum_over_batch_size, or mode=async"
@@ -138,7 +138,7 @@ def check_unweighted(name: str, step: ModelStep, option: str) -> None:
     Args:
         option: the choice that makes it so.
     """
-    if _is_weighted(step, {getattr(loss, "reduction", None) for loss in losses_of(step.model)}):
+    if _is_weighted(step, {getattr(loss, "reduction", None) for loss in step.losses}):
         raise ConfigError(
             f"model ({name}): its loss is divided by the parts of the outputs that a mask or weights leave, which "
             f"differ between the workers, and with {option} all gradients count alike; use mode=sync or mode=async"
@@ -147,7 +147,7 @@ def check_unweighted(name: str, step: ModelStep, option: str) -> None:
 
 def _is_weighted(step: ModelStep, reductions: set[Any]) -> bool:
     """Whether a loss is divided by anything but the number of examples."""
-    is_one_number = step.trace.has_scalar_loss and len(losses_of(step.model)) == 1
+    is_one_number = step.trace.has_scalar_loss and len(step.losses) == 1
     return not (step.has_own_loss or is_one_number) and (
         WEIGHTED_MEAN in reductions or (step.trace.is_masked and bool(reductions & {*MEANS}))
     )
@@ -185,6 +185,37 @@ def check_assigned(name: str, trace: Trace) -> None:
         )
 
 
+def check_updates(name: str, step: ModelStep) -> str:
+    """Refuses, for mode=async, a step of the model's own that trains a variable twice; returns a note for the user.
+
+    A worker pushes all updates of a step at its end, and has computed them from the values at its beginning.
+    """
+    if not isinstance(step, OwnStep) or not step.is_in_phases:
+        return ""
+    if step.repeats:
+        raise ConfigError(
+            f"model ({name}): its train_step applies an optimizer, or trains a variable, more than once, and with "
+            "mode=async all updates of a step are computed from the values at its beginning; use mode=sync"
+        )
+    return (
+        "the train_step reads weights that it has updated: with mode=async it finds the values that it began with, and "
+        "its updates are applied at its end"
+    )
+
+
+def check_whole_updates(name: str, step: ModelStep, option: str) -> None:
+    """Refuses a step of the model's own that goes on with what it has updated, where updates wait for the step's end.
+
+    Args:
+        option: the choice that makes them wait.
+    """
+    if isinstance(step, OwnStep) and step.is_in_phases:
+        raise ConfigError(
+            f"model ({name}): its train_step goes on with what it has updated, and with {option} all updates are "
+            "applied at the end of a step; use mode=sync with algorithm=plain, or mode=async"
+        )
+
+
 def check_state(name: str, state: list[keras.Variable]) -> None:
     """Refuses, for mode=sync, state whose change has no mean over the workers."""
     # What workers add up are differences, new value less old value, and these types have no negative ones.
@@ -203,6 +234,11 @@ def check_batches(name: str, step: ModelStep, splits: Splits) -> str:
         A note for the user about a loss that is neither the sum nor the mean over the examples; empty if it is none.
     """
     dependence = loss_dependence(step, splits)
+    if dependence is Dependence.SUM and isinstance(step, OwnStep):
+        raise ConfigError(
+            f"model ({name}): the gradients of its train_step are a sum over the batch, of which several synchronous "
+            "workers would take the mean; take the mean over the examples, or use mode=async"
+        )
     if dependence is Dependence.SUM:
         raise ConfigError(
             f"model ({name}): its loss is a sum over the batch, of which several synchronous workers would take the "
@@ -216,9 +252,10 @@ def check_batches(name: str, step: ModelStep, splits: Splits) -> str:
 
     if dependence is Dependence.MEAN:
         return ""
+    what, whats = ("gradient", "gradients") if isinstance(step, OwnStep) else ("loss", "losses")
     return (
-        "the loss of a batch is not the mean over its examples: each step takes the mean of the losses of the workers' "
-        "batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
+        f"the {what} of a batch is not the mean over its examples: each step takes the mean of the {whats} of the "
+        "workers' batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
     )
 
 
@@ -297,13 +334,13 @@ def advice_on(step: ModelStep, optimizer: keras.Optimizer, note: str) -> Advice:
     Args:
         note: what is known already.
     """
-    notes = (note, note_on_first_values(optimizer) or note_on_lookups(step, optimizer))
+    notes = (note, note_on_first_values(optimizer) or note_on_lookups(step, optimizer), note_on_numbers(step))
     return Advice(advice_on_outputs(step), "; ".join(filter(None, notes)))
 
 
 def advice_on_outputs(step: ModelStep) -> str:
     """A warning if the loss takes outputs for logits that look like probabilities; empty otherwise."""
-    losses = [loss for loss in losses_of(step.model) if isinstance(loss, CROSSENTROPIES)]
+    losses = [loss for loss in step.losses if isinstance(loss, CROSSENTROPIES)]
     if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(step.trace.outputs)):
         return ""
     tensor = step.trace.outputs
@@ -315,6 +352,19 @@ def advice_on_outputs(step: ModelStep) -> str:
     return (
         f"the model ends with {function}, and its outputs are taken for logits, to which the loss applies a softmax of "
         f"its own: it will learn slowly; leave the {function} out"
+    )
+
+
+def note_on_numbers(step: ModelStep) -> str:
+    """What differs from Keras in the numbers that a step of the model's own returns; empty if nothing does."""
+    if not isinstance(step, OwnStep):
+        return ""
+    names = dict.fromkeys([*step.metrics.numbers, *step.evaluated.numbers])
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: the history has the mean over the steps of an epoch, and keras.Model.fit shows that of "
+        "the last step; to have the same, return the result of a keras.metrics.Mean"
     )
 
 

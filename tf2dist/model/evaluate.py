@@ -19,7 +19,7 @@ class Evaluation:
     """The result over a split.
 
     Attributes:
-        metrics: by name, "loss" among them.
+        metrics: by name, usually "loss" among them.
     """
 
     metrics: Results
@@ -38,14 +38,15 @@ class Evaluation:
         if counted != num_examples:
             raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
         results = metrics.results(np.array(totals))
-        if not math.isfinite(results["loss"]):
+        # Of a model with a test_step of its own there may be none.
+        if not math.isfinite(results.get("loss", 0.0)):
             raise NotFiniteError(f"the loss is {results['loss']} in the evaluation; try a lower learning rate")
         return cls(results, num_examples)
 
     @property
     def headline(self) -> tuple[str, float]:
-        """The name and the value that stand for the whole: the accuracy if there is one, else the loss."""
-        name = "accuracy" if "accuracy" in self.metrics else "loss"
+        """The name and the value that stand for the whole: the accuracy, else the loss, else the first."""
+        name = next((each for each in ("accuracy", "loss") if each in self.metrics), next(iter(self.metrics)))
         return name, self.metrics[name]
 
 

@@ -23,7 +23,6 @@ class Metrics:
         loss_tracker: the metric of the loss.
         variables: of all metrics, in the order of the sums.
         size: how many numbers they hold.
-        place_of_loss: of the sum of the losses among these numbers.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -32,11 +31,14 @@ class Metrics:
         self.variables: list[keras.Variable] = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
-        places = np.cumsum([0, *self._sizes])
-        total = self.loss_tracker.variables[0]
-        self.place_of_loss = int(next(p for v, p in zip(self.variables, places, strict=False) if v is total))
         # Keras averages the losses of single outputs over batches, whatever their sizes, instead of over examples.
         self._of_batches = {id(v) for tracker in output_trackers_of(model) for v in tracker.variables}
+
+    @property
+    def place_of_loss(self) -> int:
+        """That of the sum of the losses among these numbers."""
+        total, places = self.loss_tracker.variables[0], np.cumsum([0, *self._sizes])
+        return int(next(p for v, p in zip(self.variables, places, strict=False) if v is total))
 
     def zeros(self) -> list[tf.Tensor]:
         """What the variables hold before the first example."""
@@ -61,13 +63,54 @@ class Metrics:
         Args:
             totals: the sums over some examples, [size]. Zeros, for none, give what the metric makes of them: often NaN.
         """
-        parts = np.split(totals, np.cumsum(self._sizes)[:-1])
-        mapping = [
-            (v, tf.constant(part.reshape(v.shape), v.dtype)) for v, part in zip(self.variables, parts, strict=True)
-        ]
-        # The metric computes its result from these values; its own variables stay as they are.
-        with keras.StatelessScope(mapping):
+        with self._holding(totals):
             results = self._model.get_metrics_result()
+        return {name: _plain(value) for name, value in sorted(results.items())}
+
+    def _holding(self, totals: np.ndarray) -> keras.StatelessScope:
+        """A scope in which the metrics compute their results from these sums; their own variables stay as they are."""
+        parts = np.split(totals, np.cumsum(self._sizes))[:-1]
+        return keras.StatelessScope(
+            [(v, tf.constant(part.reshape(v.shape), v.dtype)) for v, part in zip(self.variables, parts, strict=True)]
+        )
+
+
+class LoggedMetrics(Metrics):
+    """What a step of the model's own returns: the results of metrics, and numbers, of which the mean is taken.
+
+    Args:
+        logged: for each name that the step returns: the metric whose result it is, and the name of it if the metric
+            has several results; None for a number.
+        of_batches: the ids of those variables of metrics to which every batch adds alike, whatever its size.
+    """
+
+    def __init__(
+        self, model: keras.Model, logged: dict[str, tuple[keras.metrics.Metric, str] | None], of_batches: set[int]
+    ) -> None:
+        super().__init__(model)
+        self._logged = logged
+        self.numbers = [name for name, source in logged.items() if source is None]
+        self._of_batches |= of_batches
+        self._num_sums = self.size
+        if self.numbers:
+            self.size += len(self.numbers) + 1  # and of how many batches these are
+
+    def changes_by(self, logs: dict[str, Any], share: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """What `logs` add to the sums, after `changes`; `share`: as there."""
+        if not self.numbers:
+            return []
+        numbers = tf.stack([*(tf.cast(logs[name], tf.float32) for name in self.numbers), tf.ones([])])
+        return [numbers if share is None else numbers * share]
+
+    def results(self, totals: np.ndarray) -> Results:
+        sums, numbers = np.split(totals, [self._num_sums])
+        with np.errstate(invalid="ignore"):  # 0 / 0 before the first batch
+            results: dict[str, Any] = dict(zip(self.numbers, numbers[:-1] / numbers[-1:], strict=True))
+        with self._holding(sums):
+            for name, source in self._logged.items():
+                if source:
+                    metric, part = source
+                    results[name] = metric.result()[part] if part else metric.result()
         return {name: _plain(value) for name, value in sorted(results.items())}
 
 

@@ -11,9 +11,10 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout
 from tf2dist.data.loading import load
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks
+from tf2dist.model import checks, own_step
 from tf2dist.model.models import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
+from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
 from tf2dist.process.parts import all_parts
@@ -66,9 +67,11 @@ def build_step(
     """
     with scope:
         model = built_model(source, splits, config.seed)
+        if has_own_step(model):
+            return _build_own_step(source, splits, model)
     is_compiled = model.compiled
     if is_compiled:
-        make_optimizer = copies_of(model, source.name)
+        make_optimizer = copies_of(model.optimizer, model.trainable_variables, source.name)
     else:
         # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off below, unused.
         compile_classifier(source.name, model, splits.num_classes, "sgd")
@@ -83,13 +86,27 @@ def build_step(
     # The variables of an optimizer that the model has would count as those of the model.
     optimizer, model.optimizer = model.optimizer, None
     step = ModelStep(model, splits.layout)
-    # A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`.
-    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
-    if is_compiled and optimizer.built and (has_scale or int(optimizer.iterations.numpy())):
-        step.earlier_optimizer = optimizer
+    if is_compiled:
+        _take_earlier(step, optimizer)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
     return step, make_optimizer
+
+
+def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[ModelStep, MakeOptimizer]:
+    """As `build_step`, for a model that has its own steps."""
+    step = OwnStep(model, splits.layout, source.name, evaluates=bool(splits.sizes()))
+    checks.check_metrics(source.name, step)
+    checks.check_foreign(source.name, step.trace)
+    _take_earlier(step, step.optimizer)
+    return step, copies_of(step.optimizer, step.trainable, source.name)
+
+
+def _take_earlier(step: ModelStep, optimizer: keras.Optimizer) -> None:
+    """A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`."""
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
+    if optimizer.built and (has_scale or int(optimizer.iterations.numpy())):
+        step.earlier_optimizer = optimizer
 
 
 def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
@@ -101,20 +118,33 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     # Seeds Python and numpy, too, since a builder may draw its weights from those.
     keras.utils.set_random_seed(seed)
     model = source.build(splits)
-    checks.check_model(source.name, model)
-    checks.check_inputs(source.name, model, splits.layout)
-    if not model.built:
-        make_variables(model, splits.layout)
+    make_variables(model, source.name, splits.layout, bool(splits.sizes()))
     checks.check_trainable(source.name, model)
-    if model.compiled:
+    if model.compiled and not has_own_step(model):
         prepare_choice(source.name, model.optimizer, model.trainable_variables)
     return model
 
 
-def make_variables(model: keras.Model, layout: Layout) -> None:
-    """Makes the variables of a subclass of `keras.Model` and of its layers, as its first call does."""
-    x, _, _ = layout.symbolic()
-    model(keras.tree.map_structure(lambda spec: keras.Input(spec.shape[1:], dtype=spec.dtype), x))
+def make_variables(model: keras.Model, name: str, layout: Layout, evaluates: bool) -> None:
+    """Makes the variables of a model that has none yet, as its first step in Keras does.
+
+    Args:
+        name: of the model, for messages.
+        layout: of the data.
+        evaluates: whether there is data to evaluate.
+
+    Raises:
+        ConfigError: it is no model that can be trained here, or it does not fit the data.
+    """
+    checks.check_model(name, model)
+    if has_own_step(model):
+        own_step.build(model, layout, name, evaluates)
+        return
+    checks.check_inputs(name, model, layout)
+    # A subclass of `keras.Model` learns the shape of its input from its first call.
+    if not model.built:
+        x, _, _ = layout.symbolic()
+        model(keras.tree.map_structure(lambda spec: keras.Input(spec.shape[1:], dtype=spec.dtype), x))
 
 
 def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callable[[], keras.Optimizer]) -> keras.Model:
@@ -146,26 +176,26 @@ def compile_classifier(
     )
 
 
-def copies_of(model: keras.Model, name: str) -> MakeOptimizer:
+def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], name: str) -> MakeOptimizer:
     """Makes optimizers like that of a compiled model, without its state.
+
+    Args:
+        trainable: the variables that it trains.
+        name: of the model, for messages.
 
     Raises:
         ConfigError: it is of no kind that can be used here.
     """
-    return _copies_of(name, model.optimizer, model.trainable_variables)
-
-
-def _copies_of(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> MakeOptimizer:
     check_optimizer(name, optimizer)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        copies = [_copies_of(name, inner, variables) for inner in optimizer.optimizers]
+        copies = [copies_of(inner, trainable, name) for inner in optimizer.optimizers]
         return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        copy_inner = _copies_of(name, optimizer.inner_optimizer, variables)
+        copy_inner = copies_of(optimizer.inner_optimizer, trainable, name)
         settings = optimizer.initial_scale, optimizer.dynamic_growth_steps, optimizer.name
         return lambda total_steps: type(optimizer)(copy_inner(total_steps), *settings)
     config = config_of(optimizer)
-    excluded = all_parts([variables[index] for index in undecayed(optimizer, variables)])
+    excluded = all_parts([trainable[index] for index in undecayed(optimizer, trainable)])
 
     def copy(total_steps: int) -> keras.Optimizer:
         # A copy of the configuration, since `from_config` may replace entries of the one that it is given.

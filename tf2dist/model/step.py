@@ -87,7 +87,8 @@ class ModelStep:
     Attributes:
         model: the model.
         layout: of the data.
-        metrics: of the model.
+        metrics: of the model, in training.
+        evaluated: those of an evaluation.
         trace: what a call of it shows.
         trainable: the variables that receive gradients.
         state: the variables to which a call gives new values: the non-trainable ones, and those trainable ones
@@ -104,31 +105,44 @@ class ModelStep:
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
-        self.trainable = list(model.trainable_variables)
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
-        self._others = list(model.non_trainable_variables)
-        # Variables are looked up by id, here and below: == of Keras variables compares what they hold.
-        of_seeds = set(map(id, seeds_of(model)))
-        self._seeds = [v for v in self._others if id(v) in of_seeds]
-        # Read once, to become constants of the graph: the variables may lie on a ps, and no step changes them.
-        self._seed_values = [np.array(v.value) for v in self._seeds]
-        self._draws = [0] * len(self._seeds)  # of a step; known once one has been traced
         self._takes_training = "training" in inspect.signature(model.call).parameters
-        self.state = [v for v in self._others if id(v) not in of_seeds]
-        # A compiled model knows its losses and the variables of its metrics only when these are built.
-        build_metrics(model, layout.symbolic())
-        self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in losses_of(model))
-        self.metrics = Metrics(model)
+        self._divide_variables(list(model.trainable_variables))
+        self._build_metrics()
+        self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in self.losses)
         self.trace = self._trace()
         self._draws = self.trace.draws
         self.state += self.trace.assigned
         self.outside = {f"{OUTSIDE}{number}": [variable] for number, variable in enumerate(self.trace.outside)}
 
+    def _divide_variables(self, trainable: list[keras.Variable]) -> None:
+        """Divides the variables of the model into the trained ones, the state, and those of random generators."""
+        # Variables are looked up by id, here and below: == of Keras variables compares what they hold.
+        of_seeds, trained = set(map(id, seeds_of(self.model))), set(map(id, trainable))
+        others = [*self.model.non_trainable_variables, *self.model.trainable_variables]
+        self.trainable, self._others = trainable, [v for v in others if id(v) not in trained]
+        self._seeds = [v for v in self._others if id(v) in of_seeds]
+        # Read once, to become constants of the graph: the variables may lie on a ps, and no step changes them.
+        with tf.init_scope():  # an own step is divided while it is traced
+            self._seed_values = [np.array(v.value) for v in self._seeds]
+        self._draws = [0] * len(self._seeds)  # of a step; known once one has been traced
+        self.state = [v for v in self._others if id(v) not in of_seeds]
+
+    def _build_metrics(self) -> None:
+        # A compiled model knows its losses and the variables of its metrics only when these are built.
+        build_metrics(self.model, self.layout.symbolic())
+        self.metrics = self.evaluated = Metrics(self.model)
+
+    @property
+    def losses(self) -> list[Any]:
+        """The losses that the model was compiled with."""
+        return losses_of(self.model)
+
     @property
     def depends_on_batches(self) -> bool:
         """Whether the metrics of many examples depend on how they are cut into batches, as some of Keras' do."""
-        losses = losses_of(self.model)
+        losses = self.losses
         return (
             len(losses) > 1
             or any(getattr(loss, "reduction", "") not in MEANS for loss in losses)
@@ -142,12 +156,17 @@ class ModelStep:
         return type(self.model).compute_loss is not keras.Model.compute_loss
 
     @property
+    def num_parts(self) -> int:
+        """How many losses `parts` has."""
+        return 1 + len(self.trace.penalties)
+
+    @property
     def weighs_losses(self) -> bool:
         """Whether the loss is a mean over parts of the output, of which only the forward pass shows how many there are.
 
         Such parts are those that a mask leaves, or the weights of the examples.
         """
-        reductions = [getattr(loss, "reduction", None) for loss in losses_of(self.model)]
+        reductions = [getattr(loss, "reduction", None) for loss in self.losses]
         if self.has_own_loss or len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
             return False
         if self.trace.has_scalar_loss:  # it is divided by nothing
@@ -226,12 +245,15 @@ class ModelStep:
         with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
             loss = self._forward(leaves, training).loss
             losses = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
-            terms = {
-                id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
-                for v, old in zip(self.state, state, strict=True)
-                if (decay := self.trace.decays.get(id(v))) is not None
-            }
-        return losses, terms
+        return losses, self._terms(scope, state)
+
+    def _terms(self, scope: CallScope, state: list[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """What a call has added to the state of `Trace.decays`, by id."""
+        return {
+            id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
+            for v, old in zip(self.state, state, strict=True)
+            if (decay := self.trace.decays.get(id(v))) is not None
+        }
 
     def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
         """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics."""
@@ -259,11 +281,16 @@ class ModelStep:
         """The scope in which the variables of the model have the given values, and random generators the step's."""
         if tape:
             tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
+        return CallScope(self._mapping(trainable, state, metrics, place), self.trainable, tape)
+
+    def _mapping(
+        self, trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], place: tf.Tensor
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """The variables of a scope, with their values."""
         values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
         others = [(variable, values[id(variable)]) for variable in self._others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
-        mapping = [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
-        return CallScope(mapping, self.trainable, tape)
+        return [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
 
     def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
         """The states of the random generators before a step, by id: a seed and a count of draws."""
@@ -281,7 +308,7 @@ class ModelStep:
         """Calls the model on a batch, and computes the loss as Keras does in a single process."""
         x, y, sample_weight = self.layout.pack(leaves)
         outputs = self.model(x, training=training) if self._takes_training else self.model(x)
-        with recording(losses_of(self.model)) as loss_values:
+        with recording(self.losses) as loss_values:
             loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
         return ForwardPass(x, y, sample_weight, outputs, loss_values, loss)
 

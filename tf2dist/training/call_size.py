@@ -23,15 +23,16 @@ def steps_in_call_secs(secs_per_step: float) -> int:
     return max(1, min(MAX_STEPS, int(CALL_SECS / secs_per_step)))
 
 
-def unrolled_steps(traced_step: Any, model: keras.Model, steps_to_pause: float) -> int:
+def unrolled_steps(traced_step: Any, variables: list[keras.Variable], steps_to_pause: float) -> int:
     """The number of unrolled steps in a call.
 
     Args:
         traced_step: a function with what a worker computes in one step.
+        variables: of the model.
         steps_to_pause: that a worker takes between two points at which all workers wait; it gets two calls for them.
     """
     operations = UNROLLED_OPERATIONS // len(traced_step.graph.get_operations())
-    parameters = UNROLLED_PARAMETERS // max(1, int(model.count_params()))
+    parameters = UNROLLED_PARAMETERS // max(1, sum(int(math.prod(variable.shape)) for variable in variables))
     return max(1, min(UNROLLED_STEPS, operations, parameters, math.ceil(steps_to_pause / 2)))
 
 

@@ -84,11 +84,11 @@ class Evaluator:
             finalize(named, [(self._optimizer, self._step.trainable)])
         arrays = getattr(self._splits, split)
         values = [[v.value for v in variables] for variables in (self._step.trainable, self._step.state)]
-        sums = tf.zeros([1 + self._step.metrics.size], tf.float64)
+        sums = tf.zeros([1 + self._step.evaluated.size], tf.float64)
         for first, last in chunks(len(arrays), self._chunk_size):
             sums += self._evaluate(*values, [tf.constant(leaf) for leaf in arrays[first:last].leaves])
             heartbeat.progress()
-        return Evaluation.of_sums(self._step.metrics, sums.numpy(), len(arrays))
+        return Evaluation.of_sums(self._step.evaluated, sums.numpy(), len(arrays))
 
 
 def follow(

@@ -1,7 +1,8 @@
 """Private names of TensorFlow: its context, its coordination service, and how functions are called in graphs."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -124,6 +125,23 @@ def as_one_node(function: Callable[..., Any]) -> Any:
     # which doubles the time of a step.
     with relying_on(tf, NO_INLINE):
         return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
+
+
+@contextlib.contextmanager
+def outside_strategies(graph: Any = None) -> Iterator[None]:
+    """A block in which the graph that is being made is in no scope of a strategy, whatever surrounds it.
+
+    Args:
+        graph: for tests.
+    """
+    # In a strategy's scope the optimizers of Keras update its variables alone.
+    stack = attribute(tf, graph or tf.compat.v1.get_default_graph(), "_distribution_strategy_stack", list)
+    scopes = list(stack)
+    stack.clear()
+    try:
+        yield
+    finally:
+        stack[:] = scopes
 
 
 def publish_functions(functions: Mapping[str, Callable[..., Any]]) -> None:

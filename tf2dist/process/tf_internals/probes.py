@@ -57,6 +57,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     keep_threads_from_spinning,
     limit_gpu_memory,
     optimize_graphs_for_cpus,
+    outside_strategies,
     publish_functions,
     this_context,
     use_coordination_service,
@@ -131,6 +132,13 @@ def _workers_are_followed() -> bool:
     attendance.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
     handler.stop()
     return True
+
+
+def _strategies_are_left() -> bool:
+    with tf.Graph().as_default(), tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        with outside_strategies():
+            is_left = not tf.distribute.has_strategy()
+        return is_left and tf.distribute.has_strategy()
 
 
 def _published_is_called() -> bool:
@@ -413,6 +421,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context.wait_at_barrier"): _service_is_there,
     (tf, "WorkerPreemptionHandler"): _workers_are_followed,
     (tf, NO_INLINE): _one_node_is_kept,
+    (tf, "Graph._distribution_strategy_stack"): _strategies_are_left,
     (tf, "FuncRegistry._funcs"): _published_is_called,
     (keras, "Optimizer._get_variable_index"): _slots_are_found,
     (keras, "slots"): _slots_are_named,

@@ -124,11 +124,11 @@ class PsLoop(LoopBase):
         ranges = chunks(size, self._graphs.evaluated_at_once)
         arguments = [(number, tf.constant(first), tf.constant(last)) for first, last in ranges]
         sums = [self._coordinator.schedule(function, args=each) for each in arguments]
-        total = np.zeros(1 + self.metrics.size)
+        total = np.zeros(1 + self.step.evaluated.size)
         for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
             total += part
             heartbeat.progress()
-        return Evaluation.of_sums(self.metrics, total, size)
+        return Evaluation.of_sums(self.step.evaluated, total, size)
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
         """Those of all ps, which have the same settings."""

@@ -133,6 +133,7 @@ def prepare(
     with tf.device(f"/job:{task.job}"):
         graphs.read_counters()
     step.metrics.results(np.zeros(step.metrics.size))
+    step.evaluated.results(np.zeros(step.evaluated.size))
     return PsRun(
         sharding=sharding,
         target_step=last_step,

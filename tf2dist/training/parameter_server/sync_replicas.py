@@ -25,6 +25,7 @@ from tf2dist.model.checks import (
     check_state,
     check_unsynchronized,
     check_unweighted,
+    check_whole_updates,
 )
 from tf2dist.model.step import ModelStep
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
@@ -105,6 +106,7 @@ class SyncReplicasRule(UpdateRule):
 
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
         check_losses(name, step, self.replicas)
+        check_whole_updates(name, step, "mode=sync_replicas")
         check_state(name, step.state)
         if self.replicas == 1:
             return ""

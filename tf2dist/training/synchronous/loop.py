@@ -126,12 +126,12 @@ class SyncLoop(LoopBase):
         arrays: Arrays = getattr(self._splits, split)
         num_examples = self.sizes[split]
         trainable, state = self.step.values()
-        sums = np.zeros(1 + self.metrics.size)
+        sums = np.zeros(1 + self.step.evaluated.size)
         for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
             part = [tf.constant(leaf) for leaf in arrays[first:last].leaves]
             sums += self._evaluate(trainable, state, part).numpy()
             heartbeat.progress()
-        return Evaluation.of_sums(self.metrics, self._workers.add_up(sums), num_examples)
+        return Evaluation.of_sums(self.step.evaluated, self._workers.add_up(sums), num_examples)
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step comes from a counter of our own."""

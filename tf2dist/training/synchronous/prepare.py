@@ -20,9 +20,17 @@ from tf2dist.checkpoint.state import (
 from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import InputPosition, Sharding
-from tf2dist.model.checks import check_batches, check_compiled, check_last_batch, check_losses, check_state
+from tf2dist.model.checks import (
+    check_batches,
+    check_compiled,
+    check_last_batch,
+    check_losses,
+    check_state,
+    check_whole_updates,
+)
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
+from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import counters_of
@@ -30,6 +38,7 @@ from tf2dist.training.loop import PreparedRun, target_step
 from tf2dist.training.sharding import sharding_of
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
+from tf2dist.training.synchronous.phases import PhasedStep
 from tf2dist.training.synchronous.same_start import synchronize_initial_state
 from tf2dist.training.synchronous.step import SyncStep
 from tf2dist.training.synchronous.workers import Workers
@@ -115,7 +124,7 @@ def prepare(
     optimizer = new_optimizer()
     check_init_from(optimizer, isinstance(start, Weights))
     optimizer.build(step.trainable)
-    graph_class = step_class(config.algorithm)
+    graph_class = step_class(source.name, config.algorithm, step)
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if has_scale:
@@ -164,11 +173,19 @@ def prepare(
     )
 
 
-def step_class(algorithm: AlgorithmConfig) -> type[SyncStep]:
-    """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer."""
+def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[SyncStep]:
+    """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer.
+
+    Args:
+        name: of the model.
+
+    Raises:
+        ConfigError: the algorithm cannot train the model.
+    """
     entry = ALGORITHMS[algorithm.kind]
     if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):
-        return SyncStep
+        return PhasedStep if isinstance(step, OwnStep) and step.is_in_phases else SyncStep
+    check_whole_updates(name, step, f"algorithm={algorithm.kind}")
     local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
     return local_sgd
 

@@ -67,11 +67,16 @@ class SyncStep:
     def prepare_graph(self, config: RunConfig) -> None:
         """Makes what `take` needs."""
         self._num_weights = int(self.step.weighs_losses)
-        variables = [*self.step.trainable, *self.step.state]
+        variables = [*self.applied_at_end, *self.step.state]
         num_more = self.num_sums + self._num_weights + self._feed.num_extra
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._take_steps = tf.function(self._steps, autograph=False)
+
+    @property
+    def applied_at_end(self) -> list[keras.Variable]:
+        """The variables that are updated when all workers have taken the step."""
+        return self.step.trainable
 
     @staticmethod
     def check(
@@ -197,14 +202,15 @@ class SyncStep:
         sizes = self.num_sums, self._num_weights, self._feed.num_extra
         tensors, (sums, weight, extra) = self._buckets.unpack(reduced, *sizes)
         self._feed.take_back(extra)
-        gradients, changes = tensors[: len(self.step.trainable)], tensors[len(self.step.trainable) :]
+        trained = self.applied_at_end
+        gradients, changes = tensors[: len(trained)], tensors[len(trained) :]
         if self.step.weighs_losses:
             gradients, sums = self._divided(gradients, sums, weight[0])
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
         for variable, change in zip(self.step.state, changes, strict=True):
             apply_change(variable, self._decay(variable), change)
-        self.optimizer.apply(gradients, self.step.trainable)
+        self.optimizer.apply(gradients, trained)
         self.applied.assign_add(1)
         return sums
 

@@ -11,7 +11,7 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.algorithms import ALGORITHMS
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
-from tf2dist.model.checks import check_assigned, check_losses
+from tf2dist.model.checks import check_assigned, check_losses, check_updates
 from tf2dist.model.step import ModelStep
 from tf2dist.training.parameter_server.counters import AsyncOrigin
 from tf2dist.training.parameter_server.graphs import AsyncGraphs
@@ -68,7 +68,7 @@ class Algorithm(UpdateRule):
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
         check_assigned(name, step.trace)
         check_losses(name, step, num_replicas=1)
-        return ""
+        return check_updates(name, step)
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> AsyncOrigin:
         return AsyncOrigin.of(start, sharding, num_metrics)

@@ -1,0 +1,230 @@
+"""Models with steps of their own: what is refused, what is noted, what their steps return.
+
+test_like_keras.py compares their training with that of Keras.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica import own_steps  # noqa: F401  registers models
+from tests.replica.in_memory_source import InMemorySource
+from tests.replica.small_runs import run_config, source_and_splits
+from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import ConfigError
+from tf2dist.model import checks
+from tf2dist.model.own_step import OwnStep
+from tf2dist.model.source import build_step
+from tf2dist.training.synchronous.prepare import step_class
+
+X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+Y = X[:, :1] * 2
+ELSEWHERE = keras.optimizers.SGD(0.1)
+
+
+class Linear(keras.Model):  # type: ignore[misc]
+    """A model that trains as Keras does, in its own words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.tracker, self.count = keras.layers.Dense(1), keras.metrics.Mean(name="error"), 0
+        self.second = keras.optimizers.SGD(0.1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def error(self, data: Any) -> Any:
+        return keras.ops.mean((data[1] - self(data[0])) ** 2)
+
+    def gradients(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            error = self.error(data)
+        return tape.gradient(error, self.trainable_variables)
+
+    def update(self, data: Any, by: Any = None) -> None:
+        gradients = self.gradients(data)
+        (by or self.optimizer).apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+
+    def train_step(self, data: Any) -> Any:
+        self.update(data)
+        self.tracker.update_state(self.error(data))
+        return {"error": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        self.tracker.update_state(self.error(data))
+        return {"error": self.tracker.result()}
+
+
+def linear(**methods: Any) -> Linear:
+    """A compiled model; `methods` replace its own."""
+    model: Linear = type("Linear", (Linear,), methods)()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def step_of(make: Callable[[], keras.Model], with_test: bool = True) -> Any:
+    splits = Splits(Arrays(X, Y), Arrays(X[:20], Y[:20]) if with_test else None, num_classes=None)
+    return build_step(InMemorySource(make, splits), splits, run_config(), contextlib.nullcontext())[0]
+
+
+def in_a_branch(self: Linear, data: Any) -> Any:
+    tf.cond(tf.reduce_sum(data[0]) > 0, lambda: self.update(data), lambda: None)
+    return {}
+
+
+def counting(self: Linear, data: Any) -> Any:
+    self.count += 1
+    return Linear.train_step(self, data)
+
+
+def reading(self: Linear, data: Any) -> Any:
+    return Linear.train_step(self, data) | {"step": self.optimizer.iterations}
+
+
+def told(train_step: Callable[[Linear, Any], Any], logs: Any) -> Callable[[Linear, Any], Any]:
+    """The step, with something else that it returns."""
+
+    def changed(self: Linear, data: Any) -> Any:
+        train_step(self, data)
+        return logs
+
+    return changed
+
+
+def untestable(self: Linear, data: Any) -> Any:
+    raise KeyError("no test")
+
+
+def not_compiled() -> Linear:
+    return Linear()
+
+
+def eager() -> Linear:
+    model = linear()
+    model.run_eagerly = True
+    return model
+
+
+def scaled() -> Linear:
+    model = linear()
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    return model
+
+
+# By a part of the message: what makes the model.
+REFUSED: dict[str, Callable[[], keras.Model]] = {
+    "is not compiled; call its compile": not_compiled,
+    "run_eagerly=True, but the tasks compile": eager,
+    "its train_step applies no optimizer of the model": lambda: linear(train_step=Linear.test_step),
+    "its train_step applies an optimizer within a tf.cond": lambda: linear(train_step=in_a_branch),
+    "its train_step changes self.count in Python": lambda: linear(train_step=counting),
+    "its train_step reads .*iteration of its optimizer": lambda: linear(train_step=reading),
+    "its train_step returns None, and must return a dict": lambda: linear(train_step=told(Linear.train_step, None)),
+    "its train_step returns all, which is no single number": lambda: linear(
+        train_step=told(Linear.train_step, {"all": tf.ones([3])})
+    ),
+    "its train_step applies a LossScaleOptimizer.*auto_scale_loss=False": scaled,
+    "its train_step fails .division by zero .*test_own_steps.py:": lambda: linear(train_step=lambda self, data: 1 / 0),
+    "its test_step applies an optimizer": lambda: linear(test_step=Linear.train_step),
+    "its test_step fails ..no test": lambda: linear(test_step=untestable),
+    "its train_step applies the optimizer sgd.*, which the model has in none of its attributes": lambda: linear(
+        train_step=lambda self, data: self.update(data, ELSEWHERE) or {}
+    ),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_step_that_cannot_run_here_is_refused(says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}") as raised:
+        step_of(REFUSED[says])
+    assert "\n" not in str(raised.value)
+
+
+def twice(self: Linear, data: Any) -> Any:
+    self.update(data)
+    self.update(data, self.second)
+    return {"error": self.error(data)}
+
+
+def after_update(self: Linear, data: Any) -> Any:
+    self.update(data)
+    return {"error": self.error(data)}
+
+
+def test_where_updates_wait_for_the_end_of_a_step_a_step_that_needs_them_is_refused_or_noted() -> None:
+    repeats, reads = step_of(lambda: linear(train_step=twice)), step_of(lambda: linear(train_step=after_update))
+    with pytest.raises(ConfigError, match=r"model \(m\): its train_step applies an optimizer, or .*use mode=sync"):
+        checks.check_updates("m", repeats)
+    assert "reads weights that it has updated: with mode=async" in checks.check_updates("m", reads)
+    for step in (repeats, reads):
+        with pytest.raises(ConfigError, match="goes on with what it has updated, and with mode=sync_replicas all"):
+            checks.check_whole_updates("m", step, "mode=sync_replicas")
+        with pytest.raises(ConfigError, match="with algorithm=local_sgd all updates"):
+            step_class("m", AlgorithmConfig(kind="local_sgd", local_steps=4), step)
+
+
+def test_other_modes_refuse_what_they_cannot_do(async_loop: Callable[..., Any], replicas_loop: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model \(critic\): .*more than once.*use mode=sync"):
+        async_loop(run_config("critic"))
+    with pytest.raises(ConfigError, match=r"model \(gan\): .*with mode=sync_replicas all updates"):
+        replicas_loop(run_config("gan"))
+
+
+def test_without_data_to_evaluate_no_test_step_is_needed() -> None:
+    step = step_of(lambda: linear(test_step=untestable), with_test=False)
+    assert isinstance(step, OwnStep)
+
+
+def clipped(self: Linear, data: Any) -> Any:
+    gradients = [tf.clip_by_norm(gradient, 0.1) for gradient in self.gradients(data)]
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {}
+
+
+def summed(self: Linear, data: Any) -> Any:
+    gradients = [gradient * tf.cast(tf.shape(data[0])[0], tf.float32) for gradient in self.gradients(data)]
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {}
+
+
+def test_several_synchronous_workers_refuse_sums_and_are_told_of_other_gradients() -> None:
+    splits = Splits(Arrays(X, Y), num_classes=None)
+    assert checks.check_batches("m", step_of(linear), splits) == ""
+    note = checks.check_batches("m", step_of(lambda: linear(train_step=clipped)), splits)
+    assert note.startswith("the gradient of a batch is not the mean over its examples: each step takes the mean of")
+    with pytest.raises(ConfigError, match=r"model \(m\): the gradients of its train_step are a sum over the batch"):
+        checks.check_batches("m", step_of(lambda: linear(train_step=summed)), splits)
+
+
+def with_numbers(self: Linear, data: Any) -> Any:
+    before = self.error(data)
+    self.update(data)
+    return {"error": before, "examples": tf.shape(data[0])[0], "nested": {"inner": self.tracker.result()}}
+
+
+def test_numbers_that_a_step_returns_are_averaged_over_the_steps() -> None:
+    step = step_of(lambda: linear(train_step=with_numbers))
+    assert "error, examples: the history has the mean over the steps" in checks.note_on_numbers(step)
+    assert checks.note_on_numbers(step_of(linear)) == ""
+    function, place = tf.function(step, autograph=False), tf.zeros([2], tf.int64)
+    batches = [[tf.constant(leaf[:size]) for leaf in (X, Y)] for size in (10, 50)]
+    outputs = [function(*step.values(), leaves, place) for leaves in batches]
+    totals = np.sum([output.sums.numpy()[2:] for output in outputs], axis=0)
+    results = step.metrics.results(totals.astype(np.float64))
+    assert results["examples"] == 30.0
+    assert results["error"] == pytest.approx(np.mean([output.sums[0] for output in outputs]))
+    assert set(results) == {"error", "examples", "inner"}
+
+
+def test_an_evaluation_takes_the_batches_that_keras_takes() -> None:
+    """The metrics count each batch alike, so its size matters."""
+    config = run_config("gan", batch_size=50)
+    step = build_step(*source_and_splits(config), config, contextlib.nullcontext())[0]
+    assert step.depends_on_batches
+    assert list(step.evaluated.results(np.ones(step.evaluated.size))) == ["d_loss", "g_loss"]

@@ -1,0 +1,375 @@
+"""The step of a model that has its own `train_step`, `test_step` or `compute_metrics`, run as it is written."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf2dist.data.layout import Layout
+from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
+from tf2dist.model.call_scope import read_directly
+from tf2dist.model.metrics import LoggedMetrics
+from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.model.step import ModelStep, StepOutput, Trace
+from tf2dist.model.train_scope import TrainScope, Update, building, intercept_updates, prepare_process
+from tf2dist.process.tf_internals import counter_of, groups_of, inner_optimizers
+
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
+PLAIN = (bool, int, float, str, type(None))  # the types of attributes in which a step could count in Python
+# By id of a tensor: it, the metric whose result it is, and its name if the metric has several results.
+Results = dict[int, tuple[Any, keras.metrics.Metric, str]]
+
+
+class Group(NamedTuple):
+    """Variables that an optimizer trains."""
+
+    optimizer: keras.Optimizer
+    variables: list[keras.Variable]
+
+
+class OwnStep(ModelStep):
+    """Calls the methods of a model; see `ModelStep` for what it has in common with other models.
+
+    Attributes:
+        optimizer: of all trained variables; a MultiOptimizer if a step has several updates.
+        groups: what each update of a step trains, in the order of the updates.
+        is_in_phases: whether the step has to apply an update before it goes on, since it reads what was updated.
+        repeats: whether a step trains with an optimizer, or trains a variable, more than once.
+
+    Args:
+        name: of the model, for messages.
+        evaluates: whether there is anything to evaluate, so that `test_step` must work.
+
+    Raises:
+        ConfigError: the methods do what cannot be done here.
+    """
+
+    metrics: LoggedMetrics
+    evaluated: LoggedMetrics
+    groups: list[Group]
+    is_in_phases: bool
+
+    def __init__(self, model: keras.Model, layout: Layout, name: str, evaluates: bool) -> None:
+        self._name, self._evaluates = name, evaluates
+        super().__init__(model, layout)
+        self.optimizer = self._optimizer_of_groups()
+
+    @property
+    def repeats(self) -> bool:
+        optimizers, variables = Counter[int](), Counter[int]()
+        for group in self.groups:
+            optimizers[id(group.optimizer)] += 1
+            variables.update(map(id, group.variables))
+        return max([*optimizers.values(), *variables.values()]) > 1
+
+    @property
+    def losses(self) -> list[Any]:
+        return []
+
+    @property
+    def num_parts(self) -> int:
+        return sum(len(group.variables) for group in self.groups)
+
+    @property
+    def depends_on_batches(self) -> bool:
+        return True
+
+    @property
+    def has_own_loss(self) -> bool:
+        return True
+
+    def __call__(
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        leaves: list[tf.Tensor],
+        place: tf.Tensor,
+        share: tf.Tensor | None = None,
+        apply: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] | None = None,
+    ) -> StepOutput:
+        """A step; see `ModelStep`.
+
+        Args:
+            apply: called with the number of each update in the step and its gradients, multiplied by the share; applies
+                them, and returns the new values of the variables. None to return the gradients of all updates.
+        """
+
+        def weighted(update: Update) -> list[tf.Tensor]:
+            # In the type of the gradients, such as float16.
+            return [g if share is None else g * tf.cast(share, g.dtype) for g in update.gradients]
+
+        def applied(update: Update) -> list[tf.Tensor]:
+            return apply(len(scope.updates) - 1, weighted(update)) if apply else []
+
+        scope = self._train_scope(trainable, state, place, applied if apply else None)
+        with scope:
+            logs = _flat(self.model.train_step(self._data(leaves)))
+            changes = [*self.metrics.changes(scope, share), *self.metrics.changes_by(logs, share)]
+        loss = tf.cast(logs["loss"], tf.float32) if "loss" in logs else scope.loss()
+        count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
+        weight = tf.ones([]) if share is None else share
+        sums = tf.concat([[loss * weight, count], *changes], 0)
+        if share is not None:  # what padding counts is left out by a choice: a product with 0 would keep a NaN
+            sums = tf.where(share > 0, sums, tf.zeros_like(sums))
+        gradients = [] if apply else [gradient for update in scope.updates for gradient in weighted(update)]
+        return StepOutput(gradients, [scope.state_mapping[id(v)] for v in self.state], sums, weight)
+
+    def parts(
+        self, leaves: list[tf.Tensor], training: bool, number: int = 0
+    ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
+        """The gradients of a training batch, and what it adds to the state, as in `ModelStep`."""
+        trainable, state = self.values()
+        scope = self._train_scope(trainable, state, tf.constant([0, number], tf.int64))
+        with scope:
+            self.model.train_step(self._data(leaves))
+        return [gradient for update in scope.updates for gradient in update.gradients], self._terms(scope, state)
+
+    def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
+        with self._train_scope(trainable, state, tf.zeros([2], tf.int64)) as scope:
+            logs = _flat(self.model.test_step(self._data(leaves)))
+            count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
+            changes = [*self.evaluated.changes(scope), *self.evaluated.changes_by(logs)]
+        return tf.cast(tf.concat([[count], *changes], 0), tf.float64)
+
+    def _train_scope(
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        place: tf.Tensor,
+        apply: Callable[[Update], list[tf.Tensor]] | None = None,
+    ) -> TrainScope:
+        mapping = self._mapping(trainable, state, self.metrics.zeros(), place)
+        return TrainScope(mapping, list(self.model.trainable_variables), apply)
+
+    def _data(self, leaves: list[tf.Tensor]) -> Any:
+        """A batch as Keras gives it to the methods."""
+        return keras.utils.pack_x_y_sample_weight(*self.layout.pack(leaves))
+
+    def _build_metrics(self) -> None:
+        build(self.model, self.layout, self._name, self._evaluates)
+        self._divide_variables(list(self.model.trainable_variables))
+        self.metrics = self.evaluated = LoggedMetrics(self.model, {}, set())
+
+    def _trace(self) -> Trace:
+        traces: list[Trace] = []
+
+        def call(
+            trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
+        ) -> None:
+            mapping = self._mapping(trainable, state, metrics, tf.zeros([2], tf.int64))
+            with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
+                logged = _logged(self.model.train_step(self._data(leaves)), results)
+            self._read_updates(scope)
+            reached, old = reached_from(*leaves), {id(variable): value for variable, value in mapping}
+            self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, old, reached))
+            changed = self._changed_by_users(scope, [old[id(v)] for v in self.state])
+            metric_changes = [(v, scope.state_mapping[id(v)], old[id(v)]) for v in self.metrics.variables]
+            traces.append(
+                Trace(
+                    outputs=None,
+                    assigned=list({id(v): v for v in scope.assigns_updated}.values()),
+                    draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
+                    not_additive=[v for v, new, old in metric_changes if new is not old and decay_of(new, old) != 1],
+                    foreign=scope.foreign,
+                    outside=scope.outside,
+                    has_scalar_loss=False,
+                    is_masked=False,
+                    penalties=[],
+                    penalizes_batch=False,
+                    decays={id(v): decay_of(new, old) for v, new, old in changed},
+                    from_batch=[v for v, new, _ in changed if new.name in reached],
+                )
+            )
+
+        signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
+        with _told_of(self._name, "train_step"):
+            traced = tf.function(call, autograph=False).get_concrete_function(*signature)
+            trace = traces[-1]
+            known = [*self.trainable, *self._others, *self.metrics.variables, *trace.outside]
+            trace.outside.extend(read_directly(traced, known))
+            self._check_optimizers(trace)
+        self.evaluated = self._trace_evaluation() if self._evaluates else self.metrics
+        return trace
+
+    def _read_updates(self, scope: TrainScope) -> None:
+        """Learns from a trace what the step trains."""
+        if not any(update.variables for update in scope.updates):
+            raise ConfigError(
+                "applies no optimizer of the model; call apply or apply_gradients of one in its attributes"
+            )
+        self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
+        self.is_in_phases = scope.reads_updated or self.repeats
+        trained = {id(v): v for group in self.groups for v in group.variables}
+        self._divide_variables(list(trained.values()))
+
+    def _of_batches(self, scope: TrainScope, old: dict[int, tf.Tensor], reached: set[str]) -> set[int]:
+        """The variables of metrics that take a batch as one, whatever its size, such as a mean of losses."""
+        found: set[int] = set()
+        for metric in self.model.metrics:
+            for single in getattr(metric, "metrics", [metric]):  # those that a model is compiled with are one
+                new = [(id(v), scope.state_mapping[id(v)]) for v in single.variables]
+                # They count a batch as 1, and others its examples.
+                if any(value is not old[key] and value.name not in reached for key, value in new):
+                    found |= {key for key, _ in new}
+        return found
+
+    def _check_optimizers(self, trace: Trace) -> None:
+        """Refuses what depends on the state of an optimizer, which lies elsewhere: on a ps, or in a copy."""
+        of_optimizers = {id(v): v for optimizer in optimizers_of(self.model) for v in optimizer.variables}
+        if read := [v for v in trace.outside if id(v) in of_optimizers]:
+            raise ConfigError(f"reads {read[0].path} of its optimizer, which the tasks keep elsewhere; leave that out")
+
+    def _trace_evaluation(self) -> LoggedMetrics:
+        """What `test_step` returns."""
+        logged: list[LoggedMetrics] = []
+
+        def call(leaves: list[tf.Tensor]) -> None:
+            scope = self._train_scope(*self.values(), tf.zeros([2], tf.int64))
+            with scope, _recorded(self.model.metrics) as results:
+                returned = _logged(self.model.test_step(self._data(leaves)), results)
+            if scope.updates:
+                raise ConfigError("applies an optimizer")
+            logged.append(LoggedMetrics(self.model, returned, set()))
+
+        with _told_of(self._name, "test_step"):
+            tf.function(call, autograph=False).get_concrete_function(self.layout.batched(None))
+        return logged[-1]
+
+    def optimizers_in(self, optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+        """For each update of a step the one that applies it: of `optimizer`, which trains all, or of those in it."""
+        trained = groups_of(optimizer, self.trainable)
+        by_variable = {id(v): inner for inner, variables in trained for v in variables}
+        return [by_variable[id(group.variables[0])] for group in self.groups]
+
+    def updates_per_step(self, optimizer: keras.Optimizer) -> list[int]:
+        """By how much a step moves each of `counters_of` this optimizer, which trains all variables."""
+        times = Counter(map(id, self.optimizers_in(optimizer)))
+        return [1, *(times[id(inner)] for inner in inner_optimizers(optimizer))]
+
+    def _optimizer_of_groups(self) -> keras.Optimizer:
+        inner = list({id(group.optimizer): group.optimizer for group in self.groups}.values())
+        if len(inner) == 1 and not self.repeats:
+            return inner[0]
+        by_variable = {id(v): group.optimizer for group in self.groups for v in group.variables}
+        optimizer = keras.optimizers.MultiOptimizer(lambda variable: by_variable[id(variable)])
+        prepare_choice(self._name, optimizer, self.trainable)
+        if all(one.built for one in inner):  # the model was trained before
+            optimizer.build(self.trainable)
+            counter_of(optimizer).assign(counter_of(inner[0]))
+        return optimizer
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Whether a model is trained or evaluated by a method of its own."""
+    return any(getattr(type(model), method) is not getattr(keras.Model, method) for method in OWN_STEPS)
+
+
+def build(model: keras.Model, layout: Layout, name: str, evaluates: bool) -> None:
+    """Makes the variables of a compiled model that has its own steps, as its first step in Keras makes them.
+
+    Args:
+        name: of the model, for messages.
+        evaluates: whether `test_step` is needed.
+
+    Raises:
+        ConfigError: a step fails.
+    """
+    prepare_process()
+    intercept_updates(optimizers_of(model))
+    for method in ("train_step", "test_step") if evaluates else ("train_step",):
+        before = _counts(model)
+
+        def call(*leaves: tf.Tensor) -> None:
+            getattr(model, method)(keras.utils.pack_x_y_sample_weight(*layout.pack(list(leaves))))  # noqa: B023
+
+        with _told_of(name, method), building():
+            tf.function(call, autograph=False).get_concrete_function(*layout.batched(None))
+            if changed := [key for key, value in _counts(model).items() if before.get(key, value) != value]:
+                raise ConfigError(
+                    f"changes self.{changed[0]} in Python, which happens when it is traced and not in each step; make "
+                    "it a weight (add_weight), or leave it out"
+                )
+
+
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
+    """Those among the attributes of a model, also in lists and dicts."""
+    found: dict[int, keras.Optimizer] = {}
+    queue = list(vars(model).values())
+    while queue:
+        value = queue.pop()
+        if isinstance(value, keras.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, list | tuple):
+            queue += value
+    return list(found.values())
+
+
+def _counts(model: keras.Model) -> dict[str, Any]:
+    """The attributes that are plain values, but for those of Keras."""
+    known = vars(keras.Model())
+    return {key: value for key, value in vars(model).items() if key not in known and isinstance(value, PLAIN)}
+
+
+def _logged(logs: Any, results: Results) -> dict[str, tuple[keras.metrics.Metric, str] | None]:
+    """Of what a step returns: see `LoggedMetrics`."""
+    if not isinstance(logs, dict):
+        raise ConfigError(f"returns {kind_of(logs)}, and must return a dict of metrics by name")
+    logged = {}
+    for name, value in _flat(logs).items():
+        logged[name] = results.get(id(value), (None,))[1:] or None
+        if logged[name] is None and tf.convert_to_tensor(value).shape.rank != 0:
+            raise ConfigError(f"returns {name}, which is no single number; return its mean, or the result of a metric")
+    return logged
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """What a step returns, with what stands in dicts of its own, as Keras takes it."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+@contextmanager
+def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
+    """The results that metrics give in the block, by the ids of the tensors."""
+    results: Results = {}
+
+    def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
+        def result() -> Any:
+            value = type(metric).result(metric)
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            # The tensor is kept, or another one could get its id.
+            results.update({id(tensor): (tensor, metric, name) for name, tensor in parts})
+            return value
+
+        return result
+
+    for metric in metrics:
+        metric.result = recording(metric)
+    try:
+        yield results
+    finally:
+        for metric in metrics:
+            del metric.result  # the method of the class shows again
+
+
+@contextmanager
+def _told_of(name: str, method: str) -> Iterator[None]:
+    """Errors of a method of the user's model are told with its name and that of the model."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"model ({name}): its {method} {error}") from None
+    except TfDistError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"model ({name}): its {method} fails ({reason_of(error)}{users_place(error)}); correct it"
+        ) from error
