@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tf2dist.fitting.fit import fit
     from tf2dist.fitting.request import Local
     from tf2dist.fitting.result import Result
+    from tf2dist.model.gathering import gather
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "TaskLostError",
     "TfDistError",
     "fit",
+    "gather",
     "load_model",
     "register_data",
     "register_model",
@@ -47,6 +49,7 @@ LATER = {  # these modules import Keras
     "Result": "tf2dist.fitting.result",
     "Shard": "tf2dist.data.stream",
     "fit": "tf2dist.fitting.fit",
+    "gather": "tf2dist.model.gathering",
     "load_model": "tf2dist.finished.loading",
 }
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
+import tf2dist
 from tf2dist import registry
 
 SIZE = 8  # of the noise
@@ -157,3 +158,36 @@ class Autoencoder(keras.Model):  # type: ignore[misc]
         self._loss_tracker.update_state(loss, sample_weight=ops.shape(y)[0])
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         return self.compute_metrics(x, y, logits, sample_weight)
+
+
+@registry.register_model("contrastive")
+class Contrastive(keras.Model):  # type: ignore[misc]
+    """Each image is to be nearer to the vector of its class than those of all other images in the step are."""
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int) -> None:
+        super().__init__()
+        self.encoder, self.classes = mlp(16, 8), layers.Embedding(num_classes, 8)
+        self.compile(keras.optimizers.SGD(0.1))
+
+    def call(self, x: Any) -> Any:
+        return self.encoder(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        images, classes = tf2dist.gather(y_pred), tf2dist.gather(self.classes(y))
+        places = ops.arange(ops.shape(images)[0])
+        return ops.mean(
+            keras.losses.sparse_categorical_crossentropy(places, images @ ops.transpose(classes), from_logits=True)
+        )
+
+
+@registry.register_model("contrastive_step")
+class ContrastiveStep(Contrastive):
+    """The same in a step of its own."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}

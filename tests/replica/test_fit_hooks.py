@@ -71,9 +71,9 @@ def test_only_changes_by_callbacks_are_sent_back(tmp_path: Path) -> None:
 
     leader = Leader(tmp_path, [Zeroing()])
     begin, end = leader.run(script)
-    assert (begin.arrays, begin.learning_rates, begin.stop) == ({}, [], False)
+    assert (begin.arrays, begin.learning_rates, begin.stop) == ({}, (), False)
     assert end.arrays.keys() == {"model/only/bias"}
-    assert (end.arrays["model/only/bias"].tolist(), end.learning_rates) == ([4.0], [0.25])
+    assert (end.arrays["model/only/bias"].tolist(), end.learning_rates) == ([4.0], (0.25,))
     assert np.array_equal(leader.model.layers[0].kernel, [[3.0], [3.0]]), (
         "the caller's model does not have the values of the cluster"
     )

@@ -23,14 +23,33 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import seeds_of
 from tf2dist.testing import SyncWorker, SyncWorkers
 
+TIMEOUT_SECS = 360.0  # the workers of one fixture train all models
+pytestmark = pytest.mark.timeout(TIMEOUT_SECS + 60)
 STEPS = 15  # of 100 examples; the 13th step has the last 57 of the 1,257 training examples
 layers = keras.layers
 # The "weights", the "metrics" of all steps, the evaluation of the "test" set and the states of "random" generators; of
 # our runs also the "raw" weights, before those of the optimizer's moving averages replace them.
 Training = dict[str, Any]
 # Models that one worker trains in each mode.
-ONE_WORKER = ["large", "no_training", "looks_at_the_batch", "random", "summed", "own_loss", "distiller", "autoencoder"]
-OWN_STEPS = ["distiller", "autoencoder", "gan", "critic"]  # the models of `own_steps`
+ONE_WORKER = [
+    "large",
+    "no_training",
+    "looks_at_the_batch",
+    "random",
+    "summed",
+    "own_loss",
+    "contrastive",
+    "distiller",
+    "autoencoder",
+]
+OWN_STEPS = [
+    "distiller",
+    "autoencoder",
+    "gan",
+    "critic",
+    "contrastive",
+    "contrastive_step",
+]  # the models of `own_steps`
 # Models that two synchronous workers train.
 TWO_WORKERS = [
     "large",
@@ -289,14 +308,14 @@ def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str
 @pytest.fixture(scope="module")
 def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
     found: dict[str, Training]
-    (found,) = sync_workers(train_in_sync, 1, ({name: config_of(name) for name in ONE_WORKER},))
+    (found,) = sync_workers(train_in_sync, 1, ({name: config_of(name) for name in ONE_WORKER},), TIMEOUT_SECS)
     return found
 
 
 @pytest.fixture(scope="module")
 def two_workers(sync_workers: SyncWorkers) -> list[dict[str, Training]]:
     configs = {name: config_of(name, 2) for name in (*TWO_WORKERS, *OPTIMIZERS)}
-    found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (configs,))
+    found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (configs,), TIMEOUT_SECS)
     return found
 
 

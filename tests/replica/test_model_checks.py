@@ -141,9 +141,11 @@ def test_state_that_cannot_be_averaged_is_refused(dtype: str, is_refused: bool) 
 def test_synchronized_layers_are_refused_with_xla() -> None:
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
-    checks.check_compiled("mine", model, by_xla_for_several=False)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    step = ModelStep(model, source_and_splits(run_config())[1].layout)
+    checks.check_compiled("mine", step, by_xla_for_several=False)
     with pytest.raises(ConfigError, match=r"is synchronized, which devices.xla=true cannot compile"):
-        checks.check_compiled("mine", model, by_xla_for_several=True)
+        checks.check_compiled("mine", step, by_xla_for_several=True)
 
 
 def test_data_of_another_type_is_refused(register: Callable[..., None]) -> None:

@@ -228,3 +228,25 @@ def test_an_evaluation_takes_the_batches_that_keras_takes() -> None:
     step = build_step(*source_and_splits(config), config, contextlib.nullcontext())[0]
     assert step.depends_on_batches
     assert list(step.evaluated.results(np.ones(step.evaluated.size))) == ["d_loss", "g_loss"]
+
+
+class LateLoss(keras.losses.Loss):  # type: ignore[misc]
+    """Makes a layer when it is first called."""
+
+    def call(self, y: Any, prediction: Any) -> Any:
+        if not hasattr(self.owner, "late"):
+            self.owner.late = keras.layers.Dense(1)
+        return (self.owner.late(prediction) - y) ** 2
+
+
+def late() -> keras.Model:
+    loss, model = LateLoss(), keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    loss.owner = type("Owner", (keras.Model,), {"call": lambda self, x: self.first(x)})()
+    loss.owner.first = model
+    loss.owner.compile("sgd", loss)
+    return loss.owner
+
+
+def test_weights_that_a_loss_makes_too_late_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model \(given\): .*dense.* is made in the first step and would not be"):
+        step_of(late, with_test=False)

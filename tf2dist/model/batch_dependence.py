@@ -22,7 +22,9 @@ TOLERANCE = 1e-3  # relative
 class Dependence(enum.Enum):
     """What the loss of a batch is to those of its parts."""
 
-    MEAN = enum.auto()  # or it cannot be known, as that of one with random numbers, such as a variational autoencoder's
+    # Or it cannot be known, as that of one with random numbers, such as a variational autoencoder's; or what the loss
+    # gathers makes it so.
+    MEAN = enum.auto()
     SUM = enum.auto()
     NEITHER = enum.auto()
 
@@ -31,7 +33,7 @@ def loss_dependence(step: ModelStep, splits: Splits) -> Dependence:
     """How the loss depends on the batch, with what layers add to it; of a model's own step, how its gradients do."""
     # What the losses of a compiled model give for each example has a mean over the batch.
     first = 0 if step.trace.has_scalar_loss or step.has_own_loss else 1
-    if first and not step.trace.penalizes_batch:
+    if step.trace.gathers or (first and not step.trace.penalizes_batch):
         return Dependence.MEAN
 
     def of_parts(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:

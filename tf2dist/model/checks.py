@@ -16,7 +16,7 @@ from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep, Trace
-from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of
+from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
@@ -166,6 +166,16 @@ def check_metrics(name: str, step: ModelStep) -> None:
         )
 
 
+def check_made(name: str, step: ModelStep) -> None:
+    """Refuses variables that are made when a step is traced, too late to be trained."""
+    known = {id(v) for v in step.variables} | {id(v) for v in seeds_of(step.model)}
+    if made := [v for v in step.model.trainable_variables if id(v) not in known]:
+        raise ConfigError(
+            f"model ({name}): {made[0].path} is made in the first step and would not be trained; make it in __init__ "
+            "or build of the model"
+        )
+
+
 def check_foreign(name: str, trace: Trace) -> None:
     """Refuses a call that assigns variables outside of the model, such as Keras' global random generator."""
     if trace.foreign:
@@ -289,12 +299,19 @@ def check_last_batch(name: str, model: keras.Model, last_batch: int, num_workers
         )
 
 
-def check_compiled(name: str, model: keras.Model, by_xla_for_several: bool) -> None:
-    """Refuses synchronized layers with XLA and several workers: XLA cannot compile TensorFlow's all-reduce in them."""
-    if by_xla_for_several and (synchronized := _synchronized(model)):
+def check_compiled(name: str, step: ModelStep, by_xla_for_several: bool) -> None:
+    """Refuses synchronized layers and `gather` with XLA and several workers: XLA cannot compile their all-reduce."""
+    if not by_xla_for_several:
+        return
+    if synchronized := _synchronized(step.model):
         raise ConfigError(
             f"model ({name}): {synchronized[0].name} is synchronized, which devices.xla=true cannot compile for "
             "several workers; leave one of the two out"
+        )
+    if step.trace.gathers:
+        raise ConfigError(
+            f"model ({name}): calls tf2dist.gather, which devices.xla=true cannot compile for several workers; leave "
+            "one of the two out"
         )
 
 

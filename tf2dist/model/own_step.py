@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
+from tf2dist.model.gathering import num_calls
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.recurrence import decay_of, reached_from
@@ -156,6 +157,7 @@ class OwnStep(ModelStep):
 
     def _trace(self) -> Trace:
         traces: list[Trace] = []
+        calls = num_calls()
 
         def call(
             trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
@@ -182,6 +184,7 @@ class OwnStep(ModelStep):
                     penalizes_batch=False,
                     decays={id(v): decay_of(new, old) for v, new, old in changed},
                     from_batch=[v for v, new, _ in changed if new.name in reached],
+                    gathers=num_calls() > calls,
                 )
             )
 

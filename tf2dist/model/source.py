@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
+import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
@@ -16,7 +17,7 @@ from tf2dist.model.models import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.plan import EpochPlan
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import ModelStep, has_own_loss
 from tf2dist.process.parts import all_parts
 from tf2dist.process.tf_internals import config_of, undecayed, with_inner
 
@@ -88,6 +89,7 @@ def build_step(
     step = ModelStep(model, splits.layout)
     if is_compiled:
         _take_earlier(step, optimizer)
+    checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
     return step, make_optimizer
@@ -96,6 +98,7 @@ def build_step(
 def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[ModelStep, MakeOptimizer]:
     """As `build_step`, for a model that has its own steps."""
     step = OwnStep(model, splits.layout, source.name, evaluates=bool(splits.sizes()))
+    checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
     _take_earlier(step, step.optimizer)
@@ -145,6 +148,13 @@ def make_variables(model: keras.Model, name: str, layout: Layout, evaluates: boo
     if not model.built:
         x, _, _ = layout.symbolic()
         model(keras.tree.map_structure(lambda spec: keras.Input(spec.shape[1:], dtype=spec.dtype), x))
+    if model.compiled and has_own_loss(model):  # which may have layers
+
+        def call(*leaves: tf.Tensor) -> None:
+            x, y, sample_weight = layout.pack(list(leaves))
+            model.compute_loss(x, y, model(x), sample_weight)
+
+        tf.function(call, autograph=False).get_concrete_function(*layout.batched(None))
 
 
 def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callable[[], keras.Optimizer]) -> keras.Model:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.model.call_scope import CallScope, read_directly, recording
+from tf2dist.model.gathering import num_calls
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
@@ -53,6 +54,7 @@ class Trace(NamedTuple):
         penalties: the losses that layers add, such as those of regularizers.
         penalizes_batch: whether one of these depends on the batch.
         decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
+        gathers: whether the call or a loss calls `tf2dist.gather`.
         from_batch: those of these variables whose change depends on the batch.
     """
 
@@ -68,6 +70,7 @@ class Trace(NamedTuple):
     penalizes_batch: bool
     decays: dict[int, float]
     from_batch: list[keras.Variable]
+    gathers: bool
 
 
 class ForwardPass(NamedTuple):
@@ -152,8 +155,7 @@ class ModelStep:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the model computes its loss by itself."""
-        return type(self.model).compute_loss is not keras.Model.compute_loss
+        return has_own_loss(self.model)
 
     @property
     def num_parts(self) -> int:
@@ -348,6 +350,7 @@ class ModelStep:
     def _trace(self) -> Trace:
         """Traces one step, to see what the model returns, assigns and draws, and what its metrics do."""
         traces: list[Trace] = []
+        calls = num_calls()
 
         # The values come as arguments of a graph, in which `decay_of` can follow what becomes of the metrics'.
         def call(
@@ -379,6 +382,7 @@ class ModelStep:
                     penalizes_batch=any(penalty.name in reached for penalty in penalties),
                     decays={id(v): decay_of(new, old) for v, new, old in changed},
                     from_batch=[v for v, new, _ in changed if new.name in reached],
+                    gathers=num_calls() > calls,
                 )
             )
 
@@ -402,6 +406,11 @@ class ModelStep:
     @staticmethod
     def _specs(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:
         return [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
+
+
+def has_own_loss(model: keras.Model) -> bool:
+    """Whether a model computes its loss by itself."""
+    return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def generators(model: keras.Model) -> dict[str, keras.Variable]:

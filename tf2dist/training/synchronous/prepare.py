@@ -194,5 +194,5 @@ def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, nu
     """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
     check_losses(name, step, num_replicas)
     check_state(name, step.state)
-    check_compiled(name, step.model, config.devices.xla and num_replicas > 1)
+    check_compiled(name, step, config.devices.xla and num_replicas > 1)
     check_last_batch(name, step.model, sharding.num_examples % sharding.step_size, num_replicas)

@@ -14,6 +14,8 @@ import tensorflow as tf
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import TaskLostError
+from tf2dist.model.gathering import Exchange, exchanging
+from tf2dist.model.own_step import OwnStep
 from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import ModelStep, StepOutput, step_place
 from tf2dist.training.loop import PauseRequest
@@ -148,8 +150,21 @@ class SyncStep:
         place = step_place(replica, applied)
         leaves, share = self._feed.part(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
-        output = self._compute(trainable, state, leaves, place, share)
+        with exchanging(self._exchange(replica, share)):
+            output = self._compute(trainable, state, leaves, place, share)
         return self.stragglers.computed(output, self._workers.index), state, share
+
+    def _exchange(self, replica: tf.Tensor, share: tf.Tensor) -> Exchange | None:
+        """What `tf2dist.gather` needs on a replica; None if there is no other one."""
+        if self._workers.num_replicas == 1:
+            return None
+        return Exchange(
+            add_up=lambda tensor: self.reduced([tensor])[0],
+            replica=tf.cast(replica, tf.int32),
+            num_replicas=self._workers.num_replicas,
+            share=share,
+            weighs_later=isinstance(self.step, OwnStep),
+        )
 
     def reduced(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """On a replica: the sums over all of them, of the same shapes and types of floats."""
