@@ -230,23 +230,23 @@ def test_an_evaluation_takes_the_batches_that_keras_takes() -> None:
     assert list(step.evaluated.results(np.ones(step.evaluated.size))) == ["d_loss", "g_loss"]
 
 
-class LateLoss(keras.losses.Loss):  # type: ignore[misc]
-    """Makes a layer when it is first called."""
+class Late(keras.Model):  # type: ignore[misc]
+    """Its loss is the first to call one of its layers."""
 
-    def call(self, y: Any, prediction: Any) -> Any:
-        if not hasattr(self.owner, "late"):
-            self.owner.late = keras.layers.Dense(1)
-        return (self.owner.late(prediction) - y) ** 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.late = keras.layers.Dense(1), keras.layers.Dense(1, name="late")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
 
 
 def late() -> keras.Model:
-    loss, model = LateLoss(), keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-    loss.owner = type("Owner", (keras.Model,), {"call": lambda self, x: self.first(x)})()
-    loss.owner.first = model
-    loss.owner.compile("sgd", loss)
-    return loss.owner
+    model = Late()
+    model.compile("sgd", lambda y, prediction: (model.late(prediction) - y) ** 2)
+    return model
 
 
-def test_weights_that_a_loss_makes_too_late_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model \(given\): .*dense.* is made in the first step and would not be"):
+def test_weights_that_are_made_too_late_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model \(given\): .*late/kernel is made in the first step and would not be"):
         step_of(late, with_test=False)
