@@ -7,7 +7,7 @@ See `packing` for their form on the way, `launch.messages` for what a launcher a
 and `control.messages` for what hosts say.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ class PeerGone:
 
 @dataclass(frozen=True)
 class HookAnswer:
-    """What the caller of `fit` wants after the `HookCall` of this number; [] and "": as it is.
+    """What the caller of `fit` wants after the `HookCall` of this number; () and "": as it is.
 
     Attributes:
         stop: the training ends.
@@ -240,11 +240,11 @@ class ToLauncher:
         epoch: int,
         step: int,
         logs: dict[str, Any],
-        learning_rates: Sequence[float],
+        learning_rates: tuple[float, ...],
         arrays: str,
         state: str,
     ) -> None:
-        self._post(HookCall(self.task, number, kind, epoch, step, logs, tuple(learning_rates), arrays, state))
+        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rates, arrays, state))
 
     def result(self, summary: dict[str, Any]) -> None:
         self._post(ResultMessage(self.task, summary))

@@ -44,7 +44,7 @@ class RecordingHooks:
         epoch: int,
         step: int,
         logs: dict[str, float],
-        learning_rates: list[float],
+        learning_rates: tuple[float, ...],
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:

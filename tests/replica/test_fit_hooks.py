@@ -50,7 +50,7 @@ class Leader:
             self.inbox.pause_wanted.set()
 
     def call(self, kind: str, epoch: int, step: int, **logs: Any) -> Change:
-        self.hooks.post(kind, epoch, step, logs, [0.5], lambda: self.arrays, self.state)
+        self.hooks.post(kind, epoch, step, logs, (0.5,), lambda: self.arrays, self.state)
         change = self.hooks.answer(30.0)
         assert change is not None
         return change
@@ -99,7 +99,7 @@ class Counts(keras.callbacks.Callback):  # type: ignore[misc]
 def test_changes_that_come_too_late_for_the_cluster_are_refused(callback: Any, words: str, tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.call("begin", 0, 0)
-        leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, [0.5], lambda: leader.arrays, {})
+        leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, (0.5,), lambda: leader.arrays, {})
         assert leader.hooks.answer(1.0) is None, "the change was not refused by the caller"
 
     with pytest.raises(FitError, match=words):
@@ -139,10 +139,10 @@ def test_the_mirror_has_the_random_generators_of_the_training() -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     mirror = Mirror(model)
-    mirror.put({"random/0": np.array([3, 20], np.uint32)}, [0.01], 10)
+    mirror.put({"random/0": np.array([3, 20], np.uint32)}, (0.01,), 10)
     assert np.array(seeds_of(model)[0].value).tolist() == [3, 20]
     model(np.ones((1, 2), np.float32), training=True)
-    assert mirror.changes() == ({}, []), "a random number drawn by a callback must not change the cluster"
+    assert mirror.changes() == ({}, ()), "a random number drawn by a callback must not change the cluster"
 
 
 def test_updates_that_are_accumulated_are_counted() -> None:
@@ -150,9 +150,9 @@ def test_updates_that_are_accumulated_are_counted() -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
     mirror = Mirror(model)
-    mirror.put({}, [0.1], 10)
+    mirror.put({}, (0.1,), 10)
     assert int(model.optimizer.iterations) == 5
-    assert mirror.changes() == ({}, [])
+    assert mirror.changes() == ({}, ())
 
 
 def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_waiting_for_an_answer_has_a_time_limit(tmp_path: Path) -> None:
 def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.arrays["model/other/kernel"] = np.zeros(1, np.float32)
-        leader.hooks.post("begin", 0, 0, {}, [0.5], lambda: leader.arrays, {})
+        leader.hooks.post("begin", 0, 0, {}, (0.5,), lambda: leader.arrays, {})
 
     with pytest.raises(TrainingError, match="the tasks have model/other/kernel, and the model in this process has not"):
         Leader(tmp_path, []).run(script)
@@ -258,8 +258,8 @@ def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(lambda: rate * 1.0), "mse")
     mirror = Mirror(model)
-    mirror.put({}, [0.5], 10)
-    assert mirror.changes() == ({}, [])
+    mirror.put({}, (0.5,), 10)
+    assert mirror.changes() == ({}, ())
     rate.assign(0.25)
     with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
         mirror.changes()
@@ -291,8 +291,8 @@ def test_a_change_of_what_is_trained_is_refused(before: bool) -> None:
     model.layers[0].trainable = before
     model.compile("sgd", "mse")
     mirror = Mirror(model)
-    mirror.put({}, [0.01], 10)
-    assert mirror.changes() == ({}, [])
+    mirror.put({}, (0.01,), 10)
+    assert mirror.changes() == ({}, ())
     model.layers[0].trainable = not before
     with pytest.raises(FitError, match=r"callbacks: whether .*first/kernel is trained was changed.*call fit once for"):
         mirror.changes()

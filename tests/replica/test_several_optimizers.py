@@ -114,7 +114,7 @@ def test_several_workers_in_all_modes(async_loop: MakeLoop, replicas_loop: MakeL
         assert_like(found["several_optimizers"], plain_keras("several_optimizers"))
         for end, end_of_one in zip(ends, one[1:], strict=True):
             assert_same_arrays(end, end_of_one, STATE)
-    last = replicas_loop(config_of(), num_workers=1, start=arrived(one[2]))
+    last = replicas_loop(config_of(), num_workers=1, num_ps=1, start=arrived(one[2]))
     assert_same_arrays(taken(last), one[2], STATE)
     last.train(180)
     assert last.updates_applied() == 180
@@ -216,12 +216,12 @@ def test_callbacks_see_and_set_the_learning_rate_of_each() -> None:
     model = compiled(chosen())
     prepare_choice("it", model.optimizer, model.trainable_variables)
     mirror = Mirror(model)
-    mirror.put({}, [0.5, 0.125, 0.25], 10)
-    assert mirror.changes() == ({}, [])
+    mirror.put({}, (0.5, 0.125, 0.25), 10)
+    assert mirror.changes() == ({}, ())
     _, adam, sgd = model.optimizer.optimizers
     assert (float(adam.learning_rate), int(adam.iterations), int(model.optimizer.iterations)) == (0.125, 10, 10)
     sgd.learning_rate = 0.0625
-    assert mirror.changes() == ({}, [0.5, 0.125, 0.0625])
+    assert mirror.changes() == ({}, (0.5, 0.125, 0.0625))
     adam.iterations.assign(3)
     with pytest.raises(FitError, match=r"optimizer\.iterations was 10 and is 3 now"):
         mirror.changes()

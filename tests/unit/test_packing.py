@@ -90,7 +90,7 @@ def test_all_messages_of_a_task_carry_its_name() -> None:
         lambda: to_launcher.note("b"),
         lambda: to_launcher.warn("c"),
         lambda: to_launcher.saved(4, stopping=True),
-        lambda: to_launcher.hook_call(5, "epoch", 0, 6, {"loss": 0.5}, [0.1], "", ""),
+        lambda: to_launcher.hook_call(5, "epoch", 0, 6, {"loss": 0.5}, (0.1,), "", ""),
         lambda: to_launcher.result({}),
         to_launcher.done,
     ]

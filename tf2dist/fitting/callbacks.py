@@ -81,7 +81,7 @@ class Callbacks:
         return self._mirror.model
 
     def begin(
-        self, epoch: int, arrays: NamedArrays, learning_rates: list[float], step: int, state: NamedArrays
+        self, epoch: int, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int, state: NamedArrays
     ) -> Change:
         """Calls the hooks before the first step; called again whenever all tasks were started again.
 
@@ -107,7 +107,7 @@ class Callbacks:
         return self._change()
 
     def after_epoch(
-        self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rates: list[float], step: int
+        self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int
     ) -> Change:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rates, step)
@@ -133,7 +133,7 @@ class Callbacks:
             self._begin_epoch(epoch + 1)
         return self._change(stop)
 
-    def pause(self, logs: Logs, arrays: NamedArrays, learning_rates: list[float], step: int) -> Change:
+    def pause(self, logs: Logs, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:
         """Calls the batch hooks while the cluster pauses at one exact step."""
         self._mirror.put(arrays, learning_rates, step)
         self.call_batch_hooks(step, logs)
@@ -154,7 +154,7 @@ class Callbacks:
         self._logs = logs
         self.end()
 
-    def after_last_step(self, arrays: NamedArrays, learning_rates: list[float], step: int) -> Change:
+    def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:
         """Calls `on_train_end`, with the weights that the cluster evaluates next."""
         self._mirror.put(arrays, learning_rates, step)
         self.end()

@@ -161,7 +161,7 @@ class Conversation(Generic[T]):
         arrays, state = (self._read(path) for path in (call.arrays, call.state))
         # JSON has no arrays: a metric of several numbers comes as a list, and Keras's callbacks expect an array.
         logs = {name: np.array(value) if isinstance(value, list) else value for name, value in call.logs.items()}
-        put = arrays, [*call.learning_rates], call.step
+        put = arrays, call.learning_rates, call.step
         match call.kind:
             case "begin":
                 change = callbacks.begin(call.epoch, *put, state)
@@ -196,7 +196,7 @@ class Conversation(Generic[T]):
             raise TrainingError(
                 f"{self.job}: the answer of the callbacks cannot be written ({error.strerror}); make room"
             ) from None
-        return HookAnswer(number, change.stop, tuple(change.learning_rates), *files)
+        return HookAnswer(number, change.stop, change.learning_rates, *files)
 
     def _on_progress(self, progress: ProgressMessage, callbacks: Callbacks) -> None:
         self.step, self._metrics = progress.step, progress.metrics

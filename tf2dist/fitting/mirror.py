@@ -54,11 +54,11 @@ class Mirror:
         self._earlier_updates = self._cluster_count = int(self._counters[0].numpy())
         # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
         self._counts_steps = not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
-        self._cluster_rates: list[float] = []
+        self._cluster_rates: tuple[float, ...] = ()
         self._of_schedule = _read_by_schedule(self.optimizer)
         self._schedule_values = [_value(variable) for variable in self._of_schedule]
 
-    def put(self, arrays: NamedArrays, learning_rates: list[float], step: int) -> None:
+    def put(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> None:
         """Copies the variables of the cluster at a step into the model.
 
         Raises:
@@ -103,7 +103,7 @@ class Mirror:
         self._outside_values = {name: _value(variable) for name, variable in self._outside.items()}
         self._named |= self._outside
 
-    def changes(self) -> tuple[NamedArrays, list[float]]:
+    def changes(self) -> tuple[NamedArrays, tuple[float, ...]]:
         """The arrays that differ from those of the cluster, and the learning rates if one differs.
 
         Raises:
@@ -137,15 +137,16 @@ class Mirror:
             if not np.array_equal(array, cluster_arrays[name], equal_nan=True)
         }
         rates = self._learning_rates()
-        return changes, rates if rates != self._cluster_rates else []
+        return changes, rates if rates != self._cluster_rates else ()
 
     def _values(self) -> NamedArrays:
         return {name: _value(variable) for name, variable in self._named.items()}
 
-    def _learning_rates(self) -> list[float]:
+    def _learning_rates(self) -> tuple[float, ...]:
         """The learning rate of each inner optimizer; 0 for a schedule, which callbacks cannot change."""
         rates = [learning_rate_of(inner) for inner in inner_optimizers(self.optimizer)]
-        return [float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else 0.0 for rate in rates]
+        numbers = (keras.ops.convert_to_numpy(rate) if isinstance(rate, keras.Variable) else 0.0 for rate in rates)
+        return tuple(map(float, numbers))
 
 
 def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:

@@ -63,9 +63,9 @@ class LearningRates:
             for inner in inner_optimizers(optimizer)
         ]
 
-    def at(self, step: int) -> list[float]:
+    def at(self, step: int) -> tuple[float, ...]:
         count = step + self._earlier_updates if self._counter is None else int(self._counter.numpy())
-        return [_number(rate(count)) if isinstance(rate, SCHEDULE) else rate for rate in self._rates]
+        return tuple(_number(rate(count)) if isinstance(rate, SCHEDULE) else rate for rate in self._rates)
 
     def scalars(self, step: int) -> dict[str, float]:
         """By name, for curves; those of several optimizers are numbered as in `MultiOptimizer.optimizers`."""

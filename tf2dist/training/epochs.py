@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,7 +41,7 @@ class EpochState:
     before: np.ndarray
     has_stopped: bool
     callbacks: NamedArrays
-    learning_rates: Sequence[float] = ()
+    learning_rates: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, plan: EpochPlan, loop: Loop) -> "EpochState":
@@ -56,7 +56,7 @@ class EpochState:
             before=loop.progress.metrics - (done if done.shape == none.shape else none),
             has_stopped=bool(arrays.get(STOPPED, False)),
             callbacks={name.removeprefix(CALLBACKS): a for name, a in arrays.items() if name.startswith(CALLBACKS)},
-            learning_rates=arrays[RATES].ravel().tolist() if RATES in arrays else (),
+            learning_rates=tuple(arrays[RATES].ravel().tolist()) if RATES in arrays else (),
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:

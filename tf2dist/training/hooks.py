@@ -9,7 +9,7 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,18 +38,18 @@ class Change:
 
     stop: bool = False
     is_interrupted: bool = False
-    learning_rates: Sequence[float] = ()
+    learning_rates: tuple[float, ...] = ()
     arrays: NamedArrays = field(default_factory=dict)
     state: NamedArrays | None = None
 
     def to_bytes(self) -> bytes:
         """For the other synchronous workers, which save no checkpoints and so need no state of the callbacks."""
-        return pack([self.stop, self.is_interrupted, [*self.learning_rates]], self.arrays)
+        return pack([self.stop, self.is_interrupted, self.learning_rates], self.arrays)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Change":
         (stop, is_interrupted, learning_rates), arrays = unpack(packed)
-        return cls(stop, is_interrupted, learning_rates, arrays)
+        return cls(stop, is_interrupted, tuple(learning_rates), arrays)
 
 
 class Hooks(Protocol):
@@ -64,7 +64,7 @@ class Hooks(Protocol):
         epoch: int,
         step: int,
         logs: dict[str, float],
-        learning_rates: list[float],
+        learning_rates: tuple[float, ...],
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:
@@ -122,7 +122,7 @@ class LauncherHooks:
         epoch: int,
         step: int,
         logs: dict[str, Any],
-        learning_rates: list[float],
+        learning_rates: tuple[float, ...],
         arrays: Callable[[], NamedArrays],
         state: NamedArrays,
     ) -> None:
