@@ -5,6 +5,7 @@ It is refused where several ps or workers would decide that apart.
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,9 +19,12 @@ from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError
+from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import ConfigError, FitError
+from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.models import build_optimizer
+from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 from tf2dist.training.about import LearningRates
 
@@ -137,6 +141,18 @@ def test_an_optimizer_by_name_is_scaled_as_keras_does_when_it_compiles() -> None
         scaled = build_optimizer({"name": "adam", "learning_rate": 0.5}, 10)
         assert isinstance(scaled, optimizers.LossScaleOptimizer)
         assert float(scaled.learning_rate) == 0.5
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_scale_that_keras_adds_when_it_loads_a_model_is_refused(tmp_path: Path) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input([2]), layers.Dense(1)])
+        model.compile(optimizers.SGD(0.5, loss_scale_factor=8.0), "mse", auto_scale_loss=False)
+        data = Arrays(np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float32))
+        with pytest.raises(FitError, match="auto_scale_loss=False, which Keras does not save; give a function that"):
+            shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
     finally:
         keras.config.set_dtype_policy("float32")
 

@@ -44,8 +44,8 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
     assign(by_name, {name: array for name, array in arrays.items() if name in by_name})
     # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
-    has_scale = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    for counter in counters_of(model.optimizer) if not has_scale else []:
+    has_count = any(name.startswith(f"{OPTIMIZER}loss_scale/") for name in arrays)
+    for counter in counters_of(model.optimizer) if not has_count else []:
         counter.assign(step)
 
 

@@ -102,6 +102,12 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
+    _check_copy(model, copy)
+    return copy
+
+
+def _check_copy(model: keras.Model, copy: keras.Model) -> None:
+    """Refuses a model that Keras loads as another one than it has saved."""
     if not copy.compiled:
         raise FitError(
             f"model ({model.name}): its compile is its own, and Keras does not call it when it loads the model; give "
@@ -117,13 +123,18 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             f"model ({model.name}): its optimizers have trained before, and Keras does not save their state; give a "
             "function that builds and compiles it anew, with more epochs and the run_dir to go on"
         )
+    has_scale = [isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer) for each in (model, copy)]
+    if has_scale == [False, True]:
+        raise FitError(
+            f"model ({model.name}): was compiled with auto_scale_loss=False, which Keras does not save; give a "
+            "function that builds it instead"
+        )
     # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
     if _optimizer_numbers(copy) != _optimizer_numbers(model):
         raise FitError(
             f"model ({model.name}): its MultiOptimizer chooses by names of layers, which are others when Keras loads "
             "the model; give its layers names, or give a function that builds it instead"
         )
-    return copy
 
 
 def _optimizer_state(model: keras.Model) -> list[list[Any]]:
