@@ -1,5 +1,6 @@
 """A MultiOptimizer, which gives each layer an optimizer of its own; test_optimizers.py compares it with Keras, too."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import build_step
 from tf2dist.process.parts import parts_of
 from tf2dist.process.tf_internals import groups_of, set_learning_rates
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -210,6 +212,23 @@ def test_a_finished_model_has_all_optimizers(tmp_path: Path) -> None:
     set_learning_rates(at_step.optimizer, [0.01, 0.02, 0.03, 0.04])  # snapshots leave them out
     assert_same_model(at_step, loaded)
     assert_same_model(loaded, fitted(model))
+
+
+@registry.register_optimizer("by_layer")
+def by_layer(rate: float = 0.5) -> keras.Optimizer:
+    return optimizers.MultiOptimizer(lambda v: optimizers.SGD(rate) if "kernel" in v.path else optimizers.Adam(0.25))
+
+
+def test_an_optimizer_by_name_may_be_several() -> None:
+    config = run_config("dnn", "by_layer", hidden_units=[5])
+    config.optimizer = {"name": "by_layer", "rate": 0.125}
+    source, splits = source_and_splits(config)
+    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+    optimizer = make_optimizer(10)
+    trained = [[variable.name for variable in group] for _, group in groups_of(optimizer, step.trainable)]
+    assert trained == [["kernel"], ["bias"], ["kernel"], ["bias"]]
+    rates = {"learning_rate_0": 0.125, "learning_rate_1": 0.25, "learning_rate_2": 0.125, "learning_rate_3": 0.25}
+    assert LearningRates(optimizer, 0).scalars(3) == rates
 
 
 def test_callbacks_see_and_set_the_learning_rate_of_each() -> None:
