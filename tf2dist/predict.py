@@ -18,30 +18,8 @@ With step=N it takes the weights of that checkpoint. A model or data with code o
 that is: plugins=[FILE.py].
 """
 
-from typing import NoReturn
+from tf2dist.finished.predict_command import main
 
-from tf2dist.finished import shell
-
-OPTIONS = ("data", "data.", "step", "plugins")
-
-
-def main() -> NoReturn:
-    """Predicts what the command line asks for, and exits."""
-    shell.main(run, __doc__)
-
-
-def run(arguments: list[str]) -> None:
-    """Prints the predictions.
-
-    Raises:
-        RequestError: the request is wrong.
-    """
-    request = shell.request(arguments, OPTIONS)
-    shell.show_status(f"predict: loading the model of {request.run_dir}")
-    from tf2dist.finished.predicting import predict  # imports TensorFlow
-
-    predict(request)
-
-
+# Nothing imports this module: the package has the function `tf2dist.predict` in place of it.
 if __name__ == "__main__":
-    main()
+    main(__doc__)

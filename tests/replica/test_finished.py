@@ -10,12 +10,13 @@ import pytest
 
 import tf2dist
 from tests.unit.test_saving import facts
-from tf2dist import evaluate, predict
+from tf2dist import evaluate
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
+from tf2dist.finished import predict_command as predict
 from tf2dist.finished.names import saved_variables
 from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
 

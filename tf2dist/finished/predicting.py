@@ -20,7 +20,7 @@ BATCH_SIZE = 256
 MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal
 
 
-def predict(request: Request) -> None:
+def print_predictions(request: Request) -> None:
     """Prints the predictions; those of the test set are drawn, too.
 
     Raises:

@@ -1,0 +1,25 @@
+"""The command `predict`: apart from its module, which cannot be imported beside the function `tf2dist.predict`."""
+
+from typing import NoReturn
+
+from tf2dist.finished import shell
+
+OPTIONS = ("data", "data.", "step", "plugins")
+
+
+def main(usage: str) -> NoReturn:
+    """Predicts what the command line asks for, and exits."""
+    shell.main(run, usage)
+
+
+def run(arguments: list[str]) -> None:
+    """Prints the predictions.
+
+    Raises:
+        RequestError: the request is wrong.
+    """
+    request = shell.request(arguments, OPTIONS)
+    shell.show_status(f"predict: loading the model of {request.run_dir}")
+    from tf2dist.finished.predicting import print_predictions  # imports TensorFlow
+
+    print_predictions(request)
