@@ -143,24 +143,35 @@ class Run:
         return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
 
     def _run_tasks(self, conversation: Conversation[Outcome]) -> Outcome:
-        console = self.console
-        check_size(self.config, self.place.cluster)
-        self._warn_of_repeated_data(console)
-        if self.place.has_peers:
-            check_place(self.config, *self.place, console)
-            if text := exposure_warning(*self.place):
-                console.warn(text)
-
-        def run(requests: StopRequests) -> Outcome:
-            return run_in_folder(self.config, self.place, console, self.started_at, requests, conversation)
-
+        self._warn_of_repeated_data(self.console)
         try:
-            folder, summary = conversation.follow(run, console)
+            folder, summary = run_tasks(self.config, self.place, self.console, self.started_at, conversation)
             if summary:
-                console.note(result_lines(summary, str(folder)))
+                self.console.note(result_lines(summary, str(folder)))
             return folder, summary
         finally:
-            draw_training(self.config, self.place, console)
+            draw_training(self.config, self.place, self.console)
+
+
+def run_tasks(
+    config: RunConfig, place: Place, console: Console, started_at: float, conversation: Conversation[Outcome]
+) -> Outcome:
+    """Runs the tasks of this host to their end.
+
+    Raises:
+        TfDistError: they cannot run, or have failed.
+        KeyboardInterrupt, SystemExit: of a signal, see `Conversation.follow`.
+    """
+    check_size(config, place.cluster)
+    if place.has_peers:
+        check_place(config, *place, console)
+        if text := exposure_warning(*place):
+            console.warn(text)
+
+    def run(requests: StopRequests) -> Outcome:
+        return run_in_folder(config, place, console, started_at, requests, conversation)
+
+    return conversation.follow(run, console)
 
 
 def leave_gpus_to_tasks() -> None:
