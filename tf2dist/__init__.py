@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tf2dist.fitting.request import Local
     from tf2dist.fitting.result import Result
     from tf2dist.model.gathering import gather
+    from tf2dist.predicting.predict import predict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "fit",
     "gather",
     "load_model",
+    "predict",
     "register_data",
     "register_model",
     "register_optimizer",
@@ -51,6 +53,7 @@ LATER = {  # these modules import Keras
     "fit": "tf2dist.fitting.fit",
     "gather": "tf2dist.model.gathering",
     "load_model": "tf2dist.finished.loading",
+    "predict": "tf2dist.predicting.predict",  # `tf2dist/predict.py` is the command, which nobody imports
 }
 
 

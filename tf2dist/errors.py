@@ -63,7 +63,7 @@ class ConfigError(RequestError):
 
 
 class FitError(ConfigError, ValueError):
-    """An argument of `tf2dist.fit` is wrong or not supported."""
+    """An argument of `tf2dist.fit` or `tf2dist.predict` is wrong or not supported."""
 
 
 class ClusterError(RequestError):

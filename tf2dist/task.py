@@ -21,6 +21,7 @@ from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError,
 from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.messages import ToLauncher
 from tf2dist.model.source import RegisteredSource, Source
+from tf2dist.predicting.worker import predict_ranges
 from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.process.tf_internals import error_texts
@@ -66,7 +67,10 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         if payload["job"]:
             job = Path(payload["job"])
             source, hooks = ShippedSource(job), LauncherHooks(to_launcher, mail, job)
-        run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
+        if isinstance(source, ShippedSource) and not source.plan:
+            predict_ranges(run_config, cluster, task, source, run_dir, to_launcher)
+        else:
+            run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), as_own_error(error))

@@ -32,6 +32,7 @@ FLOORS: list[set[str]] = [
     {"model", "checkpoint", "control"},
     {"launch", "training"},
     {"comparing", "engines", "finished", "fitting"},
+    {"predicting"},
     {"run"},
     {"task"},
     {"cli", "compare", "doctor", "evaluate", "export", "plot", "predict", "render", "testing"},

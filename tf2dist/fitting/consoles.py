@@ -34,11 +34,11 @@ def in_notebook() -> bool:
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
-def opening_line(place: Place) -> str:
+def opening_line(call: str, place: Place) -> str:
     """What is shown at once: building the model and importing TensorFlow in the tasks take seconds."""
     cluster, task = place
     does = "starting" if cluster.is_managed else f"{task} joins"
-    return f"fit: {does} {cluster_text(cluster.num_workers, cluster.num_ps)}"
+    return f"{call}: {does} {cluster_text(cluster.num_workers, cluster.num_ps)}"
 
 
 class QuietConsole(Console):

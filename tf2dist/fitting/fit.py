@@ -120,12 +120,7 @@ def fit(
         SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """
     started_at = time.time()
-    # A task imports the module of the model. If that module calls `fit` itself, each task would start a cluster.
-    if shipping.is_task:
-        raise FitError(
-            "fit: was called in a task of a run, which imports the module of the model; move the call into another "
-            'module, or below `if __name__ == "__main__":`'
-        )
+    shipping.check_caller("fit")
     if mode not in MODES:
         raise FitError(f"mode ({mode}): must be 'async', 'sync' or 'sync_replicas'")
     refusals.check_numbers(batch_size=batch_size)
@@ -141,7 +136,7 @@ def fit(
     config, place = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
     level = refusals.check_verbose(verbose)
     console = console_of(level)
-    console.note(opening_line(place))
+    console.note(opening_line("fit", place))
     num_workers = place.cluster.num_workers
     if data is None:
         train = request.training_set(x, y, sample_weight, class_weight)

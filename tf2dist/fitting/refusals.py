@@ -51,16 +51,16 @@ def check_numbers(**values: Any) -> None:
             raise FitError(f"{name} ({value}): must be a whole number of at least 1")
 
 
-def check_data(x: Any, name: str) -> None:
+def check_data(x: Any, name: str, ways: str = "arrays") -> None:
     """Refuses data that come batch by batch, such as datasets, generators and data loaders.
 
     Args:
         name: of the argument.
+        ways: what can be given instead.
 
     Raises:
         FitError: naming the argument.
     """
-    ways = "data=load, a function that makes the dataset of each worker, or arrays" if name == "x" else "arrays"
     # By the names of the classes, so that PyTorch, whose loaders Keras takes too, need not be installed.
     kinds = [kind.__name__ for kind in type(x).__mro__ if kind is not object]
     is_dataset = "DatasetV2" in kinds or "DataLoader" in kinds or "DataAdapter" in kinds or "PyDataset" in kinds

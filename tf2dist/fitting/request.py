@@ -35,7 +35,7 @@ class Local:
 
     Attributes:
         workers: the number of workers, each a process.
-        ps: the number of parameter servers, not for mode="sync".
+        ps: the number of parameter servers, not for mode="sync" and predictions.
     """
 
     workers: int = 3
@@ -95,7 +95,7 @@ def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, 
     Raises:
         FitError: see `inputs`; or the data come batch by batch.
     """
-    refusals.check_data(x, "x")
+    refusals.check_data(x, "x", "data=load, a function that makes the dataset of each worker, or arrays")
     return inputs.training_examples(x, y, sample_weight, class_weight)
 
 
@@ -262,7 +262,8 @@ def set_model_options(config: RunConfig, model: keras.Model, name: str, data: st
         raise FitError(f"keras.config.dtype_policy ({policy}): must be one of {', '.join(POLICIES)}")
     # Only names: the summary and the checkpoints show them, but the tasks get model and data from the job's folder.
     config.model, config.data = {"name": name}, DataConfig(name=data)
-    config.optimizer = {"name": re.sub(r"\W+", "_", model.optimizer.name)}
+    if optimizer := getattr(model, "optimizer", None):  # a prediction needs none
+        config.optimizer = {"name": re.sub(r"\W+", "_", optimizer.name)}
     config.keras = KerasConfig(
         floatx=floatx, image_data_format=keras.config.image_data_format(), epsilon=keras.config.epsilon()
     )

@@ -15,6 +15,7 @@ Nothing of it goes to other hosts: each of them runs the same script and makes i
 import json
 import os
 import stat
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -39,12 +40,27 @@ UNSAVED = "unsaved.json"
 is_task = False  # whether this process is a task that has read a job
 
 
-def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -> keras.Model | None:
-    """Writes the files of one job; returns a copy of a compiled model, as the tasks make it.
+def check_caller(call: str) -> None:
+    """Refuses a call of `fit` or `predict` in a task.
+
+    Raises:
+        FitError: this process is one.
+    """
+    # A task imports the module of the model. If that module makes the call itself, each task would start a cluster.
+    if is_task:
+        raise FitError(
+            f"{call}: was called in a task of a run, which imports the module of the model; move the call into another "
+            'module, or below `if __name__ == "__main__":`'
+        )
+
+
+def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | None) -> keras.Model | None:
+    """Writes the files of one job; returns a copy of a model that is given, as the tasks make it.
 
     Args:
         folder: exists, is empty, and belongs to this user alone.
-        model: a compiled model, or a function without arguments that returns one.
+        model: a model, compiled if it is to be trained, or a function without arguments that returns one.
+        plan: None for a prediction.
 
     Raises:
         FitError: the model cannot be sent.
@@ -54,11 +70,13 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan) -
     try:
         if isinstance(model, keras.Model):
             copy, sent = _ship_model(folder, model), {"keras": MODEL}
+            if plan:
+                _check_compiled(model, copy)
         else:
             sent = pickling.send_function(folder, model, BUILD, "model")
         stored = {
             "name": name,
-            "plan": asdict(plan),
+            "plan": asdict(plan) if plan else None,
             "train": inputs.store(splits.train, folder, "train") if not splits.stream else None,
             "stream": _ship_stream(folder, splits.stream) if splits.stream else None,
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
@@ -102,21 +120,20 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
-    _check_copy(model, copy)
-    return copy
-
-
-def _check_copy(model: keras.Model, copy: keras.Model) -> None:
-    """Refuses a model that Keras loads as another one than it has saved."""
-    if not copy.compiled:
-        raise FitError(
-            f"model ({model.name}): its compile is its own, and Keras does not call it when it loads the model; give "
-            "its class get_compile_config and compile_from_config, or give a function that builds and compiles it"
-        )
     if len(copy.weights) != len(model.weights):
         raise FitError(
             f"model ({model.name}): Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
             "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
+        )
+    return copy
+
+
+def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
+    """Refuses a model that would be trained in another way when Keras has loaded it."""
+    if not copy.compiled:
+        raise FitError(
+            f"model ({model.name}): its compile is its own, and Keras does not call it when it loads the model; give "
+            "its class get_compile_config and compile_from_config, or give a function that builds and compiles it"
         )
     if has_own_step(model) and _optimizer_state(copy) != _optimizer_state(model):
         raise FitError(
@@ -155,7 +172,8 @@ def _unsaved(model: keras.Model) -> dict[str, Any]:
     """The states of random generators, and the indices of the variables that are excluded from weight decay."""
     # A generator without a seed begins with a random one, so that each task would draw its own numbers.
     seeds = [np.array(seed.value).tolist() for seed in seeds_of(model)]
-    inner = inner_optimizers(model.optimizer)
+    optimizer = getattr(model, "optimizer", None)  # a prediction needs none
+    inner = inner_optimizers(optimizer) if optimizer else []
     return {"seeds": seeds, "undecayed": [undecayed(one, model.trainable_variables) for one in inner]}
 
 
@@ -170,14 +188,15 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     if custom is None:
         custom = pickling.unpickled(cloudpickle.loads((folder / CUSTOM).read_bytes()))
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
-    with fresh_names():
+    with fresh_names(), warnings.catch_warnings():
+        # Of a model that is to predict and has not been trained.
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
-    if not model.compiled:  # which is refused when it is sent
-        return model
     unsaved = json.loads((folder / UNSAVED).read_bytes())
     for seed, value in zip(seeds_of(model), unsaved["seeds"], strict=True):
         seed.assign(value)
-    for optimizer, indices in zip(inner_optimizers(model.optimizer), unsaved["undecayed"], strict=True):
+    inner = inner_optimizers(model.optimizer) if model.compiled else []  # to be trained, it is
+    for optimizer, indices in zip(inner, unsaved["undecayed"], strict=False):
         if indices:
             optimizer.exclude_from_weight_decay([model.trainable_variables[index] for index in indices])
     return model
@@ -208,9 +227,9 @@ class ShippedSource:
             raise _unreadable(folder, error) from None
         self.name: str = self._job["name"]
         plan = self._job["plan"]
-        if isinstance(freq := plan["validation_freq"], list):  # JSON has no tuples
+        if plan and isinstance(freq := plan["validation_freq"], list):  # JSON has no tuples
             plan["validation_freq"] = tuple(freq)
-        self.plan: EpochPlan | None = EpochPlan(**plan)
+        self.plan: EpochPlan | None = EpochPlan(**plan) if plan else None
 
     def load(self) -> Splits:
         """The data: arrays mapped from files, in memory that all tasks of this host share, or streams.
@@ -232,7 +251,7 @@ class ShippedSource:
         return inputs.load(self._job[split]) if self._job[split] else None
 
     def build(self, splits: Splits) -> keras.Model:
-        """Builds a new model at each call.
+        """Builds a new model at each call, compiled if it is to be trained.
 
         Raises:
             FitError: the user's function returns no compiled model.
@@ -240,7 +259,9 @@ class ShippedSource:
         sent = self._job["model"]
         if "keras" in sent:
             return load_sent_model(self._folder)
-        return call_builder(pickling.load_function(self._folder, sent), self.name, splits.layout)
+        function = pickling.load_function(self._folder, sent)
+        # For a prediction the model comes with its weights.
+        return call_builder(function, self.name, splits.layout) if self.plan else function()
 
 
 def _unreadable(folder: Path, error: Exception) -> TrainingError:

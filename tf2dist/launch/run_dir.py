@@ -19,18 +19,25 @@ from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.files import is_path
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
-FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline")
+RANGES = "ranges"  # of a prediction
+FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline", RANGES, "predictions")
 
 
-def make_run_dir(config: RunConfig) -> Path:
+def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
     """Creates the folder of this run, accessible by its owner alone, with `logs` in it.
+
+    Args:
+        kind: in the name of a new folder in `outputs`; None for the mode.
 
     Raises:
         ConfigError: it cannot be created or used.
     """
     name = config.run_dir or "outputs"
     try:
-        run_dir = Path(config.run_dir).expanduser().absolute() if config.run_dir else _new_default_dir(config)
+        if config.run_dir:
+            run_dir = Path(config.run_dir).expanduser().absolute()
+        else:
+            run_dir = _new_default_dir(kind or config.mode, config.model["name"])
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
         # Every run makes `logs`, so a config.yaml without it belongs to some other program.
@@ -47,9 +54,9 @@ def make_run_dir(config: RunConfig) -> Path:
     return run_dir
 
 
-def _new_default_dir(config: RunConfig) -> Path:
-    """Creates outputs/DATE_TIME-MODE-MODEL, with a number at its end if that exists."""
-    name = f"{datetime.now():%Y%m%d_%H%M%S}-{config.mode}-{config.model['name']}"
+def _new_default_dir(kind: str, model: str) -> Path:
+    """Creates outputs/DATE_TIME-KIND-MODEL, with a number at its end if that exists."""
+    name = f"{datetime.now():%Y%m%d_%H%M%S}-{kind}-{model}"
     outputs = Path("outputs").absolute()
     outputs.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count(1):
@@ -82,11 +89,9 @@ def how_to_go_on(run_dir: Path, in_python: bool) -> str:
     return f"add run_dir={json.dumps(str(run_dir), ensure_ascii=False) if in_python else shlex.quote(str(run_dir))}"
 
 
-def has_checkpoints(run_dir: Path) -> bool:
-    try:
-        return any(path.name.startswith("step-") for path in (run_dir / "checkpoints").iterdir())
-    except OSError:
-        return False
+def can_go_on(run_dir: Path) -> bool:
+    """Whether there is a checkpoint, or a range of a prediction."""
+    return any((run_dir / "checkpoints").glob("step-*")) or any((run_dir / RANGES).glob("*.npz"))
 
 
 def log_path(log_dir: Path, name: str) -> Path:

@@ -22,7 +22,7 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, first_line
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.run_dir import has_checkpoints, how_to_go_on, make_run_dir
+from tf2dist.launch.run_dir import can_go_on, how_to_go_on, make_run_dir
 from tf2dist.launch.run_state import Caller
 from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import StopRequests
@@ -46,7 +46,7 @@ def run_in_folder(
 
     Raises:
         ConfigError: the directory cannot be used.
-        Interrupted: by a signal; says how to go on if there is a checkpoint.
+        Interrupted: by a signal; says how to go on if something was saved.
     """
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
@@ -54,7 +54,7 @@ def run_in_folder(
         return run_dir, supervise(config, run_dir, place, console, started_at, signals, caller)
     except Interrupted as error:
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
-        if not has_checkpoints(run_dir):
+        if not can_go_on(run_dir):
             raise
         advice = f"{error.more}; {how_to_go_on(run_dir, in_python=caller is not None)} to go on"
         raise Interrupted(error.signum, advice) from None

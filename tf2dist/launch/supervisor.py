@@ -197,7 +197,7 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
 
 def check_saved(summary: dict[str, Any], advice: str) -> None:
     """Raises TrainingError if the weights behind the result could not be saved."""
-    if (step := summary["global_step"]) != summary["saved_step"]:
+    if (step := summary.get("global_step")) != summary.get("saved_step"):  # a prediction has none
         raise TrainingError(
             f"step {step} could not be saved: the weights behind the result ({last_evaluation(summary).strip()}) "
             f"are lost; make room, and {advice} to go on from the checkpoint before"

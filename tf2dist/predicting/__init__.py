@@ -1,0 +1,1 @@
+"""`tf2dist.predict`: a data set that all workers predict, range by range."""

@@ -1,0 +1,137 @@
+"""The predictions of a data set as files: one for each range of examples, and then one for each output.
+
+run_dir/prediction.json       of which model and examples they are
+run_dir/ranges/000012.npz     the outputs of one range
+run_dir/predictions/0.npy     the first output of all examples; once it is there, the ranges are removed
+"""
+
+import math
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from tf2dist.errors import ConfigError, TrainingError, first_line
+from tf2dist.launch.run_dir import RANGES
+
+DESCRIPTION = "prediction.json"
+MOST_EXAMPLES, MOST_RANGES = 4096, 10_000
+RANGES_OF_A_WORKER = 16  # at least, so that little is lost by a kill, and none waits long for the last
+
+
+def range_size(num_examples: int, batch_size: int, num_workers: int) -> int:
+    """The examples of a range: whole batches, so that all batches are those of one process."""
+    wanted = min(MOST_EXAMPLES, num_examples / (RANGES_OF_A_WORKER * num_workers))
+    return math.ceil(max(wanted, num_examples / MOST_RANGES) / batch_size) * batch_size
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The ranges of the examples, and their files in a run directory; a file is there whole or not at all.
+
+    Attributes:
+        size: the examples of each range but the last one.
+    """
+
+    run_dir: Path
+    num_examples: int
+    size: int
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_examples / self.size)
+
+    def examples(self, number: int) -> slice:
+        return slice(number * self.size, min((number + 1) * self.size, self.num_examples))
+
+    def path(self, number: int) -> Path:
+        return self.run_dir / RANGES / f"{number:06}.npz"
+
+    def has(self, number: int) -> bool:
+        # The leader's host joins the ranges and removes them, perhaps while a worker of another one still looks.
+        return self.path(number).exists() or self.joined.is_dir()
+
+    def num_done(self) -> int:
+        try:
+            return sum(name.endswith(".npz") for name in os.listdir(self.run_dir / RANGES))
+        except FileNotFoundError:
+            return 0
+
+    def is_complete(self) -> bool:
+        return self.joined.is_dir() or self.num_done() == len(self)
+
+    def order(self, index: int, num_workers: int) -> list[int]:
+        """All ranges in the order in which a worker looks whether they are done: first its own, then the others'.
+
+        So nobody waits for a worker that is slow or lost, and the last to end has seen that all are done.
+        """
+        own = range(index, len(self), num_workers)
+        others = sorted(set(range(len(self))) - set(own))
+        random.Random(index).shuffle(others)  # so that two workers that help a third rarely take the same
+        return [*own, *others]
+
+    def save(self, number: int, outputs: list[np.ndarray], writer: str) -> None:
+        # With the name of the writer: another worker may be writing the same range.
+        part = self.path(number).with_suffix(f".{writer}")
+        part.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(part, "wb") as file:
+            np.savez(file, *outputs)
+            file.flush()
+            # On disk before it gets its name: after a power failure the name must not lead to an empty file.
+            os.fsync(file.fileno())
+        part.replace(self.path(number))
+
+    @property
+    def joined(self) -> Path:
+        return self.run_dir / "predictions"
+
+    def join(self) -> list[np.ndarray]:
+        """The outputs of all examples, in their order, mapped from files; what is written into them stays in memory.
+
+        Raises:
+            TrainingError: the file of a range is missing or damaged, or the disk is full.
+            ConfigError: the outputs of two ranges differ in their shapes.
+        """
+        if not self.joined.is_dir():
+            try:
+                self._write_joined()
+            except OSError as error:
+                raise TrainingError(f"{self.joined}: cannot be written ({error.strerror}); make room") from None
+        shutil.rmtree(self.run_dir / RANGES, ignore_errors=True)
+        files = sorted(self.joined.iterdir(), key=lambda path: int(path.stem))
+        return [np.load(file, mmap_mode="c", allow_pickle=False) for file in files]
+
+    def _write_joined(self) -> None:
+        part = self.joined.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+        part.mkdir(mode=0o700)
+        first = self._read(0)
+        shapes = [(self.num_examples, *leaf.shape[1:]) for leaf in first]
+        files = [
+            np.lib.format.open_memmap(part / f"{number}.npy", "w+", leaf.dtype, shape)
+            for number, (leaf, shape) in enumerate(zip(first, shapes, strict=True))
+        ]
+        for number in range(len(self)):
+            for file, leaf, like in zip(files, self._read(number), first, strict=True):
+                if leaf.shape[1:] != like.shape[1:]:  # numpy would repeat a 1
+                    raise ConfigError(
+                        f"model: gives outputs of {list(like.shape[1:])} and of {list(leaf.shape[1:])}, which are no "
+                        "array together; pad them to one shape"
+                    )
+                file[self.examples(number)] = leaf
+        for file in files:
+            file.flush()
+        part.replace(self.joined)
+
+    def _read(self, number: int) -> list[np.ndarray]:
+        path = self.path(number)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return [file[name] for name in file.files]
+        except (OSError, ValueError, BadZipFile) as error:
+            raise TrainingError(
+                f"{path}: cannot be read ({first_line(str(error))}); remove it, and the same call predicts it again"
+            ) from None
