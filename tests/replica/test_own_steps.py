@@ -111,6 +111,17 @@ def eager() -> Linear:
     return model
 
 
+def by_two(self: Linear, data: Any) -> Any:
+    self.update(data)
+    self.update(data, self.second)
+    return {}
+
+
+def of_nothing(self: Linear, data: Any) -> Any:
+    self.optimizer.apply([None, None], self.trainable_variables)
+    return {}
+
+
 def scaled() -> Linear:
     model = linear()
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
@@ -122,6 +133,8 @@ REFUSED: dict[str, Callable[[], keras.Model]] = {
     "is not compiled; call its compile": not_compiled,
     "run_eagerly=True, but the tasks compile": eager,
     "its train_step applies no optimizer of the model": lambda: linear(train_step=Linear.test_step),
+    "its train_step trains .*kernel by two optimizers": lambda: linear(train_step=by_two),
+    "its train_step applies sgd.* of which no loss gives a gradient": lambda: linear(train_step=of_nothing),
     "its train_step applies an optimizer within a tf.cond": lambda: linear(train_step=in_a_branch),
     "its train_step changes self.count in Python": lambda: linear(train_step=counting),
     "its train_step reads .*iteration of its optimizer": lambda: linear(train_step=reading),
@@ -148,7 +161,7 @@ def test_a_step_that_cannot_run_here_is_refused(says: str) -> None:
 
 def twice(self: Linear, data: Any) -> Any:
     self.update(data)
-    self.update(data, self.second)
+    self.update(data)
     return {"error": self.error(data)}
 
 

@@ -200,10 +200,15 @@ class OwnStep(ModelStep):
 
     def _read_updates(self, scope: TrainScope) -> None:
         """Learns from a trace what the step trains."""
-        if not any(update.variables for update in scope.updates):
+        if not scope.updates:
             raise ConfigError(
                 "applies no optimizer of the model; call apply or apply_gradients of one in its attributes"
             )
+        optimizers: dict[int, keras.Optimizer] = {}  # by id of the variable
+        for update in scope.updates:
+            for variable in update.variables:
+                if optimizers.setdefault(id(variable), update.optimizer) is not update.optimizer:
+                    raise ConfigError(f"trains {variable.path} by two optimizers; give each variable one")
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
         self.is_in_phases = scope.reads_updated or self.repeats
         trained = {id(v): v for group in self.groups for v in group.variables}

@@ -135,6 +135,8 @@ class TrainScope(CallScope):
         scale = optimizer.loss_scale_factor
         every = zip(trained_variables(optimizer) if variables is None else variables, gradients, strict=True)
         pairs = [(variable, tf.convert_to_tensor(gradient)) for variable, gradient in every if gradient is not None]
+        if not pairs:
+            raise ConfigError(f"applies {optimizer.name} to variables of which no loss gives a gradient; leave it out")
         if strangers := [variable for variable, _ in pairs if id(variable) not in self._trainable]:
             raise ConfigError(f"applies an optimizer to {strangers[0]}, which is no trainable variable of the model")
         unscaled = [gradient / scale if scale else gradient for _, gradient in pairs]
